@@ -1,8 +1,8 @@
 """python scripts/bench_decoder.py --output docs/benchmarks/decoder.md
 
-Compares shardplan's decoder with Levanter's classes: the plan of each on the cases of the regret table and of the
-gallery, compiled. Then plans released models, and compares predicted with compiled memory
-and time. Needs no TPU; decoder.json, beside the page, keeps the compiled results, as planner.json does.
+Compares shardplan's decoder with Levanter's classes: plans the cases of the regret table and of the gallery with both,
+and compiles both plans. Then plans released models, and compares predicted with compiled memory and time. Needs no TPU;
+decoder.json, beside the page, keeps the compiled results, as planner.json does for the planner.
 """
 
 import argparse
@@ -29,19 +29,19 @@ from shardplan.verify.case import Case
 
 RECORDS = BENCHMARKS / "decoder.json"
 GALLERY = ("405b", "8b-1m", "mixtral-8x7b")
-"""Configurations of plans in docs/gallery, but the one of training."""
+"""Configurations of the plans in docs/gallery, except the plan for training."""
 RELEASED = (
     "pythia-12b v5p-64 32 2048", "gemma-3-27b v5p-64 32 8192", "gemma-3-27b v5p-64 1 131072",
     "olmo-3-32b v5p-64 32 4096", "phi-4 v5p-64 32 4096", "command-a v5p-64 32 4096", "llama-3.3-70b v5p-64 32 4096",
 )  # fmt: skip
-"""Released model, slice, batch, tokens of a sequence: an evaluation in bfloat16."""
+"""Released model, slice, batch and tokens of a sequence, for evaluations in bfloat16."""
 FULL = {"layer_types": ["full_attention"] * 62}
-"""Keys by which Gemma 3 27B has no windows."""
+"""Keys of config.json that remove the windows of Gemma 3 27B."""
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan, and how long it took."""
+    """A planned case, and the seconds of planning before the search."""
 
     case: Case
     trace_seconds: float
@@ -53,7 +53,7 @@ class Planned:
 
 
 def plan_case(label: str, config: PlanConfig, **changes: object) -> Planned:
-    """Plan a configuration.
+    """Plan a configuration, and measure how long it takes without the search.
 
     Args:
         changes: keys of config.json to change.
@@ -67,7 +67,7 @@ def plan_case(label: str, config: PlanConfig, **changes: object) -> Planned:
 
 
 def comparison(bench: Bench) -> str:
-    """A row for each case that both the decoder and a class of Levanter can plan."""
+    """Return the table with a row for each case that both the decoder and a class of Levanter can compute."""
     settings: list[tuple[str, PlanConfig]] = []
     for text in REGRET:
         model, slice_name, kind, batch = text.split()
@@ -99,7 +99,7 @@ def _cells(plan: Plan, result: CompiledResult) -> tuple[str, str, str]:
 
 
 def released(bench: Bench) -> str:
-    """A row for each released model."""
+    """Return the table with a row for each released model."""
     columns = (
         "model", "batch x tokens", "mesh", "attention", "lines", "trace s", "search s", "GiB predicted", "compiled",
         "error", "s predicted", "compiled", "error", "MFU",
@@ -128,14 +128,14 @@ def released(bench: Bench) -> str:
 
 
 def _methods(plan: Plan) -> str:
-    """The strategy of each kind of attention."""
+    """Return the strategy of each kind of attention as text."""
     kinds = [each.kind for each in plan.details.attention] if plan.details else []
     strategies = [str(plan.attention.of(kind).strategy) for kind in kinds] or [str(plan.attention.strategy)]
     return " / ".join(strategies)
 
 
 def _lines_of_family(case: Case) -> int:
-    """Lines of the file of a model's family."""
+    """Count the lines of the file that has a model's family."""
     module = FAMILIES[case.hf_config["model_type"]].read.__module__
     path = Path(__file__).parents[1] / f"{module.replace('.', '/')}.py"
     return len(path.read_text(encoding="utf-8").splitlines())
@@ -144,19 +144,19 @@ def _lines_of_family(case: Case) -> int:
 TEMPLATE = """# The decoder, judged by the TPU compiler
 
 Made by `python scripts/bench_decoder.py --output docs/benchmarks/decoder.md` with libtpu on a CPU machine with 2 cores.
-Modelled steps are those of `shardplan.verify`, as in [the planner's page](planner.md).
+`shardplan.verify` models the time of a step, as in [the planner's page](planner.md).
 
 ## Beside Levanter's classes
 
-The best plan for each, compiled; "time" is the decoder's step over that of Levanter's class. A mesh is replica x data x
-model.
+Each case is planned with Levanter's class and with the decoder, and both plans are compiled. "time" is the step time
+with the decoder / the step time with Levanter's class. A mesh is replica x data x model.
 
 {comparison}
 
 ## Released models
 
-On v5p-64, in bfloat16. Lines are those of the family's file; "attention" has the strategy of each kind of attention,
-the kind with most work first. The last row is Gemma 3 27B with full attention in all layers.
+On v5p-64, in bfloat16. "lines" counts the lines of the family's file; "attention" has the strategy of each kind of
+attention, most work first. The last row is Gemma 3 27B with full attention in all layers.
 
 {released}
 """

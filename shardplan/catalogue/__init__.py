@@ -1,5 +1,5 @@
-"""What is known of models: which types are supported, with what, and the facts of released ones.
+"""Facts about models: the supported features of every model type, and the size and layers of every released model.
 
-Nothing here is typed by hand: support follows from the predicates that planning and loading decide by, and facts from
-the models that are built of config.json files.
+No table is kept by hand. Features follow from the predicates that planning and loading use, and facts from models that
+are built from their config.json files.
 """

@@ -1,4 +1,4 @@
-"""What is supported of each model type, by the predicates that planning, loading and evaluating decide by."""
+"""Finds the supported features of each model type, by the predicates that planning, loading and evaluation use."""
 
 import math
 import sys
@@ -23,48 +23,48 @@ from shardplan.search.space import AttentionMethod
 from shardplan.steps.kinds import STEP_KINDS
 
 SHORT = Workload(batch=1, position=MIN_POSITION)
-"""A workload that every model has the positions for."""
+"""The shortest workload; every model has enough positions for it."""
 
 
 class Feature(StrEnum):
-    """What can be done with a model."""
+    """What shardplan can do with a model."""
 
     PLAN = "plan"
     VERIFY = "verify"
     LOAD = "load"
     SAVE = "save"
     SEQUENCE = "sequence"
-    """Positions are sharded."""
+    """Plan it with sharded positions."""
     EXTRACTION = "extraction"
     LM_EVAL = "lm_eval"
 
 
 @dataclass(frozen=True)
 class TypeFacts:
-    """A supported model type."""
+    """What is known about a supported model type."""
 
     type: str
     family: str
     about: str
-    """What sets its models apart, in a sentence."""
+    """What distinguishes models of this family, in one sentence."""
     levanter_class: str | None
-    """Levanter's configuration class, for training and for its scripts; None where the decoder computes these too."""
+    """Levanter's configuration class, for training and Levanter's scripts; None if these use the decoder as well."""
     features: tuple[Feature, ...]
     methods: tuple[AttentionMethod, ...]
-    """How attention is computed where positions are sharded."""
+    """The attention methods that a plan may choose if positions are sharded."""
     keys: tuple[str, ...]
-    """Keys of its config.json that are read."""
+    """Keys of config.json that its family reads."""
     only: dict[str, tuple[Any, ...]]
-    """Key of its config.json -> the only values that are supported."""
+    """Key of config.json -> the only values that are supported for it."""
     released: tuple[str, ...]
     """Names of its released models."""
 
 
 def describe_type(model_type: str, released: Sequence[str]) -> TypeFacts:
-    """Return what is supported of a model type, by the first of its released models.
+    """Return the facts about a model type, derived from its first released model.
 
     Args:
-        released: names of its released models, one at least.
+        released: names of its released models, at least one.
     """
     hf_config = read_config(released[0], None)
     model = build_model(hf_config, 1)
@@ -85,11 +85,11 @@ def describe_type(model_type: str, released: Sequence[str]) -> TypeFacts:
 
 
 def supported_features(model: Model) -> Iterator[Feature]:
-    """Yield what can be done with a model that has been built."""
-    # what is built is traced to be planned, and compiled to be verified
+    """Yield the features that a model supports."""
+    # a model that was built can be traced, which planning needs, and compiled, which verification needs
     yield Feature.PLAN
     yield Feature.VERIFY
-    # the program that reads a checkpoint is read backwards to write one
+    # saving runs the program that reads a checkpoint backwards, so it needs what loading needs
     is_stored = sum(map(math.prod, expected_tensors(model.template).values())) == inspect_model(model).size
     if is_stored:
         yield Feature.LOAD
@@ -103,33 +103,33 @@ def supported_features(model: Model) -> Iterator[Feature]:
 
 @lru_cache(maxsize=1)
 def sequence_methods(model: Model) -> tuple[AttentionMethod, ...]:
-    """Return the methods of attention that a plan can give a model where positions are sharded."""
-    # kinds take a trace, and say nothing of models whose attention is planned
+    """Return the attention methods that a plan may choose for a model if positions are sharded."""
+    # kinds need a trace, and only matter for models whose attention is not planned
     kinds = () if model.is_attention_planned else plan_step(model, SHORT.resolve()).attention_kinds
     return attention_methods(model, kinds)
 
 
 class RecordedKeys(ConfigKeys):
-    """The keys of a config.json, and what a family asks of them."""
+    """The keys of a config.json; records which keys a family reads, and which values it allows."""
 
     def __init__(self, values: dict[str, Any]) -> None:
-        """Hold the keys of a file."""
+        """Hold the keys of a file; none is read yet."""
         super().__init__(values, "config.json")
         self.only_values: dict[str, tuple[Any, ...]] = {}
 
     @property
     def read(self) -> tuple[str, ...]:
-        """The keys that were read."""
+        """The keys that were read, in alphabetical order."""
         return tuple(sorted(self._taken))
 
     def only(self, name: str, values: Sequence[Any]) -> None:
-        """Record the only values of a key."""
+        """Check the value of a key as `ConfigKeys.only` does, and record the allowed values."""
         super().only(name, values)
         self.only_values[name] = tuple(values)
 
 
 def read_keys(hf_config: dict[str, Any]) -> RecordedKeys:
-    """Return what the family of a config.json reads of it."""
+    """Let a family read its config.json, and return the keys with what they recorded."""
     keys = RecordedKeys(hf_config)
     FAMILIES[hf_config["model_type"]].read(keys)
     return keys

@@ -1,4 +1,4 @@
-"""The names of models: their types, and those of released models. Imports no JAX."""
+"""Resolves names of models: model types, released models, and repositories on the Hugging Face hub. Imports no JAX."""
 
 import json
 from collections import defaultdict
@@ -12,29 +12,29 @@ from shardplan.model.huggingface.text_part import TEXT_TYPES
 
 @dataclass(frozen=True)
 class NamedModel:
-    """What a name stands for."""
+    """The model type, and perhaps the released model, that a name stands for."""
 
     type: str
     """The model type, supported or not."""
     released: str | None = None
-    """The name of a released model."""
+    """Name of the released model; None if the name is a model type."""
     wrapper: str | None = None
-    """The type of a model of images and text, of which the text model is meant."""
+    """Model type of a multimodal wrapper whose text model is used; None for other names."""
 
 
 @dataclass(frozen=True)
 class RefusedTypes:
-    """Model types that are not supported, for one reason."""
+    """Unsupported model types that share one reason."""
 
     types: tuple[str, ...]
     nearest: str | None
-    """The supported type that is nearest to them."""
+    """The most similar supported type; None if no type is similar."""
     differences: str
-    """What they have that it does not have."""
+    """What these types have and the nearest type lacks."""
 
 
 def find_model(name: str) -> NamedModel:
-    """Find what a name stands for: a released model, its repository on the Hugging Face hub, or a model type.
+    """Resolve the name of a released model, of its repository on the Hugging Face hub, or of a model type.
 
     >>> find_model("meta-llama/Llama-3.1-8B")
     NamedModel(type='llama', released='llama-3.1-8b', wrapper=None)
@@ -55,7 +55,7 @@ def find_model(name: str) -> NamedModel:
 
 
 def released_by_type() -> dict[str, tuple[str, ...]]:
-    """Return supported model type -> the names of its released models, the smallest of a family first."""
+    """Return supported model type -> names of its released models, sorted by name and then by size."""
     names: defaultdict[str, list[str]] = defaultdict(list)
     for name in BUNDLED:
         names[_type_of(name)].append(name)
@@ -63,7 +63,7 @@ def released_by_type() -> dict[str, tuple[str, ...]]:
 
 
 def refused_types() -> tuple[RefusedTypes, ...]:
-    """Return the well-known model types that are not supported; those of one reason together."""
+    """Return the well-known model types that are not supported, grouped by reason."""
     types: defaultdict[tuple[str | None, str], list[str]] = defaultdict(list)
     for name, other in sorted(OTHER_TYPES.items()):
         types[other.nearest, other.differences].append(name)

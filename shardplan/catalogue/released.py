@@ -1,4 +1,4 @@
-"""The facts of a released model: its size, and its layers by kind of attention."""
+"""Finds the facts about a released model: its size, its positions, and its layers by kind of attention."""
 
 import json
 from collections import Counter
@@ -16,23 +16,23 @@ from shardplan.program.step_trace import plan_step
 
 @dataclass(frozen=True)
 class ReleasedModel:
-    """A released model."""
+    """What is known about a released model."""
 
     name: str
     repositories: tuple[str, ...]
-    """On the Hugging Face hub."""
+    """Its repositories on the Hugging Face hub."""
     type: str
     parameters: int
     positions: int
-    """Positions that it has."""
+    """Number of positions of the model."""
     layers: dict[AttentionKind, int]
-    """Kind of attention -> its layers."""
+    """Kind of attention -> number of layers that have it."""
     config: dict[str, Any]
     """The content of its config.json."""
 
 
 def describe_model(name: str) -> ReleasedModel:
-    """Return the facts of a released model, with the layers that a trace of its forward pass finds."""
+    """Return the facts about a released model; its layers are counted in a trace of the forward pass."""
     model = build_model(read_config(name, None), 1)
     return ReleasedModel(
         name=name,
@@ -46,6 +46,6 @@ def describe_model(name: str) -> ReleasedModel:
 
 
 def count_layers(model: Model) -> dict[AttentionKind, int]:
-    """Return kind of attention -> its layers, the most frequent first, for sequences of all positions."""
+    """Return kind of attention -> number of layers, most frequent first, for sequences of all the model's positions."""
     step = plan_step(model, Workload(batch=1, position=model.positions).resolve())
     return dict(Counter(step.attention_calls).most_common())

@@ -1,4 +1,8 @@
-"""The architecture of a decoder: its layers, and what is before and behind them."""
+"""The architecture of a decoder: its embeddings, its layers, the last norm and the output head.
+
+It imports no family, so that families can import it; `shardplan.decoder.config.DecoderConfig` adds the methods that
+need the families and the model.
+"""
 
 import json
 from dataclasses import dataclass
@@ -16,57 +20,57 @@ from shardplan.decoder.parts.segments import Segment
 
 @dataclass(frozen=True)
 class PositionTable:
-    """A learned embedding of each position; it is added to the embedding of the token."""
+    """Learned position embeddings, which are added to the token embeddings."""
 
     rows: int
-    """Rows of the table."""
+    """Number of rows."""
     first: int = 0
-    """Row of the first position."""
+    """Row of position 0."""
 
     @property
     def Rows(self) -> Axis:
-        """The axis of the table's rows."""
+        """The axis of the rows."""
         return Axis("position_row", self.rows)
 
 
 @dataclass(frozen=True)
 class Architecture(LmConfig):
-    """A decoder, as a family reads it from a config.json (`shardplan.decoder.families`)."""
+    """The architecture of a decoder, which a family reads from a config.json (`shardplan.decoder.families`)."""
 
     max_seq_len: int
-    """Positions that the model has."""
+    """Number of positions of the model."""
     embed: int
-    """Elements of the residual stream."""
+    """Size of the residual stream."""
     segments: tuple[Segment, ...]
-    """The layers."""
+    """The layers, as repeated blocks."""
     norm: NormConfig | None
-    """The norm behind the layers."""
+    """The norm after the last layer; None for models without it."""
     is_tied: bool
-    """Whether the output head is the embedding."""
+    """Whether the output head and the token embedding share one weight."""
     hf_config: str
-    """The config.json that this was made of, as JSON."""
+    """The config.json from which the architecture was read, as JSON."""
     has_head_bias: bool = False
     """Whether the output head has a bias."""
     position_table: PositionTable | None = None
     token_embed: int | None = None
-    """Elements of the embedding of a token, and of what the output head reads.
+    """Size of token embeddings and of the output head's input; None if it equals `embed`.
 
-    They are projected to the residual stream and back. None where the two have one size.
+    If it is given, one projection leads to the residual stream, and one back.
     """
     embedding_multiplier: float = 1.0
-    """What the embeddings of tokens are multiplied by."""
+    """Factor of the token embeddings."""
     logit_multiplier: float = 1.0
-    """What the input of the output head is multiplied by."""
+    """Factor of the output head's input."""
     logit_soft_cap: float | None = None
     """Bound of the logits, applied as `cap * tanh(logits / cap)`."""
     attn_backend: AttentionBackend | None = None
-    """What computes attention where no plan does."""
+    """Levanter's attention backend, used where no plan computes attention."""
     flash_attention_block_size: int | None = None
     gradient_checkpointing: Any = True
 
     @property
     def num_layers(self) -> int:
-        """The layers of all segments."""
+        """Number of layers in all segments."""
         return sum(segment.num_layers for segment in self.segments)
 
     @property
@@ -76,28 +80,28 @@ class Architecture(LmConfig):
 
     @property
     def TokenEmbed(self) -> Axis:
-        """The axis of the embedding of a token."""
+        """The axis of token embeddings."""
         return self.Embed if self.token_embed is None else Axis("token_embed", self.token_embed)
 
     @property
     def Layers(self) -> tuple[Axis, ...]:
-        """The axis of each segment, along which its repetitions are stacked."""
+        """One axis per segment, along which the parameters of its repetitions are stacked."""
         names = ["layers"] if len(self.segments) == 1 else [f"layers_{i}" for i in range(len(self.segments))]
         return tuple(Axis(name, segment.repeats) for name, segment in zip(names, self.segments, strict=True))
 
     @property
     def max_Pos(self) -> Axis:
-        """The axis of positions, with all that the model has."""
+        """The position axis, with all positions of the model."""
         return Axis(POSITION, self.max_seq_len)
 
     @property
     def Pos(self) -> Axis:
-        """The same, by the name that some of Levanter's code asks for."""
+        """The position axis, under the name that some of Levanter's code uses."""
         return self.max_Pos
 
     @property
     def kernel(self) -> Kernel:
-        """What computes attention where no plan does."""
+        """How Levanter computes attention where no plan does."""
         return Kernel(self.attn_backend, self.flash_attention_block_size)
 
     @cached_property

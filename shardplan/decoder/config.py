@@ -1,4 +1,8 @@
-"""The configuration of a decoder, as Levanter and shardplan ask for it."""
+"""The Levanter configuration of a decoder, which the family of its model type reads from a config.json.
+
+To an `Architecture` it adds what Levanter's Trainer and checkpoint converter call: the class of the model, counts of
+FLOPs and parameters, and conversions from and to the configurations of transformers.
+"""
 
 import json
 from dataclasses import dataclass
@@ -19,7 +23,7 @@ from shardplan.model.registry import abstract_module, transformers_config
 
 @dataclass(frozen=True)
 class DecoderConfig(Architecture, HFCompatConfig):
-    """A Levanter configuration, whose model is a `Decoder`.
+    """A Levanter configuration whose model is a `Decoder`.
 
     >>> sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": 2}
     >>> config = DecoderConfig.from_hf_config({"model_type": "granite", "vocab_size": 256, **sizes})
@@ -28,7 +32,7 @@ class DecoderConfig(Architecture, HFCompatConfig):
     """
 
     reference_checkpoint: str | None = None
-    """The checkpoint that Levanter reads tokenizer and weights from, if it is told no other."""
+    """The checkpoint from which Levanter reads tokenizer and weights by default."""
 
     @property
     def model_type(self) -> type[Decoder]:
@@ -37,10 +41,10 @@ class DecoderConfig(Architecture, HFCompatConfig):
 
     @classmethod
     def from_hf_config(cls, hf_config: Any) -> "DecoderConfig":
-        """Make the configuration of a config.json, given as a mapping or as transformers' configuration.
+        """Make the configuration from a config.json, given as a mapping or as a transformers configuration.
 
         Raises:
-            ConfigError: a value that is not valid, or a key that the family of its `model_type` does not read.
+            ConfigError: a value is not valid, or the family of the `model_type` does not understand a key.
         """
         given = hf_config if isinstance(hf_config, dict) else hf_config.to_dict()
         values, where = (
@@ -50,13 +54,13 @@ class DecoderConfig(Architecture, HFCompatConfig):
         kind = values.get("model_type")
         if kind not in FAMILIES:
             raise ConfigError(f"config.json: the decoder has no model_type {kind!r}; {nearest(str(kind), FAMILIES)}")
-        keys.integer("vocab_size")  # of the embedding, which Levanter makes of another argument
+        keys.integer("vocab_size")  # checked only: Levanter passes the vocabulary as another argument
         fields = FAMILIES[kind].read(keys)
         keys.finish()
         return cls(**fields, hf_config=json.dumps(values, sort_keys=True))
 
     def flops_per_token(self, vocab_size: int, context_length: int) -> int:
-        """Count the FLOPs of a token's forward pass, of which Levanter's trainer makes the utilization that it logs.
+        """Count the FLOPs of a token's forward pass, from which Levanter's trainer computes the MFU it logs.
 
         Args:
             vocab_size: tokens of the vocabulary.
@@ -78,7 +82,7 @@ class DecoderConfig(Architecture, HFCompatConfig):
         return sum(leaf.size for _, leaf in leaves)
 
     def to_hf_config(self, vocab_size: int, config_overrides: dict[str, Any] | None = None) -> Any:
-        """Return the configuration of transformers that this was made of, with `vocab_size` tokens.
+        """Return the transformers configuration of the original config.json, with `vocab_size` tokens.
 
         Args:
             config_overrides: further keys to change.
@@ -90,8 +94,8 @@ class DecoderConfig(Architecture, HFCompatConfig):
         """Return Levanter's converter for checkpoints of this family.
 
         Args:
-            ref_checkpoint: the checkpoint that it reads tokenizer and configuration from; default: that of this
-                configuration.
+            ref_checkpoint: the checkpoint from which it reads tokenizer and configuration; default:
+                `reference_checkpoint`.
         """
         return HFCheckpointConverter(
             type(self),

@@ -1,7 +1,7 @@
-"""Reads the keys of a config.json, so that none of them is ignored in silence.
+"""Reads the keys of a config.json, and refuses keys that nothing understands.
 
-A family takes every key that it understands. What is left over afterwards either says nothing about what the model
-computes, or is refused by its name and value.
+A family takes every key that it understands. Every other key must be known not to change what the model computes;
+otherwise it is refused with its name and value. So a release with a new feature is not computed wrong.
 """
 
 import logging
@@ -38,14 +38,14 @@ HARMLESS = frozenset(
         "use_cache", "use_flash_attention", "use_flash_attn", "vocab_size",
     }
 )  # fmt: skip
-"""Keys that say nothing about what a trained model computes, or that are read before its family."""
+"""Keys that do not change what a trained model computes, or that are read outside of families."""
 
 
 class ConfigKeys:
-    """The keys of a config.json; a family takes those that it understands."""
+    """The keys of a config.json, from which a family takes every key that it understands."""
 
     def __init__(self, values: Mapping[str, Any], where: str) -> None:
-        """Hold the keys of a file, none of which is taken yet.
+        """Hold the keys of a file; none is taken yet.
 
         Args:
             values: the content of the file.
@@ -55,19 +55,19 @@ class ConfigKeys:
         self._taken = set[str]()
 
     def take(self, *names: str, default: Any = None) -> Any:
-        """Return the value of the first of some keys that is given and not null, else the default."""
+        """Take some keys, and return the value of the first one that is given and not null, else the default."""
         self._taken.update(names)
         return next((self.values[name] for name in names if self.values.get(name) is not None), default)
 
     def is_null(self, name: str) -> bool:
-        """Return whether a key is given as null, which may say something else than its absence."""
+        """Return whether a key is given as null, which may mean something else than an absent key."""
         return name in self.values and self.values[name] is None
 
     def integer(self, *names: str, default: int | None = None, least: int = 1) -> int:
-        """Return an integer from `least` to `MAX_SIZE`.
+        """Take some keys, and return their value, an integer from `least` to `MAX_SIZE`.
 
         Raises:
-            ConfigError: it is missing and has no default, or is something else.
+            ConfigError: the value is missing and has no default, or it is anything else.
         """
         value = self.take(*names, default=default)
         if type(value) is not int or not least <= value <= MAX_SIZE:
@@ -75,30 +75,30 @@ class ConfigKeys:
         return value
 
     def integer_or_null(self, name: str, default: int | None) -> int | None:
-        """Return a positive integer; None where the file says null, or where it says nothing and that is the default.
+        """Take a key, and return its value, a positive integer; None if it is null, or absent without a default.
 
         Raises:
-            ConfigError: it is something else.
+            ConfigError: the value is anything else.
         """
         if self.take(name, default=default) is None or self.is_null(name):
             return None
         return self.integer(name, default=default)
 
     def number_or_null(self, name: str, default: float | None) -> float | None:
-        """Return a positive number; None where the file says null, or where it says nothing and that is the default.
+        """Take a key, and return its value, a positive number; None if it is null, or absent without a default.
 
         Raises:
-            ConfigError: it is something else.
+            ConfigError: the value is anything else.
         """
         if self.take(name, default=default) is None or self.is_null(name):
             return None
         return self.number(name, default=default)
 
     def number(self, *names: str, default: float | None = None) -> float:
-        """Return a positive number.
+        """Take some keys, and return their value, a positive number.
 
         Raises:
-            ConfigError: it is missing and has no default, or is something else.
+            ConfigError: the value is missing and has no default, or it is anything else.
         """
         value = self.take(*names, default=default)
         if type(value) not in (int, float) or not 0 < value < float("inf"):
@@ -106,10 +106,10 @@ class ConfigKeys:
         return float(value)
 
     def flag(self, *names: str, default: bool) -> bool:
-        """Return true or false.
+        """Take some keys, and return their value, true or false.
 
         Raises:
-            ConfigError: it is something else.
+            ConfigError: the value is anything else.
         """
         value = self.take(*names, default=default)
         if not isinstance(value, bool):
@@ -117,10 +117,10 @@ class ConfigKeys:
         return value
 
     def choice[T](self, *names: str, choices: Mapping[str, T], default: str | None = None) -> T:
-        """Return what a name stands for.
+        """Take some keys, and return the choice that their value names.
 
         Raises:
-            ConfigError: it is missing and has no default, or is none of the choices.
+            ConfigError: the value is missing and has no default, or it names none of the choices.
         """
         value = self.take(*names, default=default)
         if not isinstance(value, str) or value not in choices:
@@ -128,22 +128,22 @@ class ConfigKeys:
         return choices[value]
 
     def only(self, name: str, values: Sequence[Any]) -> None:
-        """Check that a key has one of the values that the decoder computes, or is absent.
+        """Take a key, and check that it is absent or null, or has one of the values that the decoder supports.
 
         Raises:
-            ConfigError: it has another value.
+            ConfigError: the key has another value.
         """
         value = self.take(name)
         if value is not None and value not in values:
             self.refuse(name, value, " or ".join(map(repr, values)))
 
     def finish(self) -> None:
-        """Check that every key was taken, or says nothing about what the model computes.
+        """Check that every key was taken, or is known not to change what the model computes.
 
-        A line names those that say something about models of other types, and that transformers ignores in this one.
+        A warning names the keys that transformers reads in other model types, but ignores in this one.
 
         Raises:
-            ConfigError: a key is left over that may change what the model computes.
+            ConfigError: a key that was not taken may change what the model computes.
         """
         left, unread = [], []
         for name, value in self.values.items():

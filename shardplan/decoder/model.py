@@ -1,4 +1,8 @@
-"""The decoder: an embedding, segments of layers, a norm, and an output head."""
+"""The decoder: an embedding, segments of layers, a norm, and an output head.
+
+Each segment is a loop over a block of layers (Haliax's `Stacked`). The rules of the family say which elements of a
+checkpoint a parameter holds: reading evaluates them, and writing evaluates the transpose of this linear map.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -28,20 +32,20 @@ from shardplan.model.logits.logit_blocks import prepare_head, project_to_vocab
 
 
 class Decoder(ModuleWithStateDictSerialization, LmHeadModel[Architecture]):
-    """A language model of any family that `shardplan.decoder.families` has."""
+    """A language model of any family in `shardplan.decoder.families`."""
 
     embedding: NamedArray
-    """{vocab, token_embed}, or {vocab, embed} where the two are one."""
+    """{vocab, token_embed}, or {vocab, embed} if both have one size."""
     position_embedding: NamedArray | None
     """{position_row, embed}; None for models without a table of positions."""
     project_in: Linear | None
-    """From token_embed to embed, where they are two."""
+    """Projects token_embed to embed; None if both have one size."""
     segments: tuple[Stacked, ...]
     norm: Norm | None
     project_out: Linear | None
-    """From embed to token_embed, where they are two."""
+    """Projects embed to token_embed; None if both have one size."""
     lm_head: Linear | None
-    """Its weight has the axes of the embedding; None where this is the output head."""
+    """The output head, whose weight has the axes of the embedding; None if it is tied to the embedding."""
     settings: Architecture = eqx.field(static=True)
 
     @property
@@ -56,7 +60,7 @@ class Decoder(ModuleWithStateDictSerialization, LmHeadModel[Architecture]):
 
     @property
     def Embed(self) -> Axis:
-        """The axis over which the output head sums."""
+        """The axis that the output head contracts."""
         return self.settings.TokenEmbed
 
     @classmethod
@@ -96,18 +100,18 @@ class Decoder(ModuleWithStateDictSerialization, LmHeadModel[Architecture]):
         key: Any = None,
         pos_ids: NamedArray | None = None,
     ) -> NamedArray:
-        """Compute what the output head reads, {..., position, embed}, for int32[..., position] tokens.
+        """Compute the input {..., position, embed} of the output head from int32[..., position] tokens.
 
         Args:
             attn_mask: which keys a query may attend to; default: those up to its own position.
-            pos_ids: int32[..., position], the index of each token in its text; default: that in its document where
-                the mask has segment ids, else that in the array.
+            pos_ids: int32[..., position], the index of each token in its text; default: its index in its document
+                if the mask has segment ids, else its index in the array.
         """
         del key  # nothing is random
         config = self.settings
         mask = AttentionMask.causal() if attn_mask is None else attn_mask
         if isinstance(mask, NamedArray):
-            mask = AttentionMask.explicit(mask)  # which layers may narrow
+            mask = AttentionMask.explicit(mask)  # layers can add a window or chunks to it
         indices = _indices_in_text(mask, input_ids.resolve_axis(POSITION)) if pos_ids is None else pos_ids
         x = hax.auto_sharded(self._embed(input_ids, indices))
         positions = Positions.of(indices)
@@ -158,7 +162,7 @@ class Decoder(ModuleWithStateDictSerialization, LmHeadModel[Architecture]):
         """Compute the loss of every next token as Levanter's models do, with the bias and the soft cap of the head.
 
         Args:
-            settings: those of Levanter's `LmHeadModel.compute_next_token_loss`.
+            settings: keyword arguments of Levanter's `LmHeadModel.compute_next_token_loss`.
         """
         settings["logit_soft_cap"] = self.settings.logit_soft_cap
         bias = self.lm_head_bias
@@ -168,8 +172,8 @@ class Decoder(ModuleWithStateDictSerialization, LmHeadModel[Architecture]):
         settings["dtype"] = settings.pop("loss_dtype", jnp.float32)
         activations = self.activations(example.tokens, example.attn_mask)
         head = hax.auto_sharded(self.get_lm_head())
-        # Levanter's loss, which is computed in blocks of the vocabulary, has no bias: it becomes the weight of one more
-        # input, which is 1
+        # Levanter's loss, which is computed in blocks of the vocabulary, takes no bias: activations get one more
+        # element, which is 1, and the head's weight gets the bias as the matching column
         inputs = f"{self.Embed.name}_and_one"
         ones = hax.ones_like(activations[self.Embed, 0])
         widened = [
@@ -182,7 +186,7 @@ class Decoder(ModuleWithStateDictSerialization, LmHeadModel[Architecture]):
         )
 
     def resize_vocab(self, new_size: int, key: jax.Array | None = None) -> "Decoder":
-        """Return the model with a vocabulary of `new_size` tokens; new rows are random, or the mean without a key."""
+        """Return the model with `new_size` tokens; new rows are random, or without a key the mean of the old ones."""
         name = self.Vocab.name
 
         def resize(leaf: Any) -> Any:
@@ -193,7 +197,7 @@ class Decoder(ModuleWithStateDictSerialization, LmHeadModel[Architecture]):
         return resized
 
     def from_state_dict(self, state_dict: StateDict, prefix: str | None = None) -> "Decoder":
-        """Return the model with the tensors of a checkpoint, each parameter by the rule of its family."""
+        """Return the model with the parameters of a checkpoint, read by the rules of its family."""
 
         def read(stored: StoredTensor) -> jax.Array:
             return jnp.asarray(state_dict[_with_prefix(prefix, stored.name)])
@@ -209,9 +213,9 @@ class Decoder(ModuleWithStateDictSerialization, LmHeadModel[Architecture]):
         return jax.tree_util.tree_map_with_path(fill, self, is_leaf=_is_named)
 
     def to_state_dict(self, prefix: str | None = None) -> StateDict:
-        """Return the tensors of a checkpoint, constants included; those elements that no parameter has are 0.
+        """Return the tensors of a checkpoint, including constants; elements that belong to no parameter are 0.
 
-        Rules move each element to one place, so that their transposed linear maps move it back.
+        Rules move every element to one place in one parameter, so the transposed linear map moves it back.
         """
         rules = parameter_rules(self.settings, self.Vocab.size)
         leaves = jax.tree_util.tree_flatten_with_path(self, is_leaf=_is_named)[0]
@@ -233,7 +237,7 @@ class Decoder(ModuleWithStateDictSerialization, LmHeadModel[Architecture]):
 
 
 class _Arrays:
-    """The operations of rules on arrays."""
+    """Implements the operations of rules for arrays."""
 
     def reshape(self, value: jax.Array, shape: Shape) -> jax.Array:
         return jnp.reshape(value, shape)
@@ -255,7 +259,7 @@ ARRAYS = _Arrays()
 
 
 def expected_shapes(model: Decoder) -> dict[str, Shape]:
-    """Return name -> shape of the tensors of a checkpoint of `model`, whose arrays may be abstract."""
+    """Return name -> shape of the tensors in a checkpoint of `model`, whose arrays may be abstract."""
     return stored_shapes(parameter_rules(model.settings, model.Vocab.size))
 
 
@@ -268,7 +272,7 @@ def stored_shapes(rules: Mapping[str, Rule]) -> dict[str, Shape]:
 
 
 def _indices_in_text(mask: AttentionMask, Pos: Axis) -> NamedArray:
-    """Return int32[..., position]: the index of each token in its document, or in the array if there are none."""
+    """Return int32[..., position]: the index of each token in its document, or in the array without documents."""
     return hax.arange(Pos) if mask.segment_ids is None else indices_in_documents(mask.segment_ids[0], Pos)
 
 

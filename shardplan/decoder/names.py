@@ -1,8 +1,8 @@
-"""Where a checkpoint holds each parameter of a decoder: rules over its tensors. Pure data movement.
+"""Rules that say how a decoder's parameters are made from the tensors of a checkpoint, by data movement alone.
 
-A rule is an expression of stored tensors: reshapes, transposes, slices, concatenations and stacks. `evaluate` computes
-it for anything that has these operations: arrays, and views of a checkpoint (`shardplan.checkpoint.mapping`), so that a
-rule is written once, and reading, streaming and saving follow from it.
+A rule is an expression tree: its leaves are stored tensors, its nodes reshape, transpose, slice, concatenate or stack.
+`evaluate` computes it with any implementation of these operations: on arrays, or on views of a checkpoint
+(`shardplan.checkpoint.mapping`). So a rule is written once, and reading, streaming and saving follow from it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +22,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Reshaped:
-    """The elements of a rule in the same order, in another shape."""
+    """A rule in another shape, with its elements in the same order."""
 
     rule: "Rule"
     shape: Shape
@@ -38,7 +38,7 @@ class Transposed:
 
 @dataclass(frozen=True)
 class Sliced:
-    """The indices from `start` to `stop` of one dimension of a rule."""
+    """The indices from `start` up to, but not including, `stop` in one dimension of a rule."""
 
     rule: "Rule"
     dimension: int
@@ -65,7 +65,7 @@ Rule = StoredTensor | Reshaped | Transposed | Sliced | Concatenated | Stacked
 
 
 class Operations[T](Protocol):
-    """What rules do with the values that tensors have."""
+    """The operations that rules apply to the values of tensors."""
 
     def reshape(self, value: T, shape: Shape) -> T:
         """Reshape as `numpy.reshape` does."""
@@ -74,7 +74,7 @@ class Operations[T](Protocol):
         """Transpose as `numpy.transpose` does."""
 
     def slice(self, value: T, dimension: int, start: int, stop: int) -> T:
-        """Take the indices from `start` to `stop` of a dimension."""
+        """Take the indices from `start` up to, but not including, `stop` in a dimension."""
 
     def concatenate(self, values: Sequence[T], dimension: int) -> T:
         """Concatenate along a dimension."""

@@ -1,4 +1,7 @@
-"""The rule of every parameter of a decoder, made of those of its family for one layer."""
+"""Makes the rules of all parameters of a decoder from the rules that its family has for a single layer.
+
+The model stacks the parameters of a segment's repetitions along the first axis, so their rules are stacked as well.
+"""
 
 from shardplan.decoder.architecture import Architecture
 from shardplan.decoder.families import family_of
@@ -6,10 +9,10 @@ from shardplan.decoder.names import Rule, Stacked
 
 
 def parameter_rules(config: Architecture, vocab: int) -> dict[str, Rule]:
-    """Return path of a parameter in the model -> its rule, with the shape of the parameter or as many elements.
+    """Return the rules of all parameters, by path in the model; a rule has the parameter's elements in any shape.
 
     Args:
-        vocab: tokens of the vocabulary.
+        vocab: number of tokens in the vocabulary.
     """
     family = family_of(config)
     rules = dict(family.rules(config, vocab))
@@ -27,7 +30,7 @@ def parameter_rules(config: Architecture, vocab: int) -> dict[str, Rule]:
 
 
 def stored_constants(config: Architecture) -> dict[str, float]:
-    """Return name -> value of the scalars that a checkpoint holds though they are no parameters."""
+    """Return name -> value of the scalars that a checkpoint holds, but that are no parameters."""
     constants: dict[str, float] = {}
     index = 0
     for segment in config.segments:

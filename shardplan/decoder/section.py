@@ -1,7 +1,7 @@
 """The `model` section of a Levanter configuration whose model is a decoder: `type: shardplan_decoder`.
 
-A `DecoderConfig` is made of a config.json, so that the section names one. Levanter's parser makes a section of the
-keys of a YAML file or of the command line; what it gets in return is the `DecoderConfig` that the section describes.
+A `DecoderConfig` is made from a config.json, so the section names one. Levanter's parser calls `DecoderSection` with
+the keys of a YAML file or of the command line; `__new__` returns the `DecoderConfig` that they describe.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ SECTION_TYPE = "shardplan_decoder"
 @LmConfig.register_subclass(SECTION_TYPE)
 @dataclass(frozen=True)
 class DecoderSection(LmConfig):
-    """The keys of the section; making one returns the `DecoderConfig` that they describe.
+    """The keys of the section; calling the class returns the `DecoderConfig` that they describe.
 
     >>> sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": 2}
     >>> DecoderSection(hf_config={"model_type": "granite", "vocab_size": 256, **sizes}, max_seq_len=1024).max_seq_len
@@ -36,13 +36,13 @@ class DecoderSection(LmConfig):
     """
 
     reference_checkpoint: str | None = None
-    """The Hugging Face checkpoint that Levanter reads the tokenizer, weights and, without `hf_config`, the model of."""
+    """Hugging Face checkpoint with tokenizer and weights, and with the config.json if `hf_config` is not given."""
     hf_config: dict[str, Any] | str | None = None
-    """The keys of a config.json; or a file that has them, or the name of a bundled model."""
+    """The keys of a config.json, the path of a config.json, or the name of a bundled model."""
     max_seq_len: int | None = None
-    """Positions, at most those of the model, which is the default."""
+    """Number of positions; default and maximum: the positions of the model."""
     attn_backend: AttentionBackend | None = None
-    """What computes attention where no plan does."""
+    """Levanter's attention backend, used where no plan computes attention."""
     flash_attention_block_size: int | None = None
     gradient_checkpointing: bool | ScanCheckpointPolicy | str = True
 
@@ -50,7 +50,7 @@ class DecoderSection(LmConfig):
         """Make the configuration that the keys describe.
 
         Raises:
-            ConfigError: there is no config.json, it is not that of a family of the decoder, or it has fewer positions
+            ConfigError: there is no config.json, the decoder has no family for it, or the model has fewer positions
                 than `max_seq_len`.
         """
         keys = {field.name: given.get(field.name, field.default) for field in dataclasses.fields(cls)}
@@ -64,10 +64,10 @@ class DecoderSection(LmConfig):
 
 
 def _read_keys(hf_config: Mapping[str, Any] | str | None, reference: str | None) -> dict[str, Any]:
-    """Return the keys of the config.json that a section describes its model by.
+    """Return the keys of the config.json that a section contains or names.
 
     Raises:
-        ConfigError: it names none, or one that cannot be used.
+        ConfigError: the section names no config.json, or one that cannot be used.
     """
     if isinstance(hf_config, str):
         return read_config(hf_config, None)
@@ -84,7 +84,7 @@ def _read_keys(hf_config: Mapping[str, Any] | str | None, reference: str | None)
 
 
 def _encode(config: DecoderConfig) -> dict[str, Any]:
-    """Return the section that describes a configuration, as Levanter writes it to its logs."""
+    """Return the section that describes a configuration; Levanter writes it to its logs."""
     policy = config.gradient_checkpointing
     return {
         "type": SECTION_TYPE,

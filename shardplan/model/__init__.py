@@ -1,1 +1,1 @@
-"""From a Hugging Face config.json to a model of Levanter's kind, and to its logical axes."""
+"""Builds a Levanter model from a Hugging Face config.json, and reads its logical axes."""

@@ -27,7 +27,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class ModelAxes:
-    """The parameters of a model, and the names of its logical axes that have a role of their own."""
+    """The parameters of a model, and the names of its residual, position and vocabulary axes."""
 
     type: str
     """Hugging Face `model_type`."""

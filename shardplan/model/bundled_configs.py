@@ -1,4 +1,4 @@
-"""Reads the config.json that `model.config` names: a file, or that of a released model that is part of the package."""
+"""Reads the config.json that `model.config` names: a file, or a released model that is bundled with the package."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,7 @@ from shardplan.errors import ConfigError, closest
 
 
 def by_size(name: str) -> list[str | float]:
-    """Return a key that sorts names of models as people do: 125m before 1.3b, and 2b before 27b.
+    """Return a sort key that puts names of models in the order of their sizes: 125m before 1.3b, and 2b before 27b.
 
     >>> sorted(["opt-13b", "opt-125m", "opt-2.7b"], key=by_size)
     ['opt-125m', 'opt-2.7b', 'opt-13b']
@@ -19,7 +19,7 @@ def by_size(name: str) -> list[str | float]:
 
 _FILES = Path(__file__).with_name("configs").glob("*.json")
 BUNDLED = {path.stem: path for path in sorted(_FILES, key=lambda path: by_size(path.stem))}
-"""Name of a released model -> its config.json, which is part of the package, so that planning needs no network."""
+"""Name of a released model -> path of its config.json in the package, so that planning needs no network."""
 
 HUB_NAMES = {
     "apertus-8b": ("swiss-ai/Apertus-8B-2509", "swiss-ai/Apertus-8B-Instruct-2509"),
@@ -122,7 +122,7 @@ HUB_NAMES = {
 
 
 def bundled_name(ref: str) -> str | None:
-    """Return the bundled model that a reference to the Hugging Face hub names, at any revision; None if none is.
+    """Return the bundled model for a reference to the Hugging Face hub, at any revision; None if it is not bundled.
 
     >>> bundled_name("meta-llama/Meta-Llama-3.1-8B@main")
     'llama-3.1-8b'
@@ -135,15 +135,15 @@ def bundled_name(ref: str) -> str | None:
 
 
 def _repository(name: str) -> str:
-    """Return the name of a repository as the hub compares it; Llama 3 and 3.1 have an older name and a newer one."""
+    """Return a repository's name in lower case; for Llama 3 and 3.1, the older name becomes the newer one."""
     return name.lower().replace("/meta-llama-", "/llama-")
 
 
 def read_config_file(name: str) -> bytes:
-    """Read the config.json that `name` means, unchanged: the file of this path, or else that of the bundled model.
+    """Read the config.json at the path `name`, or else the config.json of the bundled model `name`, unchanged.
 
     Raises:
-        ConfigError: there is neither, or it cannot be read.
+        ConfigError: there is neither, or the file cannot be read.
     """
     path = Path(name)
     if name in BUNDLED and not path.is_file():

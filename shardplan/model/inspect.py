@@ -11,11 +11,11 @@ from shardplan.model.axes import ModelAxes, Parameter
 from shardplan.model.registry import Model
 
 
-@lru_cache(maxsize=8)  # by identity; lint asks for every edit that it tries
+@lru_cache(maxsize=8)  # models are compared by identity; lint inspects the same one for every edit that it tries
 def inspect_model(model: Model) -> ModelAxes:
     """Read the parameters and logical axes of `model` from its abstract module tree."""
     template = model.template
-    # what the output head of a decoder sums over may be another axis
+    # `template.Embed` of a decoder is the axis that its output head contracts, which may be another one
     residual = model.config.Embed if model.is_decoder else template.Embed
     return ModelAxes(
         type=model.type,
@@ -27,7 +27,7 @@ def inspect_model(model: Model) -> ModelAxes:
 
 
 def named_leaves(tree: Any) -> Iterator[tuple[str, Any]]:
-    """Yield path and value of every array of `tree`, a NamedArray being one leaf; skip what is not an array."""
+    """Yield path and value of every array in `tree`; a NamedArray is one leaf, and other leaves are skipped."""
     leaves = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: isinstance(node, hax.NamedArray))[0]
     for path, leaf in leaves:
         if isinstance(leaf, hax.NamedArray) or hasattr(leaf, "shape"):
@@ -35,10 +35,10 @@ def named_leaves(tree: Any) -> Iterator[tuple[str, Any]]:
 
 
 def axes_of(leaf: Any) -> tuple[hax.Axis, ...]:
-    """The named axes of an array; empty if they no longer match its shape, as in an optimizer state of lower rank."""
+    """Return the axes of an array; none if they do not match its shape, as in an optimizer state of lower rank."""
     try:
         axes = leaf.axes if isinstance(leaf, hax.NamedArray) else ()
-    except ValueError:  # of marin-haliax: as many names as another array has dimensions
+    except ValueError:  # raised by haliax if there are more or fewer names than dimensions
         return ()
     return axes if axes and tuple(axis.size for axis in axes) == leaf.array.shape else ()
 

@@ -1,4 +1,4 @@
-"""What differs between Levanter's models and the Hugging Face models of their name, and what is Levanter's own.
+"""Corrects differences between Levanter's models and the Hugging Face models of the same name.
 
 After an upgrade of Levanter or transformers, revise every entry here; tests/unit/test_hf_config.py and
 tests/golden/test_logits.py check each of them. (How Levanter writes configuration files is in
@@ -18,10 +18,10 @@ LEVANTER_PACKAGES = ("marin-haliax", "marin-levanter")
 CHECKPOINT_MODEL = "model"
 """Name of the model in Levanter's checkpoints."""
 CHECKPOINT_FILES = ("d/", "manifest.json", "manifest.ocdbt")
-"""Files and folders (with `/` at the end) in which Levanter's checkpoints of a model hold its arrays."""
+"""Files and folders (with `/` at the end) that hold the arrays in Levanter's checkpoints of a model."""
 
 LIBTPU_RELEASE = "0.0.48"
-"""The release of libtpu that belongs to JAX 0.11, as pyproject.toml names it."""
+"""The release of libtpu that belongs to JAX 0.11, as in pyproject.toml."""
 
 ACTIVATIONS = {
     "gelu": "gelu", "gelu_python": "gelu", "gelu_new": "gelu_new", "gelu_pytorch_tanh": "gelu_new",
@@ -30,12 +30,12 @@ ACTIVATIONS = {
 }  # fmt: skip
 """Name of an activation function in transformers -> its name in Levanter."""
 TANH_GELU = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_accurate")
-"""Names of the approximation of GELU by tanh."""
+"""Names of GELU approximated by tanh."""
 ACTIVATION_KEYS = {
     "gemma2": "hidden_activation", "gpt2": "activation_function", "llama": "hidden_act", "mistral": "hidden_act",
     "mixtral": "hidden_act", "olmo2": "hidden_act", "qwen2": "hidden_act", "qwen3": "hidden_act",
 }  # fmt: skip
-"""Model type -> the key of its activation function; that of Gemma is fixed."""
+"""Model type -> the key of its activation function; Gemma is missing, as its activation function is fixed."""
 
 FIXED_VALUES: dict[str, dict[str, tuple[Any, ...]]] = {
     # transformers reads "gelu" as its approximation here, as Gemma was trained
@@ -46,7 +46,7 @@ FIXED_VALUES: dict[str, dict[str, tuple[Any, ...]]] = {
     "olmo2": {"attention_bias": (False,)},
     "qwen3": {"attention_bias": (False,)},
 }
-"""Model type -> keys that its model in transformers reads and Levanter's ignores, and the values that this one has."""
+"""Model type -> key that transformers reads and Levanter ignores -> the values that Levanter's model computes."""
 
 UNIFORM_WINDOW_TYPES = ("mistral", "mixtral")
 """Model types with `sliding_window` in every layer."""
@@ -55,10 +55,10 @@ LAYER_WINDOW_TYPES = ("gemma2", "qwen2", "qwen3")
 
 
 def prepare_hf_config(hf: Any) -> Any:
-    """Give the transformers configuration `hf` the attributes that Levanter reads.
+    """Set the attributes of the transformers configuration `hf` that Levanter reads.
 
     Raises:
-        ConfigError: Levanter's model has another MLP size, or heads that cannot be divided.
+        ConfigError: Levanter's model has another MLP size, or a number of heads is not a divisor.
     """
     hf.rope_theta, _ = rope_of(hf)  # GemmaConfig reads this attribute, which transformers 5 does not set
     _check_heads(hf)
@@ -79,7 +79,7 @@ def prepare_hf_config(hf: Any) -> Any:
 
 
 def _check_heads(hf: Any) -> None:
-    """Check that heads divide what they share.
+    """Check that heads of keys divide heads of queries, and that heads divide the hidden size.
 
     Raises:
         ConfigError: they do not.
@@ -94,7 +94,7 @@ def _check_heads(hf: Any) -> None:
 
 
 def correct_levanter_config(config: Any, hf: Any) -> Any:
-    """Apply every correction for its model type to the Levanter configuration `config`, read from `hf`.
+    """Apply all corrections for the model type to the Levanter configuration `config`, which was read from `hf`.
 
     Raises:
         ConfigError: Levanter's model cannot express what `hf` says.
@@ -105,7 +105,7 @@ def correct_levanter_config(config: Any, hf: Any) -> Any:
 
 
 def sliding_window(hf: Any, position: int) -> int | None:
-    """The width in tokens of the window that the attention mask must have; None if `position` tokens all fit in it.
+    """Return the window in tokens that the attention mask must have; None if it excludes nothing of `position` tokens.
 
     Raises:
         ConfigError: only some layers have the window.
@@ -129,7 +129,7 @@ def sliding_window(hf: Any, position: int) -> int | None:
 
 
 def has_windows(hf_config: Mapping[str, Any]) -> bool:
-    """Return whether a config.json gives layers a window that is smaller than the positions of the model."""
+    """Return whether a config.json has layers with a window that is smaller than the model's number of positions."""
     window, model_type = hf_config.get("sliding_window"), hf_config["model_type"]
     positions = hf_config.get("max_position_embeddings")
     if model_type not in (*UNIFORM_WINDOW_TYPES, *LAYER_WINDOW_TYPES) or window is None:
@@ -140,7 +140,7 @@ def has_windows(hf_config: Mapping[str, Any]) -> bool:
 
 
 def rope_of(hf: Any) -> tuple[float | None, dict[str, Any] | None]:
-    """Return the base of a model's rotary frequencies, and how they are scaled; None for what it does not have."""
+    """Return the base of a model's rotary frequencies, and their scaling; None for a value that it does not have."""
     parameters = getattr(hf, "rope_parameters", None)  # transformers 5
     if not parameters:
         return getattr(hf, "rope_theta", None), getattr(hf, "rope_scaling", None)
@@ -149,7 +149,7 @@ def rope_of(hf: Any) -> tuple[float | None, dict[str, Any] | None]:
 
 
 def _apply_rope_scaling(config: Any, hf: Any) -> Any:
-    """Set `rope`: Mistral and Mixtral configurations drop the scaling, and Levanter's YaRN is another one."""
+    """Set `rope`, because Mistral and Mixtral configurations drop the scaling, and Levanter's YaRN is different."""
     theta, scaling = rope_of(hf)
     if scaling is None or not hasattr(config, "rope"):
         return config
@@ -161,12 +161,12 @@ def _apply_rope_scaling(config: Any, hf: Any) -> Any:
 
 
 def _leave_windows_to_mask(config: Any, hf: Any) -> Any:
-    """Unset `use_sliding_window`: Qwen's layers refuse sequences longer than it, and the mask has the window."""
+    """Unset `use_sliding_window`: the mask has the window, and Qwen's layers would refuse longer sequences."""
     return dataclasses.replace(config, use_sliding_window=False) if hasattr(config, "use_sliding_window") else config
 
 
 def _apply_head_dim(config: Any, hf: Any) -> Any:
-    """Set `head_dim`: Llama, Mistral and Qwen 2 configurations drop it even if it is not hidden size / heads."""
+    """Set `head_dim`, which Llama, Mistral and Qwen 2 configurations drop even if it is not hidden size / heads."""
     head_dim = getattr(hf, "head_dim", None)
     if head_dim is None or head_dim == config.attention_config().head_size:
         return config
@@ -179,7 +179,7 @@ def _apply_head_dim(config: Any, hf: Any) -> Any:
     if head_dim == config.attention_config().head_size:
         return config
 
-    # the attention of Mistral, Mixtral and Qwen 2 has the field, and does not read it
+    # configurations of Mistral, Mixtral and Qwen 2 have the field, but do not pass it to attention
     base = type(config)
 
     def attention_config(self: Any) -> Any:
@@ -189,7 +189,7 @@ def _apply_head_dim(config: Any, hf: Any) -> Any:
 
 
 def _apply_tied_head(config: Any, hf: Any) -> Any:
-    """Tie the output head of a Mistral: Levanter's model has always one of its own, and is a Llama otherwise."""
+    """Use Levanter's Llama for a Mistral with a tied output head, because Levanter's Mistral differs in this alone."""
     if not hf.tie_word_embeddings:
         return config
     tied = dataclasses.replace(config, tie_word_embeddings=True)
@@ -205,7 +205,7 @@ def _with_methods(config: Any, methods: dict[str, Any]) -> Any:
 
 
 def _apply_gemma_attention(config: Any, hf: Any) -> Any:
-    """Pass `head_dim`, `query_pre_attn_scalar` and the soft cap to the attention, which Gemma configurations do not."""
+    """Pass `head_dim`, the scale of scores and the soft cap to attention, which Gemma configurations do not."""
     base = type(config)
     has_caps = hf.model_type == "gemma2"  # transformers ignores these keys in a Gemma
 
@@ -221,7 +221,7 @@ def _apply_gemma_attention(config: Any, hf: Any) -> Any:
 
 
 def _apply_gemma2_limits(config: Any, hf: Any) -> Any:
-    """Set the soft caps and the window, which Levanter does not read from config.json: it writes its defaults again."""
+    """Set the soft caps and the window, for which Levanter uses its defaults instead of the config.json."""
     return dataclasses.replace(
         config,
         final_logit_softcapping=hf.final_logit_softcapping,

@@ -1,21 +1,22 @@
-"""Which class computes a model: shardplan's decoder, Levanter's class for its type, or a class of your own.
+"""Decides which class computes a model: shardplan's decoder, Levanter's class for its type, or a class of your own.
 
-One rule: evaluation computes every type by the decoder. Levanter's classes are used where Levanter computes: in its
-scripts, for its configuration files, and in training, which is the work of its Trainer. A class that is named wins.
+By default, evaluation uses the decoder for every model type. Levanter's classes are used where Levanter computes: in
+its scripts, for its configuration files, and in training, which its Trainer does. A class that the user names wins.
 
-A class is named as `package.module:Class`. A config.json that was read has the name under `CLASS_KEY`, and a Plan in
-`model.levanter_class`, so that whatever is built, compiled or loaded later is what was planned. Imports no JAX.
+A class is named `package.module:Class`. `read_config` puts the name into the config.json under `CLASS_KEY`, and a Plan
+has it in `model.levanter_class`, so that later steps build, compile and load the model that was planned. Imports no
+JAX.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
 CLASS_KEY = "levanter_class"
-"""Key under which `read_config` puts the name of the class into a config.json; without it, the decoder computes."""
+"""Key under which `read_config` puts the name of the class into a config.json; without the key, it is the decoder."""
 DECODER = "shardplan.decoder.config:DecoderConfig"
 """The configuration class of shardplan's own decoder."""
 LEVANTER = "levanter"
-"""Stands for Levanter's class for the type of a model, or the decoder for a type that Levanter does not have."""
+"""Stands for Levanter's class for the model type, or for the decoder if Levanter has no such class."""
 LEVANTER_CLASSES = {
     "gemma": "levanter.models.gemma:GemmaConfig",
     "gemma2": "levanter.models.gemma:Gemma2Config",
@@ -27,15 +28,15 @@ LEVANTER_CLASSES = {
     "qwen2": "levanter.models.qwen:QwenConfig",
     "qwen3": "levanter.models.qwen:Qwen3Config",
 }
-"""Hugging Face `model_type` -> Levanter's configuration class, for types that it computes as transformers does."""
+"""Hugging Face `model_type` -> Levanter's configuration class, for types that Levanter computes like transformers."""
 
 
 def resolve_class(name: str | None, model_type: object) -> str:
     """Return the configuration class of a model.
 
     Args:
-        name: the class that is asked for, `LEVANTER`, or None for the decoder.
-        model_type: of its config.json.
+        name: the class that the user names, `LEVANTER`, or None for the decoder.
+        model_type: the model type in its config.json.
 
     >>> resolve_class("levanter", "llama")
     'levanter.models.llama:LlamaConfig'
@@ -46,7 +47,7 @@ def resolve_class(name: str | None, model_type: object) -> str:
 
 
 def class_of(hf_config: Mapping[str, Any]) -> str:
-    """Return the class that computes the model of a config.json which `read_config` has read."""
+    """Return the name of the class that computes a model, given its config.json as `read_config` returns it."""
     return resolve_class(hf_config.get(CLASS_KEY), hf_config["model_type"])
 
 

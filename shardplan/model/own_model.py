@@ -1,4 +1,4 @@
-"""Your own model: a Levanter configuration class that shardplan does not know, named by `model.levanter_class`."""
+"""Loads a model of your own: a Levanter configuration class that `model.levanter_class` names."""
 
 import hashlib
 from collections.abc import Mapping
@@ -12,12 +12,12 @@ from shardplan.model.model_class import LEVANTER, class_of, is_own_class
 
 
 class OwnModelConfig(Protocol):
-    """What shardplan asks of your configuration class, besides what Levanter asks of an `LmConfig`.
+    """What shardplan requires of your configuration class, besides what Levanter requires of an `LmConfig`.
 
-    Sharding needs nothing: the logical axes, those of attention included, are found by tracing the model. These fields
-    are optional:
+    Sharding requires nothing: a trace of the model finds its logical axes, including the axes of attention. These
+    fields are optional:
 
-    - `mask_window: int | None`: tokens to which each token attends, if fewer than all before it;
+    - `mask_window: int | None`: number of tokens that a token attends to, if it does not attend to all earlier ones;
     - `logit_soft_cap: float | None`: bound of the logits, applied as `cap * tanh(logits / cap)`;
     - `attn_backend`, `flash_attention_block_size`, `gradient_checkpointing`, as Levanter's configurations have them:
       a plan sets them. Without `attn_backend` the plan's kernel is not used, and Levanter chooses one where it runs.
@@ -36,12 +36,12 @@ def load_own_class(name: str) -> Any:
     """Import the configuration class `package.module:Class`.
 
     Raises:
-        ConfigError: there is none, or it has no `from_hf_config`.
+        ConfigError: there is no such class, or it has no `from_hf_config`.
     """
     module_name, attribute = _split(name)
     try:
         module = import_module(module_name)
-    except Exception as error:  # of the user's own code
+    except Exception as error:  # the user's code may raise anything
         raise ConfigError(f"model.levanter_class {name!r}: cannot import {module_name}: {one_line(error)}") from error
     own_class = getattr(module, attribute, None)
     if not isinstance(own_class, type):
@@ -57,7 +57,7 @@ def load_own_class(name: str) -> Any:
 
 
 def own_code(hf_config: Mapping[str, Any]) -> str | None:
-    """SHA-256 of the Python files beside the module that a config.json names; None for models that shardplan knows."""
+    """Return the SHA-256 of the Python files in the folder of your model's module; None for models shardplan knows."""
     name = class_of(hf_config)
     if not is_own_class(name):
         return None

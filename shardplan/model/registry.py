@@ -1,4 +1,4 @@
-"""Builds the model of a Hugging Face configuration, by the class that computes it."""
+"""Builds the model of a Hugging Face configuration, with the class that computes it."""
 
 from dataclasses import dataclass
 from importlib import import_module
@@ -34,7 +34,7 @@ class Model:
     template: Any
     """Its module, with `jax.ShapeDtypeStruct`s in place of arrays."""
     mask: AttentionMask
-    """The mask that the model is called with; its layers may narrow it."""
+    """The mask that the model is called with; its layers may restrict it further."""
     logit_soft_cap: float | None
     """Bound of the logits, applied as `cap * tanh(logits / cap)` (Gemma 2)."""
     positions: int
@@ -42,19 +42,19 @@ class Model:
 
     @property
     def uses_levanter_attention(self) -> bool:
-        """Whether its attention is Levanter's `Attention`, which most models share, and no class that does more."""
+        """Whether it has Levanter's `Attention` modules, all with forward methods in `REPLACEABLE_CALLS`."""
         leaves = jax.tree.leaves(self.template, is_leaf=lambda node: isinstance(node, Attention))
         modules = [leaf for leaf in leaves if isinstance(leaf, Attention)]
         return bool(modules) and all(type(module).__call__ in REPLACEABLE_CALLS for module in modules)
 
     @property
     def is_decoder(self) -> bool:
-        """Whether it is shardplan's own decoder: a plan computes its attention, on positions in any order."""
+        """Whether it is shardplan's own decoder, whose attention a plan can compute with positions in any order."""
         return self.class_name == DECODER
 
     @property
     def is_attention_planned(self) -> bool:
-        """Whether plans choose how its attention is computed, by every method and on positions in any order."""
+        """Whether plans choose its attention method: all methods are possible, with positions in any order."""
         return self.uses_levanter_attention or self.is_decoder
 
     @property
@@ -83,7 +83,7 @@ def abstract_module(config: Any, vocab: hax.Axis) -> Any:
 
 
 def transformers_config(hf_config: dict[str, Any]) -> Any:
-    """Make the transformers configuration of a config.json; of a model type that transformers does not know as well."""
+    """Make the transformers configuration of a config.json, even if transformers does not know the model type."""
     from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
     is_known = hf_config["model_type"] in CONFIG_MAPPING
@@ -95,11 +95,11 @@ def build_model(hf_config: dict[str, Any], position: int, shorten: bool = False)
 
     Args:
         hf_config: as `read_config` returns it; it says which class computes the model.
-        shorten: if the model has fewer positions, build it for these instead of raising.
+        shorten: if the model has fewer than `position` positions, build it for all of its positions.
 
     Raises:
-        ConfigError: an unsupported model type, a configuration that the class cannot express, or more positions than
-            the model has.
+        ConfigError: the model type is not supported, the class cannot express the configuration, or the model has
+            fewer than `position` positions.
     """
     name = class_of(hf_config)
     if not is_own_class(name):
@@ -110,7 +110,7 @@ def build_model(hf_config: dict[str, Any], position: int, shorten: bool = False)
 
 
 def _build_levanter(hf_config: dict[str, Any], name: str, position: int, shorten: bool) -> Model:
-    """Build a model of a class of Levanter, or of a user's own class; see `build_model`."""
+    """Build a model with a class of Levanter, or with a user's own class; see `build_model`."""
     model_type = hf_config["model_type"]
     is_corrected = name == LEVANTER_CLASSES.get(model_type)
     if not is_corrected and not is_own_class(name):
@@ -141,7 +141,7 @@ def _build_levanter(hf_config: dict[str, Any], name: str, position: int, shorten
 
 
 def _build_decoder(hf_config: dict[str, Any], position: int, shorten: bool) -> Model:
-    """Build a model of shardplan's own decoder; see `build_model`."""
+    """Build a model with shardplan's own decoder; see `build_model`."""
     model_type = hf_config["model_type"]
     config = config_class(DECODER).from_hf_config(hf_config)
     positions = config.max_Pos.size
@@ -151,7 +151,7 @@ def _build_decoder(hf_config: dict[str, Any], position: int, shorten: bool) -> M
 
 
 def _check_positions(position: int, positions: int) -> None:
-    """Check that a model has the positions that a workload asks for.
+    """Check that a model has as many positions as a workload requires.
 
     Raises:
         ConfigError: it has fewer.

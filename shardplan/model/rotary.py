@@ -1,7 +1,7 @@
-"""Rotary embeddings as transformers computes them, where those of Levanter differ: YaRN.
+"""YaRN rotary embeddings as transformers computes them; Levanter's YaRN computes something else.
 
-Levanter's YaRN has no `attention_factor` and no `truncate`, takes `mscale` for another number, and has the upper end of
-its ramp at half of what transformers has. Formulas: https://arxiv.org/abs/2309.00071, section 3.2 and 3.4.
+Levanter's YaRN has no `attention_factor` and no `truncate`, gives `mscale` another meaning, and limits the upper end of
+its ramp to size / 2 - 1 instead of size - 1. Formulas: https://arxiv.org/abs/2309.00071, section 3.2 and 3.4.
 """
 
 import math
@@ -17,22 +17,22 @@ from levanter.layers.rotary import RotaryEmbeddings, RotaryEmbeddingsConfig
 
 @dataclass(frozen=True)
 class YarnConfig(RotaryEmbeddingsConfig):
-    """The values of YaRN; none is left to a default: see `shardplan.model.huggingface.rope_keys`."""
+    """The values of YaRN; `shardplan.model.huggingface.rope_keys` fills in the defaults of transformers."""
 
     theta: float = 10000.0
     """Base of the rotary frequencies."""
     factor: float = 1.0
-    """What low frequencies are divided by."""
+    """Divisor of low frequencies."""
     attention_factor: float = 1.0
-    """What queries and keys are multiplied by."""
+    """Factor of queries and keys."""
     beta_fast: float = 32.0
-    """Rotations over `original_max_position_embeddings` from which on a frequency is left as it is."""
+    """A frequency with at least this many rotations over `original_max_position_embeddings` is not scaled."""
     beta_slow: float = 1.0
-    """Rotations up to which a frequency is divided by `factor`."""
+    """A frequency with at most this many rotations is divided by `factor`."""
     original_max_position_embeddings: float = 2048
     """Positions of the model before its frequencies were scaled."""
     truncate: bool = True
-    """Whether the ends of the ramp between the two are rounded to whole frequencies."""
+    """Whether the ends of the ramp from `beta_fast` to `beta_slow` are rounded to whole indices of frequencies."""
 
     def build(self, HeadSize: Axis) -> "YarnEmbeddings":
         """Make the embeddings of heads of this size."""
@@ -51,12 +51,12 @@ class YarnConfig(RotaryEmbeddingsConfig):
         return values.pop("theta"), {"rope_type": "yarn", **values}
 
     def frequencies(self, size: int) -> np.ndarray:
-        """Compute the float64[size / 2] angles per position of heads with `size` elements."""
+        """Compute the frequencies of heads with `size` channels: float64[size / 2], in radians per position."""
         index = np.arange(size // 2)
         base = self.theta ** (-2 * index / size)
 
         def frequency_of(rotations: float) -> float:
-            """The index, not an integer, of the frequency with this many rotations over the original positions."""
+            """Return the index, as a real number, of the frequency with this many rotations over original positions."""
             positions_per_radian = self.original_max_position_embeddings / (rotations * 2 * math.pi)
             return size * math.log(positions_per_radian) / (2 * math.log(self.theta))
 

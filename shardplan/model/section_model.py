@@ -27,15 +27,15 @@ VOCABULARIES = {
     "marin-community/marin-tokenizer": 128256, "google/gemma-2": 256000, "google/gemma-7b": 256000,
     "mistralai/Mistral-7B-v0.1": 32000, "mistralai/Mixtral": 32000, "mistralai/Mistral-7B-v0.3": 32768,
 }  # fmt: skip
-"""Beginning of a tokenizer's name on the Hub -> number of its tokens."""
+"""Prefix of a tokenizer's name on the Hub -> number of its tokens."""
 DEFAULT_TOKENIZER = "gpt2"
-"""The tokenizer of Levanter if the file names none."""
+"""The tokenizer that Levanter uses if the file names none."""
 ASSUMED_VOCABULARY = 128256
-"""Number of tokens where the tokenizer is not known here."""
+"""Number of tokens that is assumed for unknown tokenizers."""
 
 
 def vocabulary_of(tokenizer: str) -> int | None:
-    """Return the number of tokens of a tokenizer on the Hub; None if it is not known here.
+    """Return the number of tokens of a tokenizer on the Hub; None if the tokenizer is unknown.
 
     >>> vocabulary_of("meta-llama/Llama-3.1-8B")
     128256
@@ -45,13 +45,13 @@ def vocabulary_of(tokenizer: str) -> int | None:
 
 
 def build_section_model(section: Mapping[str, Any], vocabulary: int, position: int | None) -> Model:
-    """Build the Levanter model of a `model` section, with a vocabulary of so many tokens.
+    """Build the Levanter model of a `model` section, for a vocabulary of `vocabulary` tokens.
 
     Args:
-        position: tokens of a sequence, which the model must have; None for as many as it has.
+        position: tokens of a sequence, at most the positions of the model; None for as many as it has.
 
     Raises:
-        ConfigError: a type that is not supported, a value that Levanter does not take, or too few positions.
+        ConfigError: the type is not supported, Levanter refuses a value, or the model has too few positions.
     """
     type_name = section.get("type", "llama")
     if type_name not in SECTION_TYPES and type_name != DECODER_TYPE:

@@ -1,7 +1,7 @@
-"""The final soft cap of Gemma 2, which Levanter's configuration has and its model does not apply.
+"""Applies the final soft cap of Gemma 2, which Levanter's configuration has, but its model does not apply.
 
-The methods of Levanter's class are replaced. A subclass would be another type of module, and the state of an optimizer
-that was made for the first would not fit it.
+The methods of Levanter's class are replaced. A subclass would be another type of module, which does not fit the state
+of an optimizer that was made for Levanter's class.
 """
 
 import logging
@@ -16,8 +16,8 @@ logger = logging.getLogger(__name__)
 def cap_gemma2_logits() -> None:
     """Make Levanter's Gemma 2 apply `final_logit_softcapping` of its configuration to logits and losses.
 
-    It is called where a Gemma 2 is built or loaded, and does nothing the second time, or if Levanter has a `__call__`
-    of its own for Gemma 2.
+    Code that builds or loads a Gemma 2 calls it. It does nothing the second time, or if Levanter's Gemma 2 has a
+    `__call__` of its own.
     """
     from levanter.models.gemma import Gemma2LMHeadModel
 

@@ -1,6 +1,6 @@
-"""The parts that a Plan's figures are sums of: live bytes, timed tasks, candidates. Only reports read them.
+"""The details behind the figures of a Plan: live bytes, timed tasks, candidates. Only reports read them.
 
-Plans of older versions have none, nor have those that `launch` puts into a script.
+Plans of older versions have no details, and neither have Plans that `launch` puts into a script.
 """
 
 from dataclasses import dataclass, field
@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class LivePoint:
-    """What is in memory at one point of the step; a point in a loop stands for all iterations."""
+    """The memory in use at one point of the step; a point in a loop stands for all iterations."""
 
     label: str
     """The parameter or the named scope of the operation that runs."""
     executions: int
-    """Executions of that operation in a step."""
+    """Number of executions of this operation in a step."""
     bytes: dict[str, int]
     """Field of `MemoryPlan` -> bytes per device; parts of 0 bytes are left out."""
 
@@ -26,7 +26,7 @@ class LiveArray:
     """The path of a parameter, or the logical axes with their sizes."""
     role: str
     bytes: int
-    """Bytes per device of all of them."""
+    """Bytes per device of all these arrays together."""
     count: int
 
 
@@ -46,7 +46,7 @@ class TimedTransfer:
 
 @dataclass(frozen=True)
 class TimedTask:
-    """An operation of the step with all that is fused into it, over all its executions."""
+    """An operation of the step, with everything that is fused into it, over all its executions."""
 
     label: str
     """The parameter or the named scope of the operation."""
@@ -54,7 +54,7 @@ class TimedTask:
     executions: int
     compute_seconds: float
     flops: float
-    """FLOPs of a device, without padding; 0 for what is no matmul."""
+    """FLOPs of a device, without padding; 0 for operations other than matmuls."""
     hbm_bytes: float
     """Bytes that a device reads from and writes to its memory."""
     transfers: list[TimedTransfer]
@@ -67,24 +67,24 @@ class AttentionCost:
     kind: str
     """The name of the kind, as in `attention.kinds` of the Plan."""
     layers: int
-    """Number of layers with attention of this kind; of calls of attention, where `layer_numbers` is empty."""
+    """Number of layers with attention of this kind; number of calls of attention if `layer_numbers` is empty."""
     layer_numbers: list[int]
-    """The layers, from 0; empty where a model does not say how many layers it has, or some have no call or several."""
+    """Layer numbers, from 0; empty if the number of layers is unknown, or some layer has no call or several calls."""
     compute_seconds: float
     exposed_seconds: float
-    """Time of collectives for it that do not overlap with compute."""
+    """Time of its collectives that do not overlap with compute."""
     model_flops: float
-    """FLOPs over all devices that the model needs for it, among those of `cost.model_flops`; the mask is counted."""
+    """FLOPs of attention of this kind over all devices, a part of `cost.model_flops`; masked scores do not count."""
     received_bytes: int
-    """Bytes that a device receives for it: keys, values and what is resharded, and their gradients."""
+    """Bytes that a device receives for it: keys, values and resharded arrays, and their gradients."""
     live_bytes: int
-    """Bytes per device of queries, keys, values and output of one layer, with their gradients in training, and the most
-    that it adds for the positions of other devices."""
+    """Bytes per device of one layer: queries, keys, values and output, with their gradients in training, and the most
+    that buffers for the positions of other devices take."""
 
 
 @dataclass(frozen=True)
 class EvaluatedCandidate:
-    """A combination of mesh and mappings that fits, and is neither slower nor larger than another one on its mesh."""
+    """A mesh with mappings that fits, and that is Pareto-optimal in time and memory among candidates on its mesh."""
 
     mesh: list[int]
     """Sizes of the mesh axes, major to minor."""
@@ -101,10 +101,10 @@ class EvaluatedCandidate:
 
 @dataclass(frozen=True)
 class ChangedSetting:
-    """The best plan with one other setting (`--what_if`)."""
+    """The best plan if one setting is changed (`--what_if`)."""
 
     change: str
-    """The key and its other value."""
+    """The key and its changed value."""
     obstacle: str
     """Why there is no plan; empty if there is one."""
     step_seconds: float = 0.0
@@ -112,7 +112,7 @@ class ChangedSetting:
     peak: int = 0
     """Bytes per device."""
     available: int = 0
-    """Bytes of a device."""
+    """Memory available per device, bytes."""
     devices: int = 0
 
 
@@ -121,16 +121,16 @@ class Details:
     """The details of a Plan."""
 
     live: list[LivePoint] = field(default_factory=list)
-    """In the order of the step."""
+    """Points of the step, in order."""
     largest: list[LiveArray] = field(default_factory=list)
     """The largest arrays that are live at the peak."""
     tasks: list[TimedTask] = field(default_factory=list)
-    """In the order of the step; the times of their compute and their exposed transfers add up to that of the step."""
+    """Operations of the step, in order; the times of compute and exposed transfers add up to the time of the step."""
     attention: list[AttentionCost] = field(default_factory=list)
     """The kinds of attention in the model, the one with most work first."""
     candidates: list[EvaluatedCandidate] = field(default_factory=list)
-    """Of the search, fastest first; empty for a layout that was given."""
+    """Candidates of the search, fastest first; empty if the mappings were given."""
     slower_candidates: int = 0
     """Number of further candidates, which are slower and left out."""
     settings: list[ChangedSetting] = field(default_factory=list)
-    """Empty unless they were planned."""
+    """Plans with changed settings; empty without `--what_if`."""

@@ -1,17 +1,17 @@
-"""Texts for some of the layers of a model, such as `every 6th layer from 5 (10 of 62)`."""
+"""Describes some of a model's layers in words, such as `every 6th layer from 5 (10 of 62)`."""
 
 from collections.abc import Sequence
 
 from shardplan.plan.details import AttentionCost
 
 MIN_PERIODS = 3
-"""Layers at one distance from which they are named by this distance."""
+"""Smallest number of equally spaced layers that are described by their distance."""
 MAX_RUNS = 4
-"""Runs of layers that are named; the others are `...`."""
+"""Largest number of runs of layers that are named; `...` stands for the others."""
 
 
 def layers_by_kind(costs: Sequence[AttentionCost]) -> dict[str, str]:
-    """Return the name of each kind of attention -> its layers in words; their number, where it is unknown which."""
+    """Return kind of attention -> its layers in words, or its number of calls if the layers are unknown."""
     total = sum(each.layers for each in costs)
     return {
         each.kind: layers_text(each.layer_numbers, total) if each.layer_numbers else f"{each.layers} of {total} calls"
@@ -20,7 +20,7 @@ def layers_by_kind(costs: Sequence[AttentionCost]) -> dict[str, str]:
 
 
 def layers_text(numbers: Sequence[int], total: int) -> str:
-    """Describe the layers with some numbers, in order and from 0, of a model with `total` layers.
+    """Describe layers of a model with `total` layers, given their sorted numbers, which count from 0.
 
     >>> layers_text([5, 11, 17, 23], 26)
     'every 6th layer from 5 (4 of 26)'
@@ -64,7 +64,7 @@ def run_text(first: int, last: int) -> str:
 
 
 def _period(layers: Sequence[int], total: int) -> int | None:
-    """Return the distance of layers that are equally far apart up to the end of the model; None for any others."""
+    """Return the distance of layers that are equally spaced up to the end of the model; None for other layers."""
     if len(layers) < MIN_PERIODS:
         return None
     period = layers[1] - layers[0]

@@ -1,4 +1,4 @@
-"""Prints which models are supported, and the facts of one, and turns both into JSON."""
+"""Prints the supported models, or the facts about one model, and converts both to JSON."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -16,11 +16,11 @@ from shardplan.report.text import make_table, print_bullets, print_first_fitting
 
 LABEL_WIDTH = 14
 LIST_LENGTH = 8
-"""Most values of a list of a config.json that are printed."""
+"""Largest length of a list in a config.json that is printed in full."""
 
 
 def print_overview(types: Sequence[TypeFacts], refused: Sequence[RefusedTypes], out: Console) -> None:
-    """Print the supported types with what is supported, their released models, and the types that are not."""
+    """Print the supported types with their features, the released models, and the unsupported types."""
     count = sum(len(each.released) for each in types)
     print_first_fitting(_support_tables(f"{len(types)} model types", types), out)
     out.print(f"\n[bold]{count} released models, by name[/bold]")
@@ -31,7 +31,7 @@ def print_overview(types: Sequence[TypeFacts], refused: Sequence[RefusedTypes], 
 
 
 def print_type(facts: TypeFacts, out: Console) -> None:
-    """Print what is supported of a model type."""
+    """Print the facts about a supported model type."""
     _print_fact("model type", facts.type, out)
     _print_fact("family", facts.about, out)
     if facts.levanter_class is not None:
@@ -70,14 +70,14 @@ def print_refusal(refused: RefusedTypes, name: str, out: Console) -> None:
 
 
 def overview_json(types: Sequence[TypeFacts], refused: Sequence[RefusedTypes]) -> dict[str, Any]:
-    """Return the supported types, and those that are not, as JSON values."""
+    """Return the supported and the unsupported types as JSON values."""
     return {"types": [_type_json(each) for each in types], "refused": [asdict(each) for each in refused]}
 
 
 def model_json(
     model: ReleasedModel | None = None, supported: TypeFacts | None = None, refused: RefusedTypes | None = None
 ) -> dict[str, Any]:
-    """Return the facts of one model or type as JSON values; null for those that it does not have."""
+    """Return the facts about one model or type as JSON values; null for facts that are None."""
     released = None
     if model is not None:
         layers = [{"attention": kind.name, **asdict(kind), "layers": count} for kind, count in model.layers.items()]
@@ -94,7 +94,7 @@ def _type_json(facts: TypeFacts) -> dict[str, Any]:
 
 
 def _support_tables(title: str, types: Sequence[TypeFacts]) -> Iterator[Table]:
-    """Yield tables of what is supported of each type, from the fullest to the narrowest."""
+    """Yield tables of the features of each type, the widest first."""
     features = [each.value for each in Feature]
     for has_family in (True, False):
         texts = ("type", *(("family", "also Levanter's") if has_family else ()), *features)
@@ -117,7 +117,7 @@ def _print_fact(label: str, text: str, out: Console) -> None:
 
 
 def _short(value: Any) -> str:
-    """Return a value of a config.json as JSON; of a long list, how many values it has."""
+    """Return a value of a config.json as JSON; a long list becomes its number of values."""
     match value:
         case list() if len(value) > LIST_LENGTH:
             return f"[{len(value)} values]"

@@ -1,6 +1,6 @@
-"""The families of models that the decoder computes: a module for each, or for a few that are near.
+"""The families of models that the decoder supports; each module has one family, or a few similar ones.
 
-A module has a function that reads a config.json, and a function with the rules of a layer's parameters.
+A family has a function that reads a config.json, and a function that returns the rules of a layer's parameters.
 """
 
 from shardplan.decoder.architecture import Architecture

@@ -1,4 +1,4 @@
-"""Apertus: MLPs without a gate, whose activation has parameters. Source: https://arxiv.org/abs/2509.14233."""
+"""Apertus: ungated MLPs with xIELU, an activation with parameters. Source: https://arxiv.org/abs/2509.14233."""
 
 from dataclasses import replace
 from typing import Any
@@ -16,7 +16,7 @@ from shardplan.decoder.parts.mlp import XIELU, MlpConfig, Xielu
 
 
 def read(keys: ConfigKeys) -> dict[str, Any]:
-    """Return the fields of the `Architecture` of a config.json."""
+    """Read the fields of an `Architecture` from a config.json."""
     keys.only("post_norm", [False])
     keys.only("qk_norm", [True])
     require_rope(keys)
@@ -29,7 +29,7 @@ def read(keys: ConfigKeys) -> dict[str, Any]:
 
 
 def layer_rules(config: Architecture, layer: LayerConfig, index: int) -> Rules:
-    """Return path of a parameter in a layer -> its rule."""
+    """Return the rules of a layer, by path of the parameter in the layer."""
     at, embed = f"model.layers.{index}", config.embed
     names = {"attention_norm": "attention_layernorm", "mlp_norm": "feedforward_layernorm"}
     found = {
@@ -44,7 +44,7 @@ def layer_rules(config: Architecture, layer: LayerConfig, index: int) -> Rules:
 
 
 def constants(config: Architecture, layer: LayerConfig, index: int) -> dict[str, float]:
-    """Return name -> value of the constants of xIELU, which transformers reads from the checkpoint."""
+    """Return name -> value of xIELU's constants, which transformers reads from the checkpoint."""
     if layer.mlp.activation != XIELU:
         return {}
     at = f"model.layers.{index}.mlp.act_fn"

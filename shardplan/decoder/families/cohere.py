@@ -1,6 +1,6 @@
-"""Cohere's Command R, R+ and A: attention and MLP beside each other behind one norm, and scaled logits.
+"""Cohere's Command R, R+ and A: attention and MLP in parallel after a shared norm, and scaled logits.
 
-Command A has windows in three of four layers, and no rotary embeddings in the fourth. Source: modelling code of
+In Command A, three of four layers have a window, and the fourth has no rotary embeddings. Source: modelling code of
 transformers; https://arxiv.org/abs/2504.00698.
 """
 
@@ -26,7 +26,7 @@ from shardplan.decoder.parts.norm import NormConfig, NormKind
 
 
 def read_cohere(keys: ConfigKeys) -> dict[str, Any]:
-    """Return the fields of the `Architecture` of a config.json of Command R or R+."""
+    """Read the fields of an `Architecture` from a config.json of Command R or R+."""
     norm, heads = _norm(keys), read_attention(keys)
     head_norm = HeadNorm(norm, NormExtent.EACH_HEAD) if keys.flag("use_qk_norm", default=False) else None
     attention = replace(heads, rotary=read_rotary(keys, heads.head_size, 500000.0), head_norm=head_norm)
@@ -35,7 +35,7 @@ def read_cohere(keys: ConfigKeys) -> dict[str, Any]:
 
 
 def read_cohere2(keys: ConfigKeys) -> dict[str, Any]:
-    """Return the fields of the `Architecture` of a config.json of Command A."""
+    """Read the fields of an `Architecture` from a config.json of Command A."""
     only(
         keys,
         {
@@ -47,7 +47,7 @@ def read_cohere2(keys: ConfigKeys) -> dict[str, Any]:
         },
     )
     keys.only("use_qk_norm", [False])
-    keys.take("use_parallel_embedding", "layer_switch")  # how it was trained, and another name of the period
+    keys.take("use_parallel_embedding", "layer_switch")  # a setting of training, and the period under another name
     norm, attention, mlp = _norm(keys), read_attention(keys), read_gated_mlp(keys)
     rotary = read_rotary(keys, attention.head_size)
     layers = []

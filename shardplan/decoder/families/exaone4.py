@@ -1,4 +1,4 @@
-"""EXAONE 4: norms behind attention and MLP; with windows, the layers without one have no rotary embeddings.
+"""EXAONE 4: norms after attention and MLP; if some layers have windows, the others have no rotary embeddings.
 
 Source: https://arxiv.org/abs/2507.11407.
 """
@@ -24,13 +24,13 @@ from shardplan.decoder.parts.block import LayerConfig, Wiring
 
 
 def read(keys: ConfigKeys) -> dict[str, Any]:
-    """Return the fields of the `Architecture` of a config.json."""
+    """Read the fields of an `Architecture` from a config.json."""
     norm, mlp = read_rms_norm(keys, 1e-5), read_gated_mlp(keys)
     attention = replace(read_heads(keys), head_norm=HeadNorm(norm))
     rotary = read_rotary(keys, attention.head_size)
     has_windows = not keys.is_null("sliding_window")
     is_full = _read_pattern(keys) if has_windows else every(1)
-    keys.take("sliding_window_pattern")  # which says nothing without windows
+    keys.take("sliding_window_pattern")  # it has no meaning without windows
     layers = []
     for window in read_windows(keys, is_full, 4096):
         is_rotated = window is not None or not has_windows
@@ -40,7 +40,7 @@ def read(keys: ConfigKeys) -> dict[str, Any]:
 
 
 def _read_pattern(keys: ConfigKeys) -> Callable[[int], bool]:
-    """Read which layers have no window: a number, or letters such as LLLG for local and global layers."""
+    """Read which layers have no window: every n-th for a number n, or the G in letters such as LLLG."""
     pattern = keys.take("sliding_window_pattern", default=4)
     if isinstance(pattern, str) and pattern and not set(pattern) - {"L", "G"}:
         return lambda layer: pattern[layer % len(pattern)] == "G"

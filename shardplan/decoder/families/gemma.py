@@ -1,4 +1,4 @@
-"""Gemma 1 to 3: wide heads, weights of norms around one, and from Gemma 2 on windows in most layers.
+"""Gemma 1 to 3: wide heads, norms that multiply by weight + 1, and from Gemma 2 on windows in some layers.
 
 Sources: https://arxiv.org/abs/2403.08295, https://arxiv.org/abs/2408.00118, https://arxiv.org/abs/2503.19786.
 """
@@ -29,14 +29,14 @@ from shardplan.decoder.parts.norm import NormConfig
 
 HEAD_SIZE = 256
 TANH_GELU = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_accurate")
-"""Names of the approximation of GELU by tanh."""
+"""Names of GELU approximated by tanh."""
 
 
 def read_gemma(keys: ConfigKeys) -> dict[str, Any]:
-    """Return the fields of the `Architecture` of a config.json of Gemma 1."""
+    """Read the fields of an `Architecture` from a config.json of Gemma 1."""
     heads, norm = read_attention(keys, HEAD_SIZE), read_rms_norm(keys, is_around_one=True)
     attention = replace(heads, rotary=read_rotary(keys, heads.head_size))
-    # files of the first releases say gelu, and mean its approximation
+    # files of the first releases have gelu, but the models were trained with its approximation
     keys.only("hidden_act", ["gelu", *TANH_GELU])
     keys.only("hidden_activation", TANH_GELU)
     layer = LayerConfig(attention, MlpConfig(keys.integer("intermediate_size"), "gelu_tanh", is_gated=True), norm)
@@ -44,7 +44,7 @@ def read_gemma(keys: ConfigKeys) -> dict[str, Any]:
 
 
 def read_gemma2(keys: ConfigKeys) -> dict[str, Any]:
-    """Return the fields of the `Architecture` of a config.json of Gemma 2: a window in every second layer."""
+    """Read the fields of an `Architecture` from a config.json of Gemma 2: every second layer has a window."""
     layer = _read_sandwich(keys, 50.0)
     attention = replace(layer.attention, rotary=read_rotary(keys, layer.attention.head_size))
     layers = with_windows(replace(layer, attention=attention), read_windows(keys, every(2), 4096))
@@ -53,7 +53,7 @@ def read_gemma2(keys: ConfigKeys) -> dict[str, Any]:
 
 
 def read_gemma3(keys: ConfigKeys) -> dict[str, Any]:
-    """Return the fields of the `Architecture` of a config.json of Gemma 3: a window in five of six layers."""
+    """Read the fields of an `Architecture` from a config.json of Gemma 3: five of six layers have a window."""
     layer = _read_sandwich(keys, None)
     size = layer.attention.head_size
     full = read_rotary(keys, size, 1e6, layer_type=FULL)
@@ -68,7 +68,7 @@ def read_gemma3(keys: ConfigKeys) -> dict[str, Any]:
 
 
 def _read_sandwich(keys: ConfigKeys, soft_cap: float | None) -> LayerConfig:
-    """Read a layer of Gemma 2 or 3, which has neither rotary embeddings nor a window yet.
+    """Read a layer of Gemma 2 or 3; the caller adds rotary embeddings and the window.
 
     Args:
         soft_cap: default bound of scores.
@@ -80,7 +80,7 @@ def _read_sandwich(keys: ConfigKeys, soft_cap: float | None) -> LayerConfig:
         soft_cap=keys.number_or_null("attn_logit_softcapping", soft_cap),
     )
     activation = keys.choice("hidden_activation", "hidden_act", choices=ACTIVATIONS, default="gelu_pytorch_tanh")
-    keys.take("hidden_act")  # which is not read where both are given
+    keys.take("hidden_act")  # it is ignored if both are given
     mlp = MlpConfig(keys.integer("intermediate_size"), activation, is_gated=True)
     return LayerConfig(attention, mlp, read_rms_norm(keys, is_around_one=True), Wiring.SANDWICH)
 
@@ -88,7 +88,7 @@ def _read_sandwich(keys: ConfigKeys, soft_cap: float | None) -> LayerConfig:
 def _architecture(
     keys: ConfigKeys, layers: list[LayerConfig], norm: NormConfig, positions: int, **more: Any
 ) -> dict[str, Any]:
-    """Return the fields that all of them have; `positions` is the default of `max_position_embeddings`."""
+    """Return the fields of an `Architecture`; `positions` is the default of `max_position_embeddings`."""
     multiplier = keys.integer("hidden_size") ** 0.5
     return architecture(keys, layers, norm, is_tied=True, positions=positions, embedding_multiplier=multiplier, **more)
 

@@ -1,4 +1,4 @@
-"""GLM 4: a half of each head is rotated in neighbouring pairs; GLM-4-0414 has norms behind attention and MLP as well.
+"""GLM 4: half of each head is rotated, in pairs of neighbours; GLM-4-0414 also has norms after attention and MLP.
 
 Source: https://arxiv.org/abs/2406.12793, and modelling code of transformers.
 """
@@ -31,12 +31,12 @@ NORM_NAMES_0414 = {
 
 
 def read_glm(keys: ConfigKeys) -> dict[str, Any]:
-    """Return the fields of the `Architecture` of a config.json of the first GLM-4."""
+    """Read the fields of an `Architecture` from a config.json of the first GLM-4."""
     return _read(keys, Wiring.PRE)
 
 
 def read_glm4(keys: ConfigKeys) -> dict[str, Any]:
-    """Return the fields of the `Architecture` of a config.json of GLM-4-0414."""
+    """Read the fields of an `Architecture` from a config.json of GLM-4-0414."""
     return _read(keys, Wiring.SANDWICH)
 
 
@@ -52,7 +52,7 @@ def _read(keys: ConfigKeys, wiring: Wiring) -> dict[str, Any]:
 
 
 def layer_rules(config: Architecture, layer: LayerConfig, index: int) -> Rules:
-    """Return path of a parameter in a layer -> its rule."""
+    """Return the rules of a layer, by path of the parameter in the layer."""
     at, embed = f"model.layers.{index}", config.embed
     norms = NORM_NAMES_0414 if layer.wiring is Wiring.SANDWICH else NORM_NAMES[layer.wiring]
     found = {

@@ -1,4 +1,4 @@
-"""GPT-2: learned positions, and weights whose inputs come first. Source: Radford et al., 2019."""
+"""GPT-2: learned position embeddings, and weights stored as {inputs, outputs}. Source: Radford et al., 2019."""
 
 from dataclasses import replace
 from typing import Any
@@ -17,9 +17,9 @@ from shardplan.decoder.parts.segments import divide_layers
 
 
 def read(keys: ConfigKeys) -> dict[str, Any]:
-    """Return the fields of the `Architecture` of a config.json."""
+    """Read the fields of an `Architecture` from a config.json."""
     keys.only("add_cross_attention", [False])
-    keys.take("reorder_and_upcast_attn")  # scores are float32 in any case
+    keys.take("reorder_and_upcast_attn")  # scores are float32 anyway
     embed, heads = keys.integer("n_embd", "hidden_size"), keys.integer("n_head", "num_attention_heads")
     positions = keys.integer("n_positions", "max_position_embeddings", default=1024)
     norm = NormConfig(NormKind.LAYER, keys.number("layer_norm_epsilon", default=1e-5), has_bias=True)
@@ -43,14 +43,14 @@ def read(keys: ConfigKeys) -> dict[str, Any]:
 
 
 def rules(config: Architecture, vocab: int) -> Rules:
-    """Return path of a parameter that is in no layer -> its rule."""
+    """Return the rules of the parameters outside of layers, by path."""
     found = top_rules(config, vocab, "transformer", "wte", "ln_f")
     found["position_embedding"] = StoredTensor("transformer.wpe.weight", (config.max_seq_len, config.embed))
     return found
 
 
 def layer_rules(config: Architecture, layer: LayerConfig, index: int) -> Rules:
-    """Return path of a parameter in a layer -> its rule."""
+    """Return the rules of a layer, by path of the parameter in the layer."""
     at, embed = f"transformer.h.{index}", config.embed
     norms = {"attention_norm": "ln_1", "mlp_norm": "ln_2"}
     joint_weight = Transposed(StoredTensor(f"{at}.attn.c_attn.weight", (embed, 3 * embed)), (1, 0))
@@ -65,7 +65,7 @@ def layer_rules(config: Architecture, layer: LayerConfig, index: int) -> Rules:
 
 
 def _linear_rules(path: str, name: str, outputs: int, inputs: int) -> Rules:
-    """Return the rules of a projection whose weight has its inputs first."""
+    """Return the rules of a projection whose weight is stored as {inputs, outputs}."""
     weight = Transposed(StoredTensor(f"{name}.weight", (inputs, outputs)), (1, 0))
     return {f"{path}.weight": weight, f"{path}.bias": StoredTensor(f"{name}.bias", (outputs,))}
 

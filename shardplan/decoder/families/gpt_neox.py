@@ -1,6 +1,6 @@
-"""GPT-NeoX: Pythia and GPT-NeoX-20B. Attention and MLP are beside each other, and a quarter of each head is rotated.
+"""GPT-NeoX-20B and Pythia: attention and MLP in parallel, and a quarter of each head is rotated.
 
-Source: https://arxiv.org/abs/2204.06745; names of keys and tensors are those of transformers.
+Source: https://arxiv.org/abs/2204.06745; keys and tensors have the names of transformers.
 """
 
 from dataclasses import replace
@@ -20,7 +20,7 @@ from shardplan.decoder.parts.norm import NormConfig, NormKind
 
 
 def read(keys: ConfigKeys) -> dict[str, Any]:
-    """Return the fields of the `Architecture` of a config.json."""
+    """Read the fields of an `Architecture` from a config.json."""
     count, embed = keys.integer("num_attention_heads"), keys.integer("hidden_size")
     if embed % count:
         keys.refuse("num_attention_heads", count, f"a divisor of hidden_size, {embed}")
@@ -37,7 +37,7 @@ def read(keys: ConfigKeys) -> dict[str, Any]:
 
 
 def rules(config: Architecture, vocab: int) -> Rules:
-    """Return path of a parameter that is in no layer -> its rule."""
+    """Return the rules of the parameters outside of layers, by path."""
     found: Rules = {"embedding": StoredTensor("gpt_neox.embed_in.weight", (vocab, config.embed))}
     if config.norm is not None:
         found |= norm_rules("norm", "gpt_neox.final_layer_norm", config.norm, config.embed)
@@ -47,7 +47,7 @@ def rules(config: Architecture, vocab: int) -> Rules:
 
 
 def layer_rules(config: Architecture, layer: LayerConfig, index: int) -> Rules:
-    """Return path of a parameter in a layer -> its rule."""
+    """Return the rules of a layer, by path of the parameter in the layer."""
     at, attention, embed = f"gpt_neox.layers.{index}", layer.attention, config.embed
     found: Rules = {}
     for i, part in enumerate(("q_proj", "k_proj", "v_proj")):
@@ -65,7 +65,7 @@ def layer_rules(config: Architecture, layer: LayerConfig, index: int) -> Rules:
 
 
 def _part_of_heads(name: str, part: int, attention: GroupedAttention, inputs: Shape) -> Rule:
-    """Return the queries (0), keys (1) or values (2) of a tensor that holds all three, head by head."""
+    """Slice the queries (0), keys (1) or values (2) out of a tensor that holds all three, head by head."""
     heads, size = attention.heads, attention.head_size
     stored = StoredTensor(name, (heads * 3 * size, *inputs))
     return Sliced(Reshaped(stored, (heads, 3, size, *inputs)), 1, part, part + 1)

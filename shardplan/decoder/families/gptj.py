@@ -1,6 +1,6 @@
-"""GPT-J: attention and MLP beside each other behind one norm, and a bias of the output head.
+"""GPT-J: attention and MLP in parallel after a shared norm, and an output head with a bias.
 
-Source: https://github.com/kingoflolz/mesh-transformer-jax, whose names of keys and tensors transformers has.
+Source: https://github.com/kingoflolz/mesh-transformer-jax; keys and tensors have the names of transformers.
 """
 
 from typing import Any
@@ -27,8 +27,8 @@ from shardplan.decoder.parts.segments import divide_layers
 
 
 def read(keys: ConfigKeys) -> dict[str, Any]:
-    """Return the fields of the `Architecture` of a config.json."""
-    keys.only("tie_word_embeddings", [False])  # the bias belongs to a head of its own
+    """Read the fields of an `Architecture` from a config.json."""
+    keys.only("tie_word_embeddings", [False])  # the bias needs an output head of its own
     keys.only("rotary", [True])
     keys.only("scale_attn_weights", [True])
     embed, heads = keys.integer("n_embd", "hidden_size"), keys.integer("n_head", "num_attention_heads")
@@ -54,12 +54,12 @@ def read(keys: ConfigKeys) -> dict[str, Any]:
 
 
 def rules(config: Architecture, vocab: int) -> Rules:
-    """Return path of a parameter that is in no layer -> its rule."""
+    """Return the rules of the parameters outside of layers, by path."""
     return top_rules(config, vocab, "transformer", "wte", "ln_f")
 
 
 def layer_rules(config: Architecture, layer: LayerConfig, index: int) -> Rules:
-    """Return path of a parameter in a layer -> its rule."""
+    """Return the rules of a layer, by path of the parameter in the layer."""
     at, embed = f"transformer.h.{index}", config.embed
     names = ("q_proj", "k_proj", "v_proj", "out_proj")
     found = {

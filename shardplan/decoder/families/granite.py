@@ -15,7 +15,7 @@ from shardplan.decoder.parts.block import LayerConfig
 
 
 def read(keys: ConfigKeys) -> dict[str, Any]:
-    """Return the fields of the `Architecture` of a config.json."""
+    """Read the fields of an `Architecture` from a config.json."""
     attention, norm = read_attention(keys), read_rms_norm(keys)
     scale = keys.number("attention_multiplier", default=1.0)
     attention = replace(attention, rotary=read_rotary(keys, attention.head_size), scale=scale)

@@ -1,4 +1,4 @@
-"""Llama 2 to 3.3, and the many models that have its architecture. Source: https://arxiv.org/abs/2407.21783."""
+"""Llama 2 to 3.3, and the many models with the same architecture. Source: https://arxiv.org/abs/2407.21783."""
 
 from dataclasses import replace
 from typing import Any
@@ -12,7 +12,7 @@ from shardplan.decoder.parts.block import LayerConfig
 
 
 def read(keys: ConfigKeys) -> dict[str, Any]:
-    """Return the fields of the `Architecture` of a config.json."""
+    """Read the fields of an `Architecture` from a config.json."""
     attention, norm = read_attention(keys), read_rms_norm(keys)
     attention = replace(attention, rotary=read_rotary(keys, attention.head_size))
     layer = LayerConfig(attention, read_gated_mlp(keys, keys.flag("mlp_bias", default=False)), norm)

@@ -18,7 +18,7 @@ from shardplan.decoder.parts.block import LayerConfig
 
 
 def read(keys: ConfigKeys) -> dict[str, Any]:
-    """Return the fields of the `Architecture` of a config.json of Mistral."""
+    """Read the fields of an `Architecture` from a config.json of Mistral."""
     heads, norm = read_heads(keys, kv_heads=8), read_rms_norm(keys)
     window = read_uniform_window(keys, 4096)
     attention = replace(heads, rotary=read_rotary(keys, heads.head_size), window=window)
@@ -27,7 +27,7 @@ def read(keys: ConfigKeys) -> dict[str, Any]:
 
 
 def read_ministral3(keys: ConfigKeys) -> dict[str, Any]:
-    """Return the fields of the `Architecture` of a config.json of Ministral 3: queries grow with their position."""
+    """Read the fields of an `Architecture` from a config.json of Ministral 3: queries grow with their position."""
     require_rope(keys)
     heads, norm = read_heads(keys, 128, 8), read_rms_norm(keys, 1e-5)
     attention = replace(

@@ -23,7 +23,7 @@ from shardplan.decoder.parts.router import RouterConfig, Scoring
 WEIGHTS = {"gate": "w1", "up": "w3", "down": "w2"}
 """Parameter of the experts -> its name in checkpoints."""
 TRAINING_KEYS = ("output_router_logits", "router_aux_loss_coef", "router_jitter_noise")
-"""Keys that say something about training alone."""
+"""Keys that only affect training."""
 
 
 def read(keys: ConfigKeys) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""OLMo 2 and 3: norms behind attention and MLP, and of queries and keys over all heads.
+"""OLMo 2 and 3: norms after attention and MLP, and norms of queries and keys over all heads together.
 
-Sources: https://arxiv.org/abs/2501.00656; OLMo 3 has windows in three of four layers.
+In OLMo 3, three of four layers have a window. Source: https://arxiv.org/abs/2501.00656.
 """
 
 from dataclasses import replace
@@ -27,7 +27,7 @@ THETA = 500000.0
 
 
 def read_olmo2(keys: ConfigKeys) -> dict[str, Any]:
-    """Return the fields of the `Architecture` of a config.json of OLMo 2."""
+    """Read the fields of an `Architecture` from a config.json of OLMo 2."""
     layer = _read_layer(keys)
     attention = replace(layer.attention, rotary=read_rotary(keys, layer.attention.head_size))
     layers = [replace(layer, attention=attention)] * keys.integer("num_hidden_layers")
@@ -35,9 +35,9 @@ def read_olmo2(keys: ConfigKeys) -> dict[str, Any]:
 
 
 def read_olmo3(keys: ConfigKeys) -> dict[str, Any]:
-    """Return the fields of the `Architecture` of a config.json of OLMo 3, which scales rotary angles of full layers.
+    """Read the fields of an `Architecture` from a config.json of OLMo 3.
 
-    As transformers reads it, a base beside `rope_parameters` holds for these layers alone.
+    As in transformers, a scaling and a base at the top level hold only for layers without a window.
     """
     layer = _read_layer(keys)
     size = layer.attention.head_size
@@ -51,7 +51,7 @@ def read_olmo3(keys: ConfigKeys) -> dict[str, Any]:
 
 
 def _read_layer(keys: ConfigKeys) -> LayerConfig:
-    """Read a layer, which has no rotary embeddings yet."""
+    """Read a layer; the caller adds rotary embeddings and the window."""
     norm = read_rms_norm(keys, 1e-5)
     attention = replace(read_attention(keys), head_norm=HeadNorm(norm, NormExtent.ALL_HEADS))
     return LayerConfig(attention, read_gated_mlp(keys), norm, Wiring.POST)

@@ -1,4 +1,4 @@
-"""OPT: learned positions, and biases throughout; the 350M model has narrower embeddings, and norms behind each sum.
+"""OPT: learned position embeddings, and biases; the 350M model has narrower token embeddings, and norms after sums.
 
 Source: https://arxiv.org/abs/2205.01068.
 """
@@ -24,11 +24,11 @@ from shardplan.decoder.parts.mlp import MlpConfig
 from shardplan.decoder.parts.norm import NormConfig, NormKind
 
 FIRST_ROW = 2
-"""Row of the first position in the table of positions."""
+"""Row of position 0 in the table of positions."""
 
 
 def read(keys: ConfigKeys) -> dict[str, Any]:
-    """Return the fields of the `Architecture` of a config.json."""
+    """Read the fields of an `Architecture` from a config.json."""
     keys.only("layer_norm_elementwise_affine", [True])
     embed, heads = keys.integer("hidden_size"), keys.integer("num_attention_heads")
     if embed % heads:
@@ -55,7 +55,7 @@ def read(keys: ConfigKeys) -> dict[str, Any]:
 
 
 def rules(config: Architecture, vocab: int) -> Rules:
-    """Return path of a parameter that is in no layer -> its rule."""
+    """Return the rules of the parameters outside of layers, by path."""
     found = top_rules(config, vocab, "model.decoder", norm="final_layer_norm")
     if config.position_table is not None:
         shape = (config.position_table.rows, config.embed)
@@ -67,7 +67,7 @@ def rules(config: Architecture, vocab: int) -> Rules:
 
 
 def layer_rules(config: Architecture, layer: LayerConfig, index: int) -> Rules:
-    """Return path of a parameter in a layer -> its rule."""
+    """Return the rules of a layer, by path of the parameter in the layer."""
     at, embed = f"model.decoder.layers.{index}", config.embed
     names = ("q_proj", "k_proj", "v_proj", "out_proj")
     norms = dict(zip(layer.wiring.norms, ("self_attn_layer_norm", "final_layer_norm"), strict=True))

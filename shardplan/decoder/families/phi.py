@@ -1,4 +1,4 @@
-"""Phi 1, 1.5 and 2: attention and MLP beside each other behind one norm, and a bias of the output head.
+"""Phi 1, 1.5 and 2: attention and MLP in parallel after a shared norm, and an output head with a bias.
 
 Source: https://arxiv.org/abs/2309.05463.
 """
@@ -19,8 +19,8 @@ from shardplan.decoder.parts.norm import NormConfig, NormKind
 
 
 def read(keys: ConfigKeys) -> dict[str, Any]:
-    """Return the fields of the `Architecture` of a config.json."""
-    keys.only("tie_word_embeddings", [False])  # the bias belongs to a head of its own
+    """Read the fields of an `Architecture` from a config.json."""
+    keys.only("tie_word_embeddings", [False])  # the bias needs an output head of its own
     heads = read_heads(keys)
     norm = NormConfig(NormKind.LAYER, keys.number("layer_norm_eps", default=1e-5), has_bias=True)
     attention = replace(
@@ -37,12 +37,12 @@ def read(keys: ConfigKeys) -> dict[str, Any]:
 
 
 def rules(config: Architecture, vocab: int) -> Rules:
-    """Return path of a parameter that is in no layer -> its rule."""
+    """Return the rules of the parameters outside of layers, by path."""
     return top_rules(config, vocab, norm="final_layernorm")
 
 
 def layer_rules(config: Architecture, layer: LayerConfig, index: int) -> Rules:
-    """Return path of a parameter in a layer -> its rule."""
+    """Return the rules of a layer, by path of the parameter in the layer."""
     at, embed = f"model.layers.{index}", config.embed
     names, norms = ("q_proj", "k_proj", "v_proj", "dense"), ("q_layernorm", "k_layernorm")
     return {

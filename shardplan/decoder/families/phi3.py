@@ -1,4 +1,4 @@
-"""Phi-3, Phi-3.5 and Phi-4: queries, keys and values in one tensor, and other rotary angles for long texts.
+"""Phi-3, Phi-3.5 and Phi-4: one tensor for queries, keys and values, and LongRoPE in models for long texts.
 
 Source: https://arxiv.org/abs/2404.14219.
 """
@@ -23,7 +23,7 @@ from shardplan.decoder.parts.block import LayerConfig
 
 
 def read(keys: ConfigKeys) -> dict[str, Any]:
-    """Return the fields of the `Architecture` of a config.json."""
+    """Read the fields of an `Architecture` from a config.json."""
     only(
         keys,
         {
@@ -41,7 +41,7 @@ def read(keys: ConfigKeys) -> dict[str, Any]:
 
 
 def layer_rules(config: Architecture, layer: LayerConfig, index: int) -> Rules:
-    """Return path of a parameter in a layer -> its rule."""
+    """Return the rules of a layer, by path of the parameter in the layer."""
     at, attention, embed = f"model.layers.{index}", layer.attention, config.embed
     queries, keys = attention.heads * attention.head_size, attention.kv_heads * attention.head_size
     joint = StoredTensor(f"{at}.self_attn.qkv_proj.weight", (queries + 2 * keys, embed))

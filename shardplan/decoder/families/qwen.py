@@ -1,4 +1,7 @@
-"""Qwen 2, 2.5 and 3. Sources: https://arxiv.org/abs/2407.10671, https://arxiv.org/abs/2505.09388."""
+"""Qwen 2, 2.5 and 3: biases of queries, keys and values up to Qwen 2.5, and norms of queries and keys in Qwen 3.
+
+Sources: https://arxiv.org/abs/2407.10671, https://arxiv.org/abs/2505.09388.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -23,12 +26,12 @@ from shardplan.decoder.parts.norm import NormConfig
 
 
 def read_qwen2(keys: ConfigKeys) -> dict[str, Any]:
-    """Return the fields of the `Architecture` of a config.json of Qwen 2: queries, keys and values have biases."""
+    """Read the fields of an `Architecture` from a config.json of Qwen 2: queries, keys and values have biases."""
     return _read(keys, replace(read_heads(keys), has_bias=True), read_rms_norm(keys))
 
 
 def read_qwen3(keys: ConfigKeys) -> dict[str, Any]:
-    """Return the fields of the `Architecture` of a config.json of Qwen 3: queries and keys are normalised."""
+    """Read the fields of an `Architecture` from a config.json of Qwen 3: queries and keys are normalised."""
     norm = read_rms_norm(keys)
     return _read(keys, replace(read_attention(keys, 128), head_norm=HeadNorm(norm)), norm)
 
@@ -36,7 +39,7 @@ def read_qwen3(keys: ConfigKeys) -> dict[str, Any]:
 def _read(keys: ConfigKeys, attention: GroupedAttention, norm: NormConfig) -> dict[str, Any]:
     attention = replace(attention, rotary=read_rotary(keys, attention.head_size))
     layer = LayerConfig(attention, read_gated_mlp(keys), norm)
-    # where windows are not used, their size may be given all the same
+    # a file may give the size of windows that it does not use
     uses_windows = keys.flag("use_sliding_window", default=False) and not keys.is_null("sliding_window")
     if not uses_windows and SLIDING in (keys.take("layer_types") or ()):
         keys.refuse("layer_types", keys.take("layer_types"), f"without {SLIDING}, as windows are not used")

@@ -12,7 +12,7 @@ from shardplan.decoder.parts.block import LayerConfig
 
 
 def read(keys: ConfigKeys) -> dict[str, Any]:
-    """Return the fields of the `Architecture` of a config.json."""
+    """Read the fields of an `Architecture` from a config.json."""
     heads, norm = read_heads(keys, 128, 8), read_rms_norm(keys)
     attention = replace(
         heads,

@@ -1,4 +1,4 @@
-"""SmolLM3: Llama's layers; every fourth one has no rotary embeddings. Source: https://huggingface.co/blog/smollm3."""
+"""SmolLM3: Llama without rotary embeddings in every fourth layer. Source: https://huggingface.co/blog/smollm3."""
 
 from dataclasses import replace
 from typing import Any
@@ -20,7 +20,7 @@ from shardplan.decoder.parts.block import LayerConfig
 
 
 def read(keys: ConfigKeys) -> dict[str, Any]:
-    """Return the fields of the `Architecture` of a config.json."""
+    """Read the fields of an `Architecture` from a config.json."""
     attention, norm = read_attention(keys, kv_heads=4), read_rms_norm(keys)
     rotary = read_rotary(keys, attention.head_size, 2e6)
     mlp = read_gated_mlp(keys, keys.flag("mlp_bias", default=False))
@@ -32,7 +32,7 @@ def read(keys: ConfigKeys) -> dict[str, Any]:
     uses_windows = keys.flag("use_sliding_window", default=False) and not keys.is_null("sliding_window")
     if not uses_windows and SLIDING in (keys.take("layer_types") or ()):
         keys.refuse("layer_types", keys.take("layer_types"), f"without {SLIDING}, as windows are not used")
-    keys.take("max_window_layers")  # of Qwen's files, and not read
+    keys.take("max_window_layers")  # a leftover of Qwen's files, which SmolLM3 does not read
     # layers with rotary embeddings attend to all positions
     windows = read_windows(keys, lambda i: not uses_windows or bool(has_rotary[i]))
 

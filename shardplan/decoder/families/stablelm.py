@@ -1,4 +1,4 @@
-"""StableLM: layer norms, and a quarter of each head is rotated; the 12B model has one norm a layer, and norms of heads.
+"""StableLM: layer norms, and a quarter of each head is rotated; the 12B model has one norm a layer, and head norms.
 
 Source: https://arxiv.org/abs/2402.17834.
 """
@@ -19,7 +19,7 @@ from shardplan.decoder.parts.norm import NormConfig, NormKind
 
 
 def read(keys: ConfigKeys) -> dict[str, Any]:
-    """Return the fields of the `Architecture` of a config.json."""
+    """Read the fields of an `Architecture` from a config.json."""
     heads, epsilon = read_heads(keys), keys.number("layer_norm_eps", default=1e-5)
     norm, of_heads = NormConfig(NormKind.LAYER, epsilon, has_bias=True), NormConfig(NormKind.LAYER, epsilon)
     has_head_norms = keys.flag("qk_layernorm", default=False)
@@ -35,7 +35,7 @@ def read(keys: ConfigKeys) -> dict[str, Any]:
 
 
 def layer_rules(config: Architecture, layer: LayerConfig, index: int) -> Rules:
-    """Return path of a parameter in a layer -> its rule."""
+    """Return the rules of a layer, by path of the parameter in the layer."""
     found, attention = standard_layer_rules(config, layer, index), layer.attention
     if attention.head_norm is not None:
         for part, heads in (("q", attention.heads), ("k", attention.kv_heads)):

@@ -1,4 +1,4 @@
-"""StarCoder2: layer norms, biases, and MLPs without a gate. Source: https://arxiv.org/abs/2402.19173."""
+"""StarCoder2: layer norms, biases, and ungated MLPs. Source: https://arxiv.org/abs/2402.19173."""
 
 from dataclasses import replace
 from typing import Any
@@ -15,11 +15,11 @@ from shardplan.decoder.parts.norm import NormConfig, NormKind
 
 
 def read(keys: ConfigKeys) -> dict[str, Any]:
-    """Return the fields of the `Architecture` of a config.json."""
+    """Read the fields of an `Architecture` from a config.json."""
     keys.only("mlp_type", ["default"])
     keys.only("norm_type", ["layer_norm"])
     keys.only("scale_attn_weights", [True])
-    # other names of keys below, and types of scores, which transformers does not read
+    # transformers ignores these other names of keys below, and these keys for the dtype of scores
     keys.take("activation_function", "layer_norm_epsilon")
     keys.take("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32")
     heads = read_heads(keys, kv_heads=2)
@@ -39,7 +39,7 @@ def read(keys: ConfigKeys) -> dict[str, Any]:
 
 
 def layer_rules(config: Architecture, layer: LayerConfig, index: int) -> Rules:
-    """Return path of a parameter in a layer -> its rule."""
+    """Return the rules of a layer, by path of the parameter in the layer."""
     at, embed = f"model.layers.{index}", config.embed
     return {
         **attention_rules(layer.attention, f"{at}.self_attn", embed),

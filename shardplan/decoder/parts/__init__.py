@@ -1,1 +1,1 @@
-"""The parts of a decoder's layers, each a configuration and the module that it makes."""
+"""The parts of a decoder's layers; each part has a configuration, whose `init` makes the Equinox module."""

@@ -1,8 +1,8 @@
-"""Names of the activations of a layer, by which a policy of gradient checkpointing keeps them.
+"""Names of a layer's activations, by which a gradient checkpointing policy says which of them to save.
 
-Haliax names what a loop carries from layer to layer; within a layer Levanter's models have no names. Here projections
-of attention and its context are called as in MaxText, and outputs as in Haliax's guide. The outputs of projections that
-an activation function follows are named before it: its derivative needs them.
+Haliax names the carry of a loop over layers; Levanter's models name nothing within a layer. Here, the projections and
+the context of attention have the names of MaxText, and outputs have the names of Haliax's guide. The gate and up
+projections are named before the activation function, because its derivative needs its input.
 """
 
 from enum import StrEnum
@@ -19,7 +19,7 @@ class ActivationName(StrEnum):
     KEYS = "key_proj"
     VALUES = "value_proj"
     CONTEXT = "context"
-    """The values that queries attend to, before the output projection."""
+    """The weighted sum of values, before the output projection."""
     ATTENTION_OUT = "attn_out"
     """The output of attention, before it is normalised and added to the residual stream."""
     GATE = "gate_proj"
@@ -30,6 +30,6 @@ class ActivationName(StrEnum):
     """The output of the MLP, before it is normalised and added to the residual stream."""
 
     def __call__(self, x: NamedArray) -> NamedArray:
-        """Give an array this name; its values stay the same."""
+        """Give an array this name, without changing its values."""
         named: NamedArray = hax.tree_checkpoint_name(x, self.value)
         return named

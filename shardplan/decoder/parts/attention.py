@@ -1,8 +1,9 @@
-"""Attention with grouped queries.
+"""Grouped-query attention, which traces and plans can replace.
 
-It calls `dot_product_attention` by its name in this module, which a trace replaces to mark the call
-(`shardplan.program.marked_attention`) and a plan to compute it (`shardplan.execution.planned_attention`). Without
-either, Levanter's function computes it (`shardplan.decoder.parts.levanter_attention`).
+The layer calls `dot_product_attention` by its name in this module. A trace replaces this name to mark the call
+(`shardplan.program.marked_attention`), and a plan replaces it to compute attention as planned
+(`shardplan.execution.planned_attention`). Otherwise Levanter's function computes attention
+(`shardplan.decoder.parts.levanter_attention`).
 """
 
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from shardplan.errors import ConfigError
 from shardplan.model.attention.chunked_mask import with_chunks
 
 POSITION, KEY_POSITION = "position", "key_position"
-"""Names of the axes of positions, of queries and of keys, as in Levanter's models."""
+"""Names of the position axes of queries and of keys, as in Levanter's models."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +36,11 @@ class Kernel:
 
     backend: AttentionBackend | None = None
     block: int | None = None
-    """Side of a block of scores, in positions."""
+    """Block size of flash attention, in positions."""
 
 
 class NormExtent(Enum):
-    """Which channels of queries, and of keys, are normalised together, and multiplied by which weights."""
+    """Which channels of queries or keys are normalised together, and which weights they are multiplied by."""
 
     HEAD = "the channels of a head; all heads have the same weights"
     EACH_HEAD = "the channels of a head; every head has weights of its own"
@@ -48,7 +49,7 @@ class NormExtent(Enum):
 
 @dataclass(frozen=True)
 class HeadNorm:
-    """The norms of queries and keys, before they are rotated."""
+    """The norms of queries and keys, which are applied before rotary embeddings."""
 
     norm: NormConfig
     extent: NormExtent = NormExtent.HEAD
@@ -66,57 +67,57 @@ class HeadNorm:
 
 @dataclass(frozen=True)
 class QueryTemperature:
-    """Queries grow with the logarithm of their position: by `1 + beta * ln(1 + floor(position / positions))`.
+    """Scales queries by `1 + beta * ln(1 + floor(position / positions))`.
 
-    Source: Llama 4's attention, which Ministral 3 has as well.
+    Source: attention of Llama 4, which Ministral 3 has as well.
     """
 
     beta: float
     positions: int
-    """Positions of a step: queries at those before it are left as they are."""
+    """Positions per step of the scale; queries in the first step are not scaled."""
 
     def __call__(self, queries: NamedArray, positions: Positions) -> NamedArray:
-        """Scale queries {..., position, ...}; returns their type."""
+        """Scale queries {..., position, ...}; the result has their dtype."""
         steps = hax.floor(positions.indices.astype(jnp.float32) / self.positions)
         return (queries * (1.0 + self.beta * hax.log1p(steps))).astype(queries.dtype)
 
 
 @dataclass(frozen=True)
 class GroupedAttention:
-    """Attention in which several heads of queries share one head of keys and values.
+    """Grouped-query attention: several heads of queries share one head of keys and values.
 
     Sources: https://arxiv.org/abs/1706.03762, https://arxiv.org/abs/2305.13245.
     """
 
     heads: int
-    """Heads of queries."""
+    """Number of heads of queries."""
     kv_heads: int
     head_size: int
     rotary: Rotary | None = None
-    """None where a layer has no rotary embeddings."""
+    """None for layers without rotary embeddings."""
     has_bias: bool = False
     """Whether queries, keys and values have biases."""
     has_output_bias: bool = False
     head_norm: HeadNorm | None = None
     temperature: QueryTemperature | None = None
     scale: float | None = None
-    """What scores are multiplied by; default: one over the square root of the size of a head."""
+    """Factor of the scores; default: head_size ** -0.5."""
     soft_cap: float | None = None
     """Bound of the scores, applied as `cap * tanh(scores / cap)`."""
     window: int | None = None
-    """Keys that a query attends to: its own position and those before it; None for all before it."""
+    """Number of keys that a query attends to, counted back from its own position; None for all of them."""
     chunk: int | None = None
-    """Positions of a chunk, beyond which a query does not attend, counted from the beginning of its text."""
+    """Positions per chunk, counted from the beginning of a text; a query attends only to its own chunk."""
     has_sinks: bool = False
-    """Whether each head has a sink: one more score beside the scores of the keys, without a value."""
+    """Whether each head has a sink: a learned score that takes part in the softmax, but has no value."""
     value_head_size: int | None = None
-    """Channels of a head of values; None for those of queries and keys."""
+    """Channels of a head of values; None for `head_size`."""
 
     def __post_init__(self) -> None:
-        """Check that the parts go together.
+        """Check that the settings are compatible.
 
         Raises:
-            ConfigError: sinks beside a soft cap, which Levanter's plain attention applies to sinks too.
+            ConfigError: there are sinks and a soft cap, which Levanter's plain attention would apply to the sinks too.
         """
         if self.has_sinks and self.soft_cap is not None:
             raise ConfigError("attention has sinks and a soft cap; no model has both, and Levanter would cap the sinks")
@@ -128,12 +129,12 @@ class GroupedAttention:
 
     @property
     def QHeadsPerGroup(self) -> Axis:
-        """The heads of queries for each head of keys."""
+        """The heads of queries that share a head of keys."""
         return Axis("q_heads_per_group", self.heads // self.kv_heads)
 
     @property
     def Heads(self) -> Axis:
-        """The heads of queries, as the inputs of the output projection."""
+        """The heads of queries, as an input axis of the output projection."""
         return Axis("heads", self.heads)
 
     @property
@@ -149,12 +150,12 @@ class GroupedAttention:
     def flops_per_token(self, embed: int, context_length: int) -> int:
         """Count the FLOPs of a token as Levanter's `lm_flops_per_token` does, with window, chunk and sizes of heads.
 
-        sizes = head_size + value_head_size; projections = 2 * embed * sizes * (heads + kv_heads); scores =
-        keys * heads * (2 * sizes + 3), for as many keys as a text, the window or the chunk has, since kernels that
-        leave out later positions are not counted.
+        FLOPs = 2 * embed * sizes * (heads + kv_heads) + keys * heads * (2 * sizes + 3), where sizes = head_size +
+        value_head_size and keys = min(context_length, window, chunk). Kernels that skip later positions do not reduce
+        this number.
 
         Args:
-            embed: elements of the residual stream.
+            embed: size of the residual stream.
             context_length: tokens of a text.
         """
         keys = min(filter(None, (context_length, self.window, self.chunk)))
@@ -170,7 +171,7 @@ class GroupedAttention:
             q_proj=Linear.init((*of_queries, size), (Embed,), self.has_bias, keys[0]),
             k_proj=Linear.init((*of_keys, size), (Embed,), self.has_bias, keys[1]),
             v_proj=Linear.init((*of_keys, value_size), (Embed,), self.has_bias, keys[2]),
-            # an axis of its own, as in Levanter, so that this weight can be stored in other shards than the rest
+            # a separate axis of heads, as in Levanter, so that this weight can have a storage sharding of its own
             o_proj=Linear.init((Embed,), (self.Heads, value_size), self.has_output_bias, keys[3]),
             q_norm=self.head_norm.init(of_queries, size) if self.head_norm else None,
             k_norm=self.head_norm.init(of_keys, size) if self.head_norm else None,
@@ -180,7 +181,7 @@ class GroupedAttention:
 
 
 class AttentionLayer(eqx.Module):
-    """The projections of an attention layer."""
+    """An attention layer: its projections and norms, and their use."""
 
     q_proj: Linear
     k_proj: Linear
@@ -189,12 +190,12 @@ class AttentionLayer(eqx.Module):
     q_norm: Norm | None
     k_norm: Norm | None
     sinks: NamedArray | None
-    """{kv_head, q_heads_per_group}: the score of the sink of each head."""
+    """{kv_head, q_heads_per_group}: the score of each head's sink."""
     config: GroupedAttention = eqx.field(static=True)
 
     @named_call  # for profiles and reports
     def __call__(self, x: NamedArray, mask: AttentionMask, positions: Positions, kernel: Kernel) -> NamedArray:
-        """Attend within {batch, position, embed}, and return the same axes."""
+        """Compute the output {batch, position, embed} of attention from the same axes."""
         config = self.config
         queries = ActivationName.QUERIES(self.q_proj(x))
         keys, values = ActivationName.KEYS(self.k_proj(x)), ActivationName.VALUES(self.v_proj(x))
@@ -205,7 +206,7 @@ class AttentionLayer(eqx.Module):
             keys = config.rotary(keys, config.HeadSize, positions)
         if config.temperature is not None:
             queries = config.temperature(queries, positions)
-        # the order of the kernels, so that neither queries nor outputs are transposed twice
+        # the order of axes in kernels, so that neither queries nor outputs are transposed twice
         queries = queries.rearrange((..., config.KVHeads, config.QHeadsPerGroup, POSITION, config.HeadSize))
         attended = dot_product_attention(
             POSITION,
@@ -225,10 +226,10 @@ class AttentionLayer(eqx.Module):
         return ActivationName.ATTENTION_OUT(self.o_proj(context))
 
     def _narrowed(self, mask: AttentionMask, positions: Positions, Pos: Axis) -> AttentionMask:
-        """Return the mask within the window and the chunks of the layer.
+        """Return the mask restricted to the window and the chunks of the layer.
 
-        Those that are not smaller than the sequence exclude nothing; without them, such layers and those that have none
-        are of one kind of attention.
+        A window or chunk as long as the sequence excludes nothing. It is left out, so that the layer has the same kind
+        of attention as layers without a window or chunks.
         """
         window, chunk = self.config.window, self.config.chunk
         if window is not None and window < Pos.size:
@@ -236,7 +237,7 @@ class AttentionLayer(eqx.Module):
         return mask if chunk is None or chunk >= Pos.size else with_chunks(mask, chunk, Pos, positions.indices)
 
     def _changes_of_scores(self) -> dict[str, Any]:
-        """The arguments of attention that are not left to their defaults."""
+        """Return the settings of scores that are given, as arguments of `dot_product_attention`."""
         given = {
             "scaling_factor": self.config.scale, "logits_soft_cap": self.config.soft_cap, "attn_sink": self.sinks
         }  # fmt: skip

@@ -1,4 +1,4 @@
-"""A layer of a decoder: attention and an MLP around the residual stream, with their norms."""
+"""A layer of a decoder: attention and an MLP that change the residual stream, joined by a wiring with norms."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -17,7 +17,7 @@ from shardplan.decoder.parts.rotary import Positions
 
 
 class Wiring(Enum):
-    """How a layer with attention A and MLP M changes the residual stream x; N are norms, each with its own weights."""
+    """How a layer changes the residual stream x with attention A and MLP M; every N is a norm with its own weights."""
 
     PRE = "x += A(N(x)); x += M(N(x))"
     POST = "x += N(A(x)); x += N(M(x))"
@@ -28,7 +28,7 @@ class Wiring(Enum):
 
     @property
     def norms(self) -> tuple[str, ...]:
-        """The norms of a layer: fields of `DecoderLayer`."""
+        """Names of the norms in the wiring, which are fields of `DecoderLayer`."""
         match self:
             case Wiring.PRE | Wiring.PARALLEL:
                 return "attention_norm", "mlp_norm"
@@ -42,15 +42,15 @@ class Wiring(Enum):
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """A layer: its parts, and how they are connected."""
+    """The parts of a layer, and how they are connected."""
 
     attention: GroupedAttention
     mlp: MlpConfig | ExpertsConfig
     norm: NormConfig
-    """The norms of `wiring`."""
+    """The configuration of every norm in the wiring."""
     wiring: Wiring = Wiring.PRE
     residual_multiplier: float = 1.0
-    """What attention and MLP are multiplied by, before they are added to the residual stream."""
+    """Factor of the outputs of attention and MLP, before they are added to the residual stream."""
 
     @property
     def dense_mlp(self) -> MlpConfig:
@@ -74,7 +74,7 @@ class LayerConfig:
 
 
 class DecoderLayer(eqx.Module):
-    """The parts of a layer; those norms that its wiring does not have are None."""
+    """The modules of a layer; a norm that its wiring does not have is None."""
 
     self_attn: AttentionLayer
     mlp: MlpLayer | ExpertsLayer
@@ -113,7 +113,7 @@ class DecoderLayer(eqx.Module):
 
 
 class RepeatedLayers(eqx.Module):
-    """The layers that a segment repeats."""
+    """The block of layers that a segment repeats."""
 
     layers: tuple[DecoderLayer, ...]
 

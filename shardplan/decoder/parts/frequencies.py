@@ -1,4 +1,4 @@
-"""Frequencies of rotary embeddings, as the keys of a config.json scale them. Pure arithmetic.
+"""Computes the frequencies of rotary embeddings, scaled as a config.json says. Pure arithmetic.
 
 Sources: linear https://arxiv.org/abs/2306.15595, yarn https://arxiv.org/abs/2309.00071 (in
 `shardplan.model.rotary`), longrope https://arxiv.org/abs/2402.13753; llama3 as in transformers.
@@ -16,14 +16,14 @@ from shardplan.model.rotary import YarnConfig
 
 @dataclass(frozen=True)
 class Frequencies:
-    """Radians per position of each pair of channels."""
+    """The frequencies of rotary embeddings: radians per position, for each pair of channels."""
 
     short: tuple[float, ...]
-    """The frequencies, where `long` does not take their place."""
+    """Frequencies for texts of up to `original_positions` tokens; for all texts if `long` is None."""
     magnitude: float = 1.0
-    """What queries and keys are multiplied by."""
+    """Factor of the rotated channels of queries and keys."""
     long: tuple[float, ...] | None = None
-    """Frequencies for texts of more than `original_positions` tokens; None where `short` holds for all texts."""
+    """Frequencies for texts of more than `original_positions` tokens; None if `short` holds for all texts."""
     original_positions: int = 0
 
     @property
@@ -35,17 +35,17 @@ class Frequencies:
 def unscaled(theta: float, channels: int) -> Frequencies:
     """Return the rotary frequencies for `channels` channels of a head, with the base `theta`.
 
-    >>> unscaled(10000.0, 4).short
-    (1.0, 0.01)
+    >>> [round(each, 6) for each in unscaled(10000.0, 4).short]
+    [1.0, 0.01]
     """
     return Frequencies(_as_tuple(_powers(theta, channels)))
 
 
 def scaled(theta: float, channels: int, scaling: Mapping[str, Any] | None) -> Frequencies:
-    """Return rotary frequencies as `unscaled`, then scaled as a config.json says.
+    """Return the frequencies of `unscaled`, scaled as a config.json says.
 
     Args:
-        scaling: the values of `shardplan.model.huggingface.rope_keys`; None for none.
+        scaling: `rope_scaling` with all its values (`shardplan.decoder.families.common.rotary_keys`); None for none.
     """
     if scaling is None:
         return unscaled(theta, channels)
@@ -74,7 +74,11 @@ def _powers(theta: float, channels: int) -> np.ndarray:
 
 
 def _llama3(powers: np.ndarray, scaling: Mapping[str, Any]) -> np.ndarray:
-    """Divide the frequencies with few rotations over the original positions, and a part of those between."""
+    """Return (1 - kept) * power / factor + kept * power, where kept grows from 0 to 1 with the number of rotations.
+
+    Rotations are counted over the original positions, and kept is 0 up to `low_freq_factor` and 1 from
+    `high_freq_factor` on.
+    """
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     rotations = scaling["original_max_position_embeddings"] * powers / (2 * math.pi)
     kept = np.clip((rotations - low) / (high - low), 0, 1)

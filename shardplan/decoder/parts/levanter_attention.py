@@ -1,7 +1,7 @@
-"""Levanter's `dot_product_attention`, for heads of values that have another size than those of queries and keys.
+"""Calls Levanter's `dot_product_attention`, even if heads of values have another size than heads of keys.
 
-Levanter's kernels, and its gradients, take values of the size of keys alone. Channels of zeros make the two sizes one:
-they add nothing to scores, and those of the output are left out.
+Levanter's kernels and gradients require heads of one size. The smaller heads are padded with channels of zeros, which
+add nothing to scores; the padding of the output is sliced off.
 """
 
 from typing import Any
@@ -22,16 +22,16 @@ def dot_product_attention(
     mask: AttentionMask | NamedArray | None,
     **settings: Any,
 ) -> NamedArray:
-    """Compute attention by Levanter's function of this name.
+    """Compute attention with Levanter's function of this name, for heads of values of any size.
 
     Args:
-        query: {..., heads, QPos, Key}; axes that `key` does not have are query heads of one key head.
+        query: {..., heads, QPos, Key}; axes that `key` does not have are query heads that share a key head.
         key: {..., key heads, KPos, Key}.
-        value: {..., key heads, KPos, Key}, or with another axis in place of `Key`, of any size.
+        value: {..., key heads, KPos, Key}, or with another axis of any size in place of `Key`.
         settings: further arguments of Levanter's function.
 
     Returns:
-        The axes of `query`, with that of values in place of `Key`.
+        The axes of `query`, with the channel axis of `value` in place of `Key`.
     """
     of_values = [axis for axis in value.axes if not key.has_axis(axis.name)]
     if not of_values:
@@ -46,7 +46,7 @@ def dot_product_attention(
 
 
 def _widen(x: NamedArray, Both: Axis) -> NamedArray:
-    """Return `x` with channels of zeros behind its own, so that it has the size of the axis `Both`."""
+    """Pad `x` with channels of zeros to the size of the axis `Both`."""
     missing = Both.size - x.axis_size(Both.name)
     if missing == 0:
         return x

@@ -1,4 +1,4 @@
-"""Projections, with weights in the order of PyTorch: outputs first."""
+"""Linear projections, whose weights have the order of PyTorch: outputs first."""
 
 import equinox as eqx
 import haliax as hax
@@ -11,7 +11,7 @@ INITIAL_SCALE = 0.02
 
 
 class Linear(eqx.Module):
-    """A product with a weight {outputs, inputs}, and a bias {outputs} if the model has one."""
+    """A projection with a weight {outputs, inputs}, and a bias {outputs} if the model has one."""
 
     weight: NamedArray
     bias: NamedArray | None

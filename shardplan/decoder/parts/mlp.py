@@ -15,7 +15,7 @@ from shardplan.decoder.parts.activation_names import ActivationName
 from shardplan.decoder.parts.linear import Linear
 
 XIELU = "xielu"
-"""The activation that has parameters, see `Xielu`."""
+"""Name of the activation that has parameters, see `Xielu`."""
 ACTIVATIONS: dict[str, Callable[[NamedArray], NamedArray]] = {
     "gelu": partial(hax.nn.gelu, approximate=False),
     "gelu_tanh": partial(hax.nn.gelu, approximate=True),
@@ -29,15 +29,15 @@ ACTIVATIONS: dict[str, Callable[[NamedArray], NamedArray]] = {
 
 @dataclass(frozen=True)
 class MlpConfig:
-    """An MLP, without the axis of its inputs."""
+    """The configuration of an MLP; `init` gets the axis of its inputs."""
 
     size: int
-    """Elements of the hidden state."""
+    """Size of the hidden state."""
     activation: str
     """A key of `ACTIVATIONS`, or `XIELU`."""
     has_bias: bool = False
     is_gated: bool = False
-    """Whether the activation is of a third projection, by which the hidden state is multiplied."""
+    """Whether a third projection makes a gate: hidden = activation(gate) * up; else hidden = activation(up)."""
 
     @property
     def Mlp(self) -> Axis:
@@ -48,7 +48,7 @@ class MlpConfig:
         """Count the FLOPs of a token's projections, as Levanter's `lm_flops_per_token` does.
 
         Args:
-            embed: elements of the residual stream.
+            embed: size of the residual stream.
         """
         return 2 * embed * self.size * (3 if self.is_gated else 2)
 
@@ -71,22 +71,22 @@ class Xielu(eqx.Module):
     """
 
     alpha_p: NamedArray
-    """[]: of positive values, before the softplus."""
+    """[]: parameter of the slope for positive values, before the softplus."""
     alpha_n: NamedArray
-    """[]: of negative values, before the softplus."""
+    """[]: parameter of the slope for negative values, before the softplus."""
 
     BETA = 0.5
     EPSILON = -1e-6
-    """Above it, negative values count as it, so that differences of almost equal numbers are not taken."""
+    """Largest argument of expm1, so that expm1(x) - x does not subtract almost equal numbers."""
 
     @staticmethod
     def init() -> "Xielu":
-        """Make the activation whose slopes are 0.8."""
+        """Make the activation with slopes of 0.8."""
         positive, negative = jnp.log(jnp.expm1(0.8)), jnp.log(jnp.expm1(0.8 - Xielu.BETA))
         return Xielu(hax.named(positive, ()), hax.named(negative, ()))
 
     def __call__(self, x: NamedArray) -> NamedArray:
-        """Compute the activation in float32; returns the type of `x`."""
+        """Compute the activation in float32; the result has the dtype of `x`."""
         wide = x.astype(jnp.float32)
         positive = hax.nn.softplus(self.alpha_p.astype(jnp.float32))
         negative = self.BETA + hax.nn.softplus(self.alpha_n.astype(jnp.float32))
@@ -95,7 +95,7 @@ class Xielu(eqx.Module):
 
 
 class MlpLayer(eqx.Module):
-    """The projections of an MLP."""
+    """An MLP: its projections, and their use."""
 
     gate_proj: Linear | None
     up_proj: Linear

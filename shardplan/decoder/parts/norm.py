@@ -1,4 +1,4 @@
-"""Norms over one axis or several: root mean square and layer norm, computed in float32.
+"""RMS norm and layer norm over one or several axes, computed in float32.
 
 Formulas: https://arxiv.org/abs/1910.07467 and https://arxiv.org/abs/1607.06450.
 """
@@ -24,19 +24,19 @@ class NormKind(StrEnum):
 
 @dataclass(frozen=True)
 class NormConfig:
-    """A norm, without the axes that it is over."""
+    """The configuration of a norm; `init` gets the axes that are normalised."""
 
     kind: NormKind
     epsilon: float
     has_bias: bool = False
     is_around_one: bool = False
-    """Whether what it multiplies by is the weight plus 1, as in Gemma."""
+    """Whether the norm multiplies by weight + 1, as in Gemma."""
 
     def init(self, *axes: Axis, each: tuple[Axis, ...] = ()) -> "Norm":
         """Make a norm over `axes` that multiplies by 1 and adds 0.
 
         Args:
-            each: further axes of weight and bias: each of their elements is normalised by itself.
+            each: further axes of weight and bias, whose elements are normalised separately.
         """
         shape = (*each, *axes)
         weight = hax.zeros(shape) if self.is_around_one else hax.ones(shape)
@@ -55,13 +55,13 @@ class Norm(eqx.Module):
 
     @named_call  # for profiles and reports
     def __call__(self, x: NamedArray) -> NamedArray:
-        """Normalise `x`, which has the axes of the weight and any others; returns the type of `x`."""
+        """Normalise `x`, which has the axes of the weight and any others; the result has the dtype of `x`."""
         wide = x.astype(jnp.float32)
         if self.config.kind is NormKind.LAYER:
             wide = wide - hax.mean(wide, self.over)
         wide = wide * hax.rsqrt(hax.mean(wide * wide, self.over) + self.config.epsilon)
         if self.config.kind is NormKind.RMS and not self.config.is_around_one and self.bias is None:
-            # as in transformers' Llama: in float32 a step of training takes 3 % longer (docs/log.md)
+            # in the model's dtype, as in transformers' Llama: float32 makes a training step 3 % longer (docs/log.md)
             return self.weight.astype(x.dtype) * wide.astype(x.dtype)
         weight = self.weight.astype(jnp.float32)
         wide = wide * (weight + 1.0 if self.config.is_around_one else weight)

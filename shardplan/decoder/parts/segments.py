@@ -1,8 +1,9 @@
-"""Divides the layers of a decoder into segments: a segment repeats a block of layers. Pure.
+"""Divides the layers of a decoder into segments, each of them a block of layers that repeats. Pure.
 
-A segment is one loop of the program, so that compiling takes as long for 100 layers as for the layers of a block. In
-some families all layers are equal. Gemma 3 27B has 62 layers, and every sixth attends to all positions: 10 times 5 + 1
-layers, and 2 more.
+A segment is one loop of the program, so compile time grows with the layers of its block, not with the repetitions. In
+many families all layers are equal: one segment repeats one layer. Gemma 3 27B has 62 layers, and every sixth attends to
+all positions: one segment repeats a block of 6 layers 10 times, and another one repeats 1 layer 2 times. The division
+of the first n layers is found from the divisions of fewer layers (dynamic programming).
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from shardplan.decoder.parts.block import LayerConfig
 
 MAX_BLOCK = 16
-"""Most layers of a block."""
+"""Largest number of layers in a block."""
 
 
 @dataclass(frozen=True)
@@ -23,14 +24,14 @@ class Segment:
 
     @property
     def num_layers(self) -> int:
-        """The layers of all repetitions."""
+        """Number of layers in all repetitions."""
         return len(self.layers) * self.repeats
 
 
 def divide_layers(layers: Sequence[LayerConfig]) -> tuple[Segment, ...]:
-    """Divide layers into segments with as few layers in their blocks as possible, and among those into the fewest."""
+    """Divide layers into segments with the fewest layers in blocks; of equal divisions, take the fewest segments."""
     numbers: dict[LayerConfig, int] = {}
-    kinds = [numbers.setdefault(layer, len(numbers)) for layer in layers]  # quicker to compare
+    kinds = [numbers.setdefault(layer, len(numbers)) for layer in layers]  # numbers are faster to compare than layers
     best: list[tuple[Segment, ...]] = [()]
     for end in range(1, len(layers) + 1):
         best.append(min(_divisions(layers, kinds[:end], best), key=_cost))
@@ -40,11 +41,11 @@ def divide_layers(layers: Sequence[LayerConfig]) -> tuple[Segment, ...]:
 def _divisions(
     layers: Sequence[LayerConfig], kinds: Sequence[int], best: Sequence[tuple[Segment, ...]]
 ) -> Iterator[tuple[Segment, ...]]:
-    """Yield the divisions of the first `len(kinds)` layers, each with the best one of what is before its last segment.
+    """Yield divisions of the first `len(kinds)` layers: each last segment, after the best division of the rest.
 
     Args:
-        kinds: the same number for equal layers.
-        best: number of first layers -> the best division of these.
+        kinds: a number for each layer, the same for equal layers.
+        best: n -> the best division of the first n layers.
     """
     end = len(kinds)
     for size in range(1, min(MAX_BLOCK, end) + 1):
@@ -58,5 +59,5 @@ def _divisions(
 
 
 def _cost(segments: Sequence[Segment]) -> tuple[int, int]:
-    """The layers that are traced, and the number of segments."""
+    """Return the number of layers in blocks, which are traced, and the number of segments."""
     return sum(len(segment.layers) for segment in segments), len(segments)

@@ -1,1 +1,1 @@
-"""How models call attention, and with which masks."""
+"""How models call attention, and which masks they give it."""

@@ -1,8 +1,8 @@
-"""Replaces the functions of attention that models call: Levanter's `dot_product_attention`, and shardplan's two.
+"""Replaces the attention functions that models call: Levanter's and shardplan's functions `dot_product_attention`.
 
-A model of your own may call them by any name of any module, and none of its modules need be Levanter's `Attention`. So
-the function is replaced in every module that has imported it, for a while, in which the model is traced. A trace uses
-this to mark attention (`shardplan.program.marked_attention`), a run to compute it as planned
+A model of your own may call such a function from any module, without Levanter's `Attention`. So while the model is
+traced, the name is replaced in every module that has imported the function. A planner's trace uses this to mark
+attention (`shardplan.program.marked_attention`), and a run uses it to compute attention as planned
 (`shardplan.execution.planned_attention`).
 """
 
@@ -21,7 +21,7 @@ from levanter.models.olmo import Olmo2Attention
 FUNCTION = "dot_product_attention"
 """The name of the functions."""
 OWN_MODULES = ("shardplan.attention.dot_product", "shardplan.decoder.parts.levanter_attention")
-"""The modules of shardplan's functions: of the sequence-parallel one, and of that of the decoder."""
+"""The modules of shardplan's two functions: sequence-parallel attention, and the decoder's attention."""
 POSITIONAL = (
     "QPos", "KPos", "Key", "query", "key", "value", "mask", "bias", "attention_dtype", "precision", "use_flash",
     "attn_backend", "flash_block_size", "dropout",
@@ -32,17 +32,18 @@ Arguments = Mapping[str, Any]
 """The arguments of a call, by name."""
 
 REPLACEABLE_CALLS = (Attention.__call__, Olmo2Attention.__call__)
-"""What modules of Levanter's `Attention` do that `shardplan.attention.levanter` can do in their place, in any order of
-positions. Other subclasses do more, such as sinks: of these, the function that they call is replaced."""
+"""Forward methods of Levanter's attention that `shardplan.attention.levanter` can replace, in any order of positions.
+
+Other subclasses of `Attention` do more, such as sinks; for them, only the function that they call is replaced."""
 
 _LOCK = RLock()
 
 
 @contextmanager
 def replace_attention(compute: Callable[[Arguments], NamedArray]) -> Iterator[None]:
-    """Let `compute` compute every call of attention.
+    """Replace every call of attention by `compute`, as long as the context lasts.
 
-    Another thread that replaces attention waits, so that the two do not mix.
+    If another thread replaces attention as well, it waits until the context ends.
 
     Args:
         compute: takes the arguments of a call by their names, and returns its result.
@@ -58,7 +59,7 @@ def replace_attention(compute: Callable[[Arguments], NamedArray]) -> Iterator[No
             if name in sys.modules:
                 known.append(vars(sys.modules[name])[FUNCTION])
         for module in list(sys.modules.values()):
-            # `vars` and not `getattr`, which would import what a module defers
+            # not `getattr`, which would run the lazy imports of a module
             function = vars(module).get(FUNCTION) if isinstance(module, ModuleType) else None
             if any(function is each for each in known):
                 stack.callback(setattr, module, FUNCTION, function)

@@ -1,12 +1,12 @@
-"""Masks of attention within chunks, as in Llama 4: a query attends to the keys of its own chunk of positions alone.
+"""Masks for chunked attention, as in Llama 4: a query attends only to keys in its own chunk of positions.
 
-Levanter's `AttentionMask` has no chunks. A `ChunkedMask` is one that says them in its own fields, as ids of segments
-and a window to both sides, so that all of Levanter's functions compute it right. It says them once more as a number,
-which is known while tracing: shardplan prices chunks by it, and its own attention skips what they leave empty.
+Levanter's `AttentionMask` has no chunks. A `ChunkedMask` expresses them as segment ids and a two-sided window, so that
+all of Levanter's functions compute it right. It also has the size of a chunk, a number that is known while tracing:
+the cost model uses it, and shardplan's own attention skips blocks of scores that chunks exclude.
 
-Chunks are counted from the beginning of a text: of the sequence, or of each document where the mask has segment ids, so
-that what is computed for a text does not depend on the texts beside it. transformers counts them from the beginning of
-the row of tokens, which is the same for one text in a row.
+Chunks are counted from the beginning of a text: of the sequence, or of each document if the mask has segment ids. So
+the result for a text does not depend on the texts beside it. transformers counts chunks from the beginning of the row
+of tokens, which is the same if a row has one text.
 """
 
 from dataclasses import fields
@@ -22,17 +22,17 @@ from shardplan.errors import ConfigError
 
 
 class ChunkedMask(AttentionMask):
-    """A mask that allows pairs of one chunk alone; `with_chunks` makes it."""
+    """A mask that allows only pairs of positions in one chunk; `with_chunks` makes it."""
 
     chunk: int = eqx.field(static=True, default=0)
     """Positions of a chunk."""
     own_radius: int | None = eqx.field(static=True, default=None)
-    """The window to both sides that the mask has beside its chunks."""
+    """The two-sided window of the mask before it got chunks; None if it had no such window."""
     has_documents: bool = eqx.field(static=True, default=False)
-    """Whether segment ids tell documents apart too, and not chunks alone."""
+    """Whether segment ids separate documents, and not only chunks."""
 
     def with_segment_ids(self, segment_ids: NamedArray, kv_segment_ids: NamedArray | None = None) -> AttentionMask:
-        """Refuse documents, which chunks depend on.
+        """Refuse segment ids, because chunks were counted without them.
 
         Raises:
             ConfigError: always.
@@ -43,7 +43,7 @@ class ChunkedMask(AttentionMask):
 def with_chunks(
     mask: AttentionMask | NamedArray | None, chunk: int, Pos: Axis, indices: NamedArray | None = None
 ) -> ChunkedMask:
-    """Return a mask that allows what `mask` allows within chunks of `chunk` positions.
+    """Return `mask` restricted to chunks of `chunk` positions.
 
     >>> Pos, KPos = hax.make_axes(position=6, key_position=6)
     >>> mask = with_chunks(AttentionMask.causal(), 4, Pos)
@@ -52,12 +52,12 @@ def with_chunks(
 
     Args:
         mask: None for all pairs; an array of bool is true where attention is allowed.
-        Pos: the axis of the queries' positions; keys have the same ones.
-        indices: int32[..., position], the index of each token in its document; default: that in its run of equal
-            segment ids. Without segment ids it is not used.
+        Pos: the position axis of queries; keys have the same positions.
+        indices: int32[..., position], the index of each token in its document; default: its index in its run of
+            equal segment ids. Ignored without segment ids.
 
     Raises:
-        ConfigError: a chunk of less than one position, or a mask that has chunks already.
+        ConfigError: a chunk has less than one position, or the mask has chunks already.
     """
     if chunk < 1:
         raise ConfigError(f"attention: chunk is {chunk}; it must be at least 1")
@@ -76,7 +76,7 @@ def with_chunks(
 
 
 def indices_in_documents(segment_ids: NamedArray, Pos: Axis) -> NamedArray:
-    """Return int32[..., position]: the index of each token in its run of equal segment ids, int32[..., position].
+    """Return int32[..., position], the index of each token in its run of equal int32[..., position] `segment_ids`.
 
     >>> ids = hax.named([5, 5, 5, 2, 2], "position")
     >>> indices_in_documents(ids, ids.axes[0]).array.tolist()
@@ -92,14 +92,14 @@ def indices_in_documents(segment_ids: NamedArray, Pos: Axis) -> NamedArray:
 def _segments_of_chunks(
     documents: tuple[NamedArray, NamedArray] | None, chunk: int, Pos: Axis, indices: NamedArray | None
 ) -> tuple[NamedArray, NamedArray]:
-    """Return segment ids of queries and of keys, equal where two tokens nearer than a chunk are in one chunk."""
+    """Return segment ids of queries and keys; if two tokens are less than a chunk apart, equal ids mean one chunk."""
     if documents is None:
         ids = hax.arange(Pos) // chunk
         return ids, ids
     of_queries, of_keys = documents
     if indices is None:
         indices = indices_in_documents(of_queries, Pos)
-    # of the chunks of one document, only neighbours have tokens that are nearer than a chunk
+    # within a document, tokens less than a chunk apart are in one chunk or in neighbouring ones: two ids are enough
     parity = indices // chunk % 2
     renamed = [axis.name for axis in of_keys.axes if not of_queries.has_axis(axis.name)]
     of_keys = of_keys * 2 + (parity.rename({Pos.name: renamed[0]}) if renamed else parity)

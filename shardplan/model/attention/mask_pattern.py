@@ -1,7 +1,7 @@
-"""The part of Levanter's `AttentionMask` that is known while tracing, as a `Pattern` of positions.
+"""Extracts the part of Levanter's `AttentionMask` that is known while tracing, as a `Pattern` of positions.
 
-A trace marks attention with it, and shardplan's own attention skips what it leaves empty. Both read a mask here, so
-that what is priced is what is computed.
+A trace marks attention with the pattern, and shardplan's own attention skips blocks of scores that it excludes. Both
+use this module, so that the cost model estimates what is computed.
 """
 
 from dataclasses import replace
@@ -17,10 +17,10 @@ from shardplan.positions.pattern import Pattern
 
 
 def pattern_of_mask(mask: Any, prefix: int = 0) -> Pattern:
-    """Return the part of a mask that is known while tracing; all pairs of positions for a mask that is an array.
+    """Return the part of a mask that is known while tracing; for an array, the pattern that allows all pairs.
 
     Args:
-        prefix: number of first positions that all queries may attend to, with a causal mask.
+        prefix: number of first positions that all queries may attend to under a causal mask.
     """
     if not isinstance(mask, AttentionMask):
         return Pattern()
@@ -33,12 +33,12 @@ def pattern_of_mask(mask: Any, prefix: int = 0) -> Pattern:
 
 
 def has_static_offset(mask: AttentionMask) -> bool:
-    """Return whether the causal offset is one number that is known while tracing, or there is none."""
+    """Return whether the causal offset is absent, or one number that is known while tracing."""
     offset = _offset_array(mask)
     return offset is None or not (isinstance(offset, jax.core.Tracer) or jnp.ndim(offset) > 0)
 
 
 def _offset_array(mask: AttentionMask) -> Any:
-    """The causal offset of a mask as a number or an array without names; None if it has none."""
+    """Return the causal offset of a mask as a number or an array without names; None if the mask has no offset."""
     offset: Any = mask.causal_offset
     return offset.array if isinstance(offset, NamedArray) else offset

@@ -1,1 +1,1 @@
-"""The config.json of a Hugging Face model: which models are supported, and what each of its keys means."""
+"""Reads the config.json of a Hugging Face model, and checks whether the model is supported."""

@@ -1,8 +1,8 @@
-"""Keys of a config.json that change the computation of some models, and that most supported types do not have.
+"""Lists keys of config.json that change the computation of some models, and that most supported types do not have.
 
-transformers ignores a key that a type does not have. Where such a key means another architecture, as `num_experts` does
-in a dense model, the file is not what its `model_type` says: ignoring it would plan and evaluate another model. Keys
-that say nothing about the architecture are ignored, as by transformers.
+transformers ignores a key that a type does not have. But if the key means another architecture, like `num_experts` in a
+dense model, the file does not describe a model of its `model_type`: with the key ignored, another model would be
+planned and evaluated. Keys that do not change the architecture are ignored, as in transformers.
 
 Imports no JAX, because configurations are checked before it is imported.
 """
@@ -19,7 +19,7 @@ def _is_true(value: Any) -> bool:
 
 
 def _is_more_than_one(value: Any) -> bool:
-    """Whether a number, or one of a list of numbers for each layer, is larger than 1."""
+    """Return whether a number, or any number of a list with one for each layer, is larger than 1."""
     values = value if isinstance(value, list) else [value]
     return any(isinstance(each, int | float) and each > 1 for each in values)
 
@@ -45,11 +45,11 @@ class ForeignKey:
     """A key that changes what is computed, in the model types that have it."""
 
     changes: Callable[[Any], bool]
-    """Whether a value of the key changes anything; that of a key that is absent does not."""
+    """Whether a value of the key changes what is computed without the key."""
     meaning: str
     """What the key gives a model."""
     owners: tuple[str, ...] = ()
-    """Supported model types that have what it says, or whose configuration reads it."""
+    """Supported model types that have this property, or whose configuration reads the key."""
 
 
 EXPERTS = "routed experts"
@@ -131,11 +131,11 @@ FOREIGN_KEYS = {
     "ssm_state_size": ForeignKey(_is_true, RECURRENT),
     "ssm_cfg": ForeignKey(_is_true, RECURRENT),
 }
-"""Key -> when it changes the computation, and for which supported types it is no foreign key."""
+"""Key -> which values change the computation, what they mean, and which supported types have the key."""
 
 
 def foreign_keys(config: Config, model_type: str = "") -> Iterator[tuple[str, str]]:
-    """Yield key and meaning of whatever in a config.json changes the computation, and that `model_type` does not have.
+    """Yield (key, meaning) for each key of a config.json that changes the computation and is foreign to `model_type`.
 
     >>> list(foreign_keys({"num_experts": 8, "qk_norm": True}, "qwen3"))
     [('num_experts', 'routed experts')]
@@ -152,11 +152,11 @@ READ_BY_OTHERS = frozenset(
         "sliding_window", "use_sliding_window",
     }
 )  # fmt: skip
-"""Keys that some types have, and that transformers does not read in the others: leftovers of conversions."""
+"""Keys that transformers reads in some model types only; in other types, they are leftovers of conversions."""
 
 
 def changes_nothing(name: str, config: Config) -> bool:
-    """Return whether a key is known, and its value says what models of the type of `config` do without it.
+    """Return whether a key is known, and either belongs to the model type or has a value that changes nothing.
 
     >>> changes_nothing("logit_scale", {"model_type": "llama", "logit_scale": 1.0})
     True
@@ -168,7 +168,7 @@ def changes_nothing(name: str, config: Config) -> bool:
 
 
 def _is_neutral(name: str, config: Config, model_type: str) -> bool:
-    """Whether the value of a key says what the model does anyway."""
+    """Return whether the value of a key says what the model computes without the key."""
     match name:
         case "query_pre_attn_scalar":  # attention is scaled by the head size
             return bool(config[name] == config.get("head_dim", 256 if model_type == "gemma" else None))

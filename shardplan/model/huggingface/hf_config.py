@@ -37,16 +37,16 @@ POSITIVE_NUMBER_KEYS = ("rope_theta", "rms_norm_eps", "layer_norm_epsilon", "que
 
 
 def read_config(path: str | None, folder: Folder | None, model_class: str | None = None) -> dict[str, Any]:
-    """Read the config.json at `path`, which may be the name of a bundled model, or else the one in `folder`.
+    """Read the config.json at `path`, or of the bundled model `path`; without a `path`, read it in `folder`.
 
-    Of a model of images and text, the part of the text is returned.
+    For a multimodal wrapper, the configuration of its text model is returned.
 
     Args:
-        model_class: name of the class that computes the model (`shardplan.model.model_class`); the decoder if it is
-            left out. Of any other class, the name is added to the keys.
+        model_class: name of the class that computes the model (`shardplan.model.model_class`); default: the decoder.
+            The name of any other class is added to the keys.
 
     Raises:
-        ConfigError: there is none, it is not the configuration of a model, or that model is not supported.
+        ConfigError: the file does not exist, it does not describe a model, or the model is not supported.
     """
     where = path or f"{folder.ref if folder else ''}/config.json"
     data = read_config_file(path) if path is not None else _read_in_folder(folder)
@@ -59,9 +59,9 @@ def read_config(path: str | None, folder: Folder | None, model_class: str | None
         raise ConfigError(f"{where} is not JSON: {describe_contents(data) or one_line(error)}") from error
     if not isinstance(loaded, dict):
         raise ConfigError(f"{where} holds no keys; it is not the config.json of a Hugging Face model")
-    loaded.pop(CLASS_KEY, None)  # which code is imported is not for a checkpoint to say
+    loaded.pop(CLASS_KEY, None)  # a checkpoint must not choose which code is imported
     if model_class is not None and is_own_class(resolve_class(model_class, loaded.get("model_type"))):
-        # its keys mean what the class says; without a model type, the class is named instead
+        # the class decides what the keys mean; its name replaces a missing model type
         name = model_class.rpartition(":")[2]
         return {"model_type": name, **loaded, CLASS_KEY: model_class}
     if not isinstance(loaded.get("model_type"), str):
@@ -75,10 +75,10 @@ def read_config(path: str | None, folder: Folder | None, model_class: str | None
 
 
 def _read_in_folder(folder: Folder | None) -> bytes | None:
-    """Read the config.json of a checkpoint folder; None if there is none.
+    """Read the config.json in a checkpoint folder; None if there is none.
 
     Raises:
-        ConfigError: the folder cannot be read; of a model that is bundled, the message says so.
+        ConfigError: the folder cannot be read; if the model is bundled, the message says so.
     """
     try:
         return read_bytes(folder, "config.json") if folder else None
@@ -90,7 +90,9 @@ def _read_in_folder(folder: Folder | None) -> bytes | None:
 
 
 def check_config(values: dict[str, Any], where: str) -> dict[str, Any]:
-    """Check the configuration of a supported model, and return it with its rotary embeddings in one form.
+    """Check the configuration of a model, and return it in the form that the model's class reads.
+
+    The decoder gets sizes that released files leave out; Levanter's classes get rotary embeddings in one form.
 
     Raises:
         ConfigError: the model is not supported, or a value is not valid.
@@ -104,7 +106,7 @@ def check_config(values: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _check_values(values: dict[str, Any], where: str) -> None:
-    """Check sizes and numbers, and the settings of which Levanter supports only one value; missing keys are valid.
+    """Check sizes, numbers, and settings for which Levanter supports only some values; missing keys are valid.
 
     Raises:
         ConfigError: a value is not valid or not supported.

@@ -1,4 +1,4 @@
-"""The model types of Hugging Face: those that are supported, and how well-known others differ from these.
+"""Lists the supported model types of Hugging Face, and says how well-known unsupported types differ from them.
 
 Imports no JAX, because configurations are checked before it is imported.
 """
@@ -34,18 +34,18 @@ LEFT_OUT_KEYS = {
         "vocab_size": 151936,
     },
 }  # fmt: skip
-"""Model type -> the values that transformers gives to sizes which released files leave out, mostly those of text models
-within others."""
+"""Model type -> transformers' defaults for sizes that released files leave out, mostly for text models in multimodal
+wrappers."""
 
 
 @dataclass(frozen=True)
 class OtherType:
-    """How a model type that is not supported differs from the supported type that is nearest to it."""
+    """How an unsupported model type differs from the nearest supported type."""
 
     nearest: str | None
     """A key of `SUPPORTED_TYPES`; None if the model is of another kind altogether."""
     differences: str
-    """What the model has that the nearest type does not have."""
+    """What models of this type have, and models of the nearest type do not have."""
 
 
 EXPERTS = "routed experts in place of its MLPs"
@@ -139,4 +139,4 @@ OTHER_TYPES = {
     "xglm": OtherType("gpt2", "sinusoidal positions"),
     "zamba2": OtherType(None, HYBRID),
 }
-"""Hugging Face `model_type` -> how it differs; read from the models of transformers 5.24."""
+"""Unsupported `model_type` -> how it differs from supported types, according to the code of transformers 5.24."""

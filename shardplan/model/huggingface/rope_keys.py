@@ -1,8 +1,8 @@
-"""Reads the rotary embeddings of a config.json: the keys of transformers 4 and 5, checked, in one form.
+"""Checks the rotary embeddings of a config.json, and brings the keys of transformers 4 and 5 into one form.
 
-transformers 5 writes `rope_parameters`; before it was `rope_theta` beside `rope_scaling`, and many files mix the two.
-What is right is what transformers 5 makes of them: `rope_scaling` wins over `rope_parameters`, a base inside wins over
-`rope_theta` beside it, and the default of the model type comes last. Imports no JAX.
+transformers 5 writes `rope_parameters`; transformers 4 wrote `rope_theta` and `rope_scaling`, and many files mix them.
+They are read as by transformers 5: `rope_scaling` wins over `rope_parameters`, a `rope_theta` inside of these wins over
+`rope_theta` at the top level, and the default of the model type comes last. Imports no JAX.
 """
 
 import math
@@ -18,23 +18,23 @@ NEEDED_KEYS = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": (),
 }
-"""Type of scaling -> the keys that it must have; those of YaRN have defaults."""
+"""Type of scaling -> its required keys; all keys of YaRN have defaults."""
 NEUTRAL_VALUES = {"partial_rotary_factor": 1.0, "llama_4_scaling_beta": 0.0}
-"""Key that changes the computation in other model types -> the value with which it changes nothing."""
+"""Key that changes the computation in other model types -> the value that changes nothing."""
 ROPE_KEYS = ("rope_scaling", "rope_parameters", "rope_theta")
 
 
 def read_rope(config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return a config.json with its rotary embeddings in the keys `rope_theta` and `rope_scaling` alone.
+    """Return a config.json whose rotary embeddings are described by `rope_theta` and `rope_scaling` alone.
 
-    `rope_theta` is absent where the default of the model type holds, and `rope_scaling` is None where frequencies are
-    not scaled.
+    `rope_theta` is absent if the default of the model type holds, and `rope_scaling` is None if frequencies are not
+    scaled.
 
     Args:
         where: name of the file, for messages.
 
     Raises:
-        ConfigError: rotary embeddings that shardplan does not have, or a value that is missing or wrong.
+        ConfigError: shardplan does not support the rotary embeddings, or a value is missing or wrong.
     """
     source = next((key for key in ROPE_KEYS[:2] if config.get(key)), "rope_scaling")
     rope = config.get(source) or {}
@@ -68,7 +68,7 @@ def read_rope(config: Mapping[str, Any], where: str) -> dict[str, Any]:
 def _scaling(
     kind: str, rope: Mapping[str, Any], config: Mapping[str, Any], source: str, where: str
 ) -> dict[str, Any] | None:
-    """Return the scaling of frequencies with all its values; None where none are scaled."""
+    """Return the scaling of the frequencies with all its values; None if they are not scaled."""
     match kind:
         case "linear":
             return {"rope_type": kind, "factor": rope["factor"]}
@@ -79,13 +79,13 @@ def _scaling(
         case "yarn":
             return _yarn(rope, config, source, where)
         case _:
-            # "dynamic" changes the base for sequences that are longer than max_position_embeddings, which no workload
-            # may be, and for no others
+            # "dynamic" changes the base only for sequences longer than max_position_embeddings, and no workload may
+            # have such sequences
             return None
 
 
 def _original_positions(rope: Mapping[str, Any], config: Mapping[str, Any], source: str, where: str) -> float:
-    """Return the number of positions before frequencies were scaled: by default all that the model has."""
+    """Return the number of positions before frequencies were scaled; default: `max_position_embeddings`."""
     name = "original_max_position_embeddings"
     if config.get(name) is not None:
         return _positive(config[name], name, where)
@@ -121,7 +121,7 @@ def _yarn(rope: Mapping[str, Any], config: Mapping[str, Any], source: str, where
 
 
 def _magnitude(factor: float, scale: float) -> float:
-    """Return what YaRN multiplies queries and keys by: 0.1 * scale * ln(factor) + 1."""
+    """Return YaRN's factor of queries and keys: 0.1 * scale * ln(factor) + 1, or 1 if factor <= 1."""
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
 

@@ -1,7 +1,7 @@
-"""Whether the model of a config.json is supported: its type, and every key that changes what is computed.
+"""Checks whether the model of a config.json is supported, by its type and by the keys that change the computation.
 
-This is checked before anything else of a model, by every command and by the loaders, so that a model that cannot be
-planned or evaluated is not first asked for another slice, another tensor or another key. Imports no JAX.
+Every command and every loader checks this before anything else, so that no user mends the slice, a tensor or a key for
+a model that cannot be planned or evaluated. Imports no JAX.
 """
 
 import json
@@ -15,26 +15,26 @@ from shardplan.model.huggingface.model_types import OTHER_TYPES, SUPPORTED_TYPES
 from shardplan.model.model_class import LEVANTER_CLASSES
 
 MISSPELT = 0.85
-"""Similarity of a model type to the supported one that it may be a misspelling of: `lama`, but not `llava`."""
+"""Least similarity to a supported type at which an unknown type counts as misspelt: `lama` does, `llava` does not."""
 MAX_NAMED = 3
-"""Number of keys that a message names at most."""
+"""Largest number of keys that a message names."""
 
 
 def check_supported(config: Mapping[str, Any], where: str) -> None:
-    """Check that shardplan has the model that `config` describes.
+    """Check that shardplan supports the model that `config` describes.
 
     Args:
         config: the content of a config.json, with a `model_type`.
         where: name of the file, for messages.
 
     Raises:
-        ConfigError: the model type is not supported, the weights are quantized, or a key changes the computation that
-            models of this type do not have.
+        ConfigError: the model type is not supported, the weights are quantized, or a key that models of this type do
+            not have changes the computation.
     """
     model_type = config["model_type"]
     if model_type not in SUPPORTED_TYPES:
         raise ConfigError(f"{where}: {_describe_type(config)}")
-    # a family of the decoder refuses by itself what it does not understand; here the refusal says what the key means
+    # the decoder's families refuse keys that they do not understand; for Levanter's types, keys are refused here
     foreign = list(foreign_keys(config, model_type)) if model_type in LEVANTER_CLASSES else []
     if foreign:
         raise ConfigError(
@@ -51,7 +51,7 @@ def check_supported(config: Mapping[str, Any], where: str) -> None:
 
 
 def _describe_type(config: Mapping[str, Any]) -> str:
-    """Say that a model type is not supported, which supported type is nearest, and why that is another model."""
+    """Return the message that a model type is not supported, with the nearest supported type and the differences."""
     model_type = config["model_type"]
     supported = f"supported: {', '.join(sorted(SUPPORTED_TYPES))}; for your own model, set model.levanter_class"
     refusal = f"model_type {model_type!r} is not supported"
@@ -74,7 +74,7 @@ def _describe_type(config: Mapping[str, Any]) -> str:
 
 
 def _name_keys(foreign: list[tuple[str, str]], config: Mapping[str, Any]) -> str:
-    """Name keys with their values, and what each gives a model."""
+    """Return a text with the meaning, name and value of each key."""
     values: dict[str, list[str]] = {}
     for name, meaning in foreign[:MAX_NAMED]:
         values.setdefault(meaning, []).append(f"{name} is {_short(config[name])}")
@@ -87,14 +87,14 @@ def _short(value: Any) -> str:
 
 
 def _nearest(config: Mapping[str, Any]) -> str | None:
-    """Return the supported type that a type which is known nowhere is nearest to: by its name, else by its keys."""
+    """Return the supported type that is nearest to an unknown type, by its name, else by its keys."""
     names = [each for each in SUPPORTED_TYPES if config["model_type"].startswith(each)]
     has_experts = any("expert" in name for name, _ in foreign_keys(config))
     return max(names, key=len, default="mixtral" if has_experts else None)
 
 
 def _misspelt(model_type: str) -> str | None:
-    """Return the supported type that `model_type` is a misspelling of; None for the name of another model."""
+    """Return the supported type that `model_type` misspells; None if it is the name of another model."""
     spelling = re.sub(r"[^a-z0-9]", "", model_type.lower())
     if spelling in SUPPORTED_TYPES:
         return spelling

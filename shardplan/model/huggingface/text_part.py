@@ -1,4 +1,4 @@
-"""The part of a config.json that describes the text model of a model of images and text."""
+"""Reads the configuration of the text model in the config.json of a multimodal wrapper."""
 
 import logging
 from functools import cache
@@ -8,30 +8,30 @@ from shardplan.errors import ConfigError
 from shardplan.model.huggingface.model_types import OTHER_TYPES, SUPPORTED_TYPES
 
 TEXT_KEYS = ("text_config", "llm_config", "language_config")
-"""Keys under which models of images and text have the configuration of their text model."""
+"""Keys under which multimodal wrappers have the configuration of their text model."""
 SHARED_KEYS = ("tie_word_embeddings", "quantization_config", "compression_config")
-"""Keys beside the text model's that hold for it as well."""
+"""Keys of the wrapper that hold for its text model as well."""
 TEXT_TYPES = {
     "aya_vision": "cohere2", "gemma3": "gemma3_text", "idefics2": "mistral", "idefics3": "llama", "internvl": "qwen2",
     "janus": "llama", "llava": "llama", "llava_next": "llama", "llava_onevision": "qwen2", "mistral3": "mistral",
     "paligemma": "gemma", "smolvlm": "llama", "video_llava": "llama", "vipllava": "llama",
 }  # fmt: skip
-"""Model type -> that of its text model, where the text model's configuration does not name it."""
+"""Model type of a wrapper -> model type of its text model, if the text model's configuration does not name it."""
 
 logger = logging.getLogger(__name__)
 
 
 def read_text_part(config: dict[str, Any], where: str) -> tuple[dict[str, Any], str]:
-    """Find the configuration of the text model within that of a model of images and text, and say so in one line.
+    """Return the configuration of a wrapper's text model, and log which part of the config.json is read.
 
     Args:
         where: name of the file, for messages.
 
     Returns:
-        The text model's own keys, and what messages call them; of any other model, the arguments.
+        The keys of the text model, and their name in messages; for any other model, the arguments.
 
     Raises:
-        ConfigError: the type of the text model is not given.
+        ConfigError: the model type of the text model is neither given nor known.
     """
     outer = config["model_type"]
     key = next((each for each in TEXT_KEYS if isinstance(config.get(each), dict)), None)

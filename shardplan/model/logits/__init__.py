@@ -1,1 +1,1 @@
-"""What is computed of logits: the loss of the next token, scores, and both in blocks of positions."""
+"""Computes losses and scores of next tokens from logits, in blocks of positions."""

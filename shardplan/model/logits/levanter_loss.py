@@ -1,12 +1,12 @@
-"""The loss of the next token as Levanter's trainer computes it, made right for a sharded vocabulary.
+"""Computes the loss of the next token as Levanter's trainer does, and corrects it for a sharded vocabulary.
 
-Levanter never makes the logits of all tokens: each device multiplies its tokens with one block of the vocabulary after
-the other, in a `shard_map`, and computes the logits again for the gradients. The sizes of the blocks depend on the
-generation of the devices and on the tokens of a device.
+Levanter never makes the logits of all tokens: in a `shard_map`, each device multiplies its tokens by one block of the
+vocabulary after the other, and computes the logits again for the gradients. The sizes of the blocks depend on the
+generation of the devices and on the number of tokens on a device.
 
-Where computations shard the vocabulary, Levanter's function takes every device's part of it for the whole.
-`fused_loss` is the same function with the sums over devices that it leaves out; `shardplan.levanter_patch` gives it to
-Levanter, and `next_token_losses` uses it.
+If the compute sharding shards the vocabulary, Levanter's function treats each device's shard as the whole vocabulary.
+`fused_loss` is the same function with the missing sums over devices; `shardplan.levanter_patch` puts it into Levanter,
+and `next_token_losses` uses it.
 """
 
 from collections.abc import Iterator
@@ -34,17 +34,17 @@ KERNELS = "levanter.kernels.pallas.fused_cross_entropy_loss"
 def next_token_losses(
     module: Any, tokens: NamedArray, predicted: NamedArray, mask: AttentionMask, soft_cap: float | None
 ) -> NamedArray:
-    """Compute the loss of every next token with Levanter's `compute_next_token_loss`, and its auxiliary losses.
+    """Compute the loss of every next token with Levanter's `compute_next_token_loss`, including auxiliary losses.
 
     Args:
         module: a Levanter language model.
         tokens: int32[batch, position].
-        predicted: bool[batch, position]; where it is False the loss of the token after it is left out.
+        predicted: bool[batch, position]; False leaves out the loss of the token after this position.
         soft_cap: soft cap of the logits.
 
     Returns:
-        float32[batch, position] in nats. The last position has no loss. An auxiliary loss, as routers of experts have
-        it, is added at every position.
+        float32[batch, position] in nats. The last position has no loss. An auxiliary loss, such as the loss of a
+        router of experts, is added at every position.
     """
     example = LmExample(tokens=tokens, attn_mask=mask, loss_weight=predicted.astype(jnp.float32))
     settings = {"reduction": None, "reduction_axis": (), "logit_soft_cap": soft_cap}
@@ -54,7 +54,7 @@ def next_token_losses(
 
 @contextmanager
 def block_sizes_of(device_kind: str) -> Iterator[None]:
-    """Let Levanter choose the blocks of its loss as on devices of `device_kind`, which this machine need not have.
+    """Let Levanter choose the blocks of its loss as on devices of `device_kind`, even if this machine has none.
 
     Args:
         device_kind: as JAX names it, such as "TPU v4".
@@ -66,9 +66,10 @@ def block_sizes_of(device_kind: str) -> Iterator[None]:
 
 @contextmanager
 def one_block_of_tokens() -> Iterator[None]:
-    """Let Levanter compute the losses of all tokens of a device at once, one block of the vocabulary after the other.
+    """Let Levanter's loss take all tokens of a device at once, and divide only the vocabulary into blocks.
 
-    For tracing, where a program has the tokens of all devices: how many a device divides into blocks is not known.
+    Tracing needs this: a traced program has the tokens of all devices, so that the number of tokens on a device, which
+    decides the size of blocks, is not known.
     """
     kernel = import_module(f"{KERNELS}.xla")
     with _replaced(kernel, "_resolve_xla_batch_block_size", lambda tokens, *_, **__: tokens):
@@ -94,9 +95,9 @@ def fused_loss(
 ) -> Any:
     """Drop-in replacement for Levanter's fused loss: same arguments, same result, right under every axis mapping.
 
-    If computations shard the vocabulary alone, each device computes the losses among its own tokens of it in blocks, as
-    Levanter does, and devices add up their sums. If they shard the residual stream as well, or the most probable token
-    is asked for, this makes the sharded logits, and leaves the sums to the compiler.
+    If the compute sharding shards only the vocabulary, each device computes the losses over its own shard in blocks, as
+    Levanter does, and devices add up their sums. If it shards the residual stream, or if the most probable token is
+    requested, the function makes the sharded logits, and leaves the sums to the compiler.
     """
     label, contract = pred_lm_head.resolve_axis(Label), pred_embeddings.resolve_axis(Contract)
     is_label_sharded, is_contract_sharded = ((physical_axis_size(axis) or 1) > 1 for axis in (label, contract))
@@ -131,11 +132,11 @@ def fused_loss(
 def _losses_of_vocab_shards(
     activations: NamedArray, head: NamedArray, targets: NamedArray, logsumexp_weight: float | None, settings: Any
 ) -> NamedArray:
-    """Compute float32[..., position] losses, for which devices add up the sums over their tokens of the vocabulary.
+    """Compute float32[..., position] losses: each device sums over its shard of the vocabulary, then devices add up.
 
     Args:
         activations: [..., position, embed].
-        head: [embed, vocab], of which computations shard vocab.
+        head: [embed, vocab]; the compute sharding shards vocab.
         targets: int32[..., position].
         settings: further arguments of Levanter's kernel.
     """
@@ -161,14 +162,14 @@ def _losses_of_vocab_shards(
 
 @contextmanager
 def _right_for_sharded_vocab() -> Iterator[None]:
-    """Give `fused_loss` to Levanter, where its own function is not right if computations shard the vocabulary."""
+    """Replace Levanter's loss by `fused_loss`, as long as the context lasts, so that vocab may be sharded."""
     with _replaced(loss, FUSED_LOSS, fused_loss):
         yield
 
 
 @contextmanager
 def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
-    """Replace a function of a module of Levanter for a while."""
+    """Replace a function of a Levanter module, as long as the context lasts."""
     before = getattr(module, name)
     setattr(module, name, value)
     try:

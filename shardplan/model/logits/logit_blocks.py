@@ -1,7 +1,7 @@
-"""Functions of logits, computed for one block of positions after the other, so that few logits are in memory at a time.
+"""Computes functions of logits for one block of positions after the other, so that few logits are live at a time.
 
-Blocks take turns in the positions: with two blocks, positions 0, 2, 4, ... are the first one. So devices that share the
-positions of a sequence share the positions of every block.
+Blocks interleave: with two blocks, the first one has positions 0, 2, 4, ... So if devices shard the positions of a
+sequence, they shard the positions of every block as well.
 """
 
 from collections.abc import Callable
@@ -44,7 +44,7 @@ def map_blocks(function: Callable[..., Any], position: Axis, blocks: int, *array
 
 
 class OutputHead(eqx.Module):
-    """What makes logits of the residual stream."""
+    """The output head, which makes logits from the residual stream."""
 
     weight: NamedArray
     """{vocab, embed}."""
@@ -54,7 +54,7 @@ class OutputHead(eqx.Module):
     """Bound of the logits, applied as `soft_cap * tanh(logits / soft_cap)`."""
 
     def finish(self, products: NamedArray) -> NamedArray:
-        """Return float32[..., vocab] logits, given the products of activations and weight."""
+        """Add the bias to products of activations and weight, and apply the soft cap: float32[..., vocab] logits."""
         logits = products.astype(jnp.float32)
         if self.bias is not None:
             logits = logits + self.bias.astype(jnp.float32)
@@ -64,7 +64,8 @@ class OutputHead(eqx.Module):
 def prepare_head(module: Any, soft_cap: float | None, blocks: int = 1) -> OutputHead:
     """Return the output head of a Levanter model for `map_blocks`.
 
-    For several blocks it gets its compute sharding here, so that stored shards are gathered once, before the loop.
+    For several blocks, the weight gets its compute sharding here, so that stored shards are gathered once, before the
+    loop.
     """
     weight = module.get_lm_head()
     bias = getattr(module, "lm_head_bias", None)
@@ -92,7 +93,7 @@ def compute_target_losses(
         targets: int32[..., position].
         weights: [..., position], a factor of each loss.
         soft_cap: soft cap of the logits; None for none.
-        blocks: parts of the positions whose logits are in memory one after the other.
+        blocks: number of blocks of positions; the logits of one block are live at a time.
     """
     head = prepare_head(module, soft_cap, blocks)
 

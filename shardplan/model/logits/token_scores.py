@@ -1,4 +1,4 @@
-"""Scores of every next token on the devices: its log-probability, its rank, and the probability of the top k tokens."""
+"""Scores every next token on the devices: its log-probability, its rank, and the probability of the top k tokens."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,28 +13,28 @@ from shardplan.model.logits.logit_blocks import map_blocks, prepare_head
 
 @dataclass(frozen=True)
 class ScoreSettings:
-    """What is computed for every token, and how."""
+    """What is computed for every next token, and how."""
 
     top_k: int
     """Number of tokens in `TokenScores.top_log_prob`; 0 leaves it out."""
     blocks: int = 1
-    """A divisor of the number of positions; the logits of this fraction of them are in memory at a time."""
+    """Number of blocks of positions, which divides the positions; the logits of one block are live at a time."""
     vocab_shards: int = 1
-    """Number of devices that share the vocabulary; each finds the most probable among its own tokens."""
+    """Number of shards of the vocabulary; each device finds the most probable tokens in its own shard."""
     temperature: float = 1.0
-    """Probabilities are those of the softmax of logits / temperature."""
+    """Probabilities are softmax(logits / temperature)."""
 
 
 class TokenScores(NamedTuple):
-    """Scores of the token after each position; the last position's token is the first of the sequence."""
+    """Scores of the token after each position; at the last position, scores of the first token of the sequence."""
 
     log_prob: NamedArray
-    """float32[batch, position]: its log-probability in nats, of the softmax of logits / temperature over the whole
+    """float32[batch, position]: log-probability of the token in nats, by softmax(logits / temperature) over the whole
     vocabulary."""
     rank: NamedArray
-    """int32[batch, position]: the number of tokens that are more probable, or as probable with a smaller id."""
+    """int32[batch, position]: number of tokens that are more probable, or equally probable with a smaller id."""
     top_log_prob: NamedArray
-    """float32[batch, position]: logarithm of the probability of the k most probable tokens together; 0 without k."""
+    """float32[batch, position]: log of the summed probability of the top k tokens, in nats; 0 if `top_k` is 0."""
 
 
 def score_next_tokens(
@@ -62,12 +62,12 @@ def score_next_tokens(
 
 
 def _score_logits(logits: NamedArray, vocab: Axis, targets: NamedArray, settings: ScoreSettings) -> TokenScores:
-    """Score `targets` by float32[..., vocab] logits."""
+    """Score the tokens `targets` with float32[..., vocab] logits."""
     ids, wanted = hax.arange(vocab), targets.broadcast_axis(vocab)
     target = hax.sum(hax.where(ids == wanted, logits, 0.0), vocab)
     precedes = (logits > target) | ((logits == target) & (ids < wanted))
     rank = hax.sum(precedes.astype(jnp.int32), vocab)
-    if settings.temperature != 1:  # ranks are those of the logits, of which a division may make equal ones
+    if settings.temperature != 1:  # after the ranks, as division may make logits equal
         logits, target = logits / settings.temperature, target / settings.temperature
     total = hax.nn.logsumexp(logits, vocab)
     if settings.top_k == 0:

@@ -1,4 +1,4 @@
-"""The kinds of attention of a model whose layers differ, as rows of a table: which layers, what method, what cost."""
+"""Tables of the kinds of attention of a model whose layers differ: the layers, method and cost of each kind."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,26 +17,26 @@ from shardplan.report.text import make_table
 
 @dataclass(frozen=True)
 class AttentionRow:
-    """One kind of attention."""
+    """One kind of attention, as a row of the table."""
 
     layers: str
     """Its layers, in words."""
     kind: str
-    """What it computes: its mask and sizes."""
+    """Its name: the mask and the sizes."""
     method: str
     cost: AttentionCost
     seconds: float
-    """Time of a step for it: compute, and collectives that do not overlap."""
+    """Its time in a step: compute, and collectives that do not overlap with compute."""
     part: float
-    """Part of the step."""
+    """Its fraction of the step's time."""
     part_of_flops: float
-    """Part of the FLOPs that the model needs in a step."""
+    """Its fraction of the model's FLOPs in a step."""
 
 
 def attention_rows(plan: Plan) -> list[AttentionRow]:
-    """The kinds of attention of a plan, the one with most work first; none where all layers have one kind.
+    """Return a row for each kind of attention, most work first; no rows if all layers have one kind.
 
-    A Plan of an older version, or without details, has none either.
+    A Plan of an older version, or without details, has no rows either.
     """
     costs = plan.details.attention if plan.details is not None else []
     if len(costs) < 2:
@@ -59,7 +59,7 @@ def attention_rows(plan: Plan) -> list[AttentionRow]:
 
 
 def method_text(method: AttentionPlan) -> str:
-    """How attention is computed, such as `ulysses 4 x ring 2 zigzag (splash)`."""
+    """Describe how attention is computed, such as `ulysses 4 x ring 2 zigzag (splash)`."""
     match method.strategy:
         case Strategy.NONE:
             text = "Levanter's own"
@@ -76,7 +76,7 @@ def method_text(method: AttentionPlan) -> str:
 
 
 def attention_tables(plan: Plan) -> Iterator[Table]:
-    """Yield tables of the kinds of attention, from the fullest to the narrowest; none where there is one kind."""
+    """Yield tables of the kinds of attention, the widest first; no tables if all layers have one kind."""
     rows = attention_rows(plan)
     if not rows:
         return
@@ -94,7 +94,7 @@ def attention_tables(plan: Plan) -> Iterator[Table]:
 
 
 def _numbers(row: AttentionRow) -> list[str]:
-    """The cells of the columns of numbers."""
+    """Return the numbers of a row as text."""
     return [
         f"{row.seconds:.3g}",
         f"{row.cost.model_flops / 1e15:,.4g}",

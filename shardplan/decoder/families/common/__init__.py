@@ -1,1 +1,1 @@
-"""What families have in common: keys of a config.json, and rules of parameters."""
+"""What families share: functions that read keys of a config.json, and functions that return rules of parameters."""

@@ -1,4 +1,4 @@
-"""What a family of models is: how its config.json is read, and where its checkpoints have each parameter."""
+"""Defines a family of models: how its config.json is read, and where its checkpoints hold each parameter."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,19 +12,19 @@ from shardplan.decoder.parts.block import LayerConfig
 
 
 def no_constants(config: Architecture, layer: LayerConfig, index: int) -> Mapping[str, float]:
-    """Return none: all that checkpoints of most families hold for a layer is parameters."""
+    """Return no constants: checkpoints of most families hold only parameters for a layer."""
     return {}
 
 
 @dataclass(frozen=True)
 class Family:
-    """A family of models that are compositions of the decoder's parts."""
+    """A family of models, which are composed of the decoder's parts."""
 
     read: Callable[[ConfigKeys], dict[str, Any]]
-    """Return the fields of the `Architecture`, but `hf_config`, of a config.json."""
+    """Read the fields of an `Architecture`, except `hf_config`, from a config.json."""
     layer_rules: Callable[[Architecture, LayerConfig, int], Mapping[str, Rule]]
-    """Return path of a parameter in a layer -> its rule, for the layer of this index."""
+    """Return the rules of the layer with this index, by path of the parameter in the layer."""
     rules: Callable[[Architecture, int], Mapping[str, Rule]] = top_rules
-    """Return path of a parameter that is in no layer -> its rule, for a vocabulary of this many tokens."""
+    """Return the rules of the parameters outside of layers, by path, for a vocabulary of this many tokens."""
     constants: Callable[[Architecture, LayerConfig, int], Mapping[str, float]] = no_constants
-    """Return name -> value of the scalars that checkpoints hold for a layer though they are no parameters."""
+    """Return name -> value of the scalars that checkpoints hold for a layer, but that are no parameters."""

@@ -1,4 +1,4 @@
-"""Keys of a config.json that families share, and what each of them says about a decoder."""
+"""Reads the keys of a config.json that many families share."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -24,19 +24,19 @@ ACTIVATIONS = {
     "swish": "silu",
     "tanh": "tanh",
 }
-"""Activation in a config.json -> its name in `shardplan.decoder.parts.mlp`."""
+"""Name of an activation in a config.json -> its name in `shardplan.decoder.parts.mlp`."""
 FULL, SLIDING = "full_attention", "sliding_attention"
-"""Kinds of layers in `layer_types`."""
+"""Kinds of layers in `layer_types`: without and with a window."""
 WINDOW_PERIOD = ("sliding_window_pattern", "_sliding_window_pattern")
-"""Keys that say which layer of how many has no window; transformers 4.53 wrote the second one."""
+"""Keys of a number n: every n-th layer has no window. transformers 4.53 wrote the second key."""
 
 
 def read_heads(keys: ConfigKeys, head_size: int | None = None, kv_heads: int | None = None) -> GroupedAttention:
-    """Read the heads of attention, which has neither biases nor rotary embeddings yet.
+    """Read the number and the size of attention heads; the caller adds biases and rotary embeddings.
 
     Args:
-        head_size: default of `head_dim`; None for the width divided by the heads.
-        kv_heads: default of `num_key_value_heads`; None for those of queries.
+        head_size: default of `head_dim`; None for hidden_size / num_attention_heads.
+        kv_heads: default of `num_key_value_heads`; None for num_attention_heads.
     """
     heads, embed = keys.integer("num_attention_heads"), keys.integer("hidden_size")
     groups = keys.integer("num_key_value_heads", default=kv_heads or heads)
@@ -50,19 +50,19 @@ def read_heads(keys: ConfigKeys, head_size: int | None = None, kv_heads: int | N
 
 
 def read_attention(keys: ConfigKeys, head_size: int | None = None, kv_heads: int | None = None) -> GroupedAttention:
-    """Read the heads of attention, and whether all its projections have biases; see `read_heads`."""
+    """Read attention heads as `read_heads` does, and whether all projections have biases."""
     bias = keys.flag("attention_bias", default=False)
     return replace(read_heads(keys, head_size, kv_heads), has_bias=bias, has_output_bias=bias)
 
 
 def read_gated_mlp(keys: ConfigKeys, has_bias: bool = False) -> MlpConfig:
-    """Read an MLP with a gate."""
+    """Read the size and the activation of a gated MLP."""
     activation = keys.choice("hidden_act", choices=ACTIVATIONS, default="silu")
     return MlpConfig(keys.integer("intermediate_size"), activation, has_bias, is_gated=True)
 
 
 def read_rms_norm(keys: ConfigKeys, epsilon: float = 1e-6, is_around_one: bool = False) -> NormConfig:
-    """Read the settings of root mean square norms.
+    """Read the settings of RMS norms.
 
     Args:
         epsilon: default of `rms_norm_eps`.
@@ -71,10 +71,10 @@ def read_rms_norm(keys: ConfigKeys, epsilon: float = 1e-6, is_around_one: bool =
 
 
 def read_windows(keys: ConfigKeys, is_full: Callable[[int], bool], window: int | None = None) -> list[int | None]:
-    """Read the window of every layer; None for layers that attend to all positions before.
+    """Read the window of every layer; None for a layer that attends to all earlier positions.
 
     Args:
-        is_full: number of a layer from 0 -> whether it is such a layer, where `layer_types` does not say so.
+        is_full: number of a layer, from 0 -> whether it has no window; used if `layer_types` is absent.
         window: default of `sliding_window`.
     """
     layers, size = keys.integer("num_hidden_layers"), keys.integer_or_null("sliding_window", window)
@@ -89,7 +89,7 @@ def read_windows(keys: ConfigKeys, is_full: Callable[[int], bool], window: int |
 
 
 def read_uniform_window(keys: ConfigKeys, window: int | None) -> int | None:
-    """Read the window that all layers have; None for layers that attend to all positions before.
+    """Read the window that all layers share; None if they attend to all earlier positions.
 
     Args:
         window: default of `sliding_window`.
@@ -102,12 +102,12 @@ def read_uniform_window(keys: ConfigKeys, window: int | None) -> int | None:
 
 
 def with_windows(layer: LayerConfig, windows: Sequence[int | None]) -> list[LayerConfig]:
-    """Return a layer for each of some windows, equal in all else."""
+    """Return a copy of a layer for each window."""
     return [replace(layer, attention=replace(layer.attention, window=window)) for window in windows]
 
 
 def every(period: int) -> Callable[[int], bool]:
-    """Return a function that says whether a layer is the last of its period.
+    """Return a function that tells whether a layer is the last one of its period.
 
     >>> list(map(every(4), range(5)))
     [False, False, False, True, False]
@@ -124,7 +124,7 @@ def architecture(
     positions: int = 2048,
     **more: Any,
 ) -> dict[str, Any]:
-    """Return the fields of an `Architecture`, of keys that nearly all families have.
+    """Return the fields of an `Architecture`, read from keys that nearly all families have.
 
     Args:
         is_tied: default of `tie_word_embeddings`.
@@ -144,6 +144,6 @@ def architecture(
 
 
 def only(keys: ConfigKeys, values: Mapping[str, Any]) -> None:
-    """Check that keys have the only value that the decoder computes, or are absent."""
+    """Check that every key is absent or null, or has the one value that the decoder supports."""
     for name, value in values.items():
         keys.only(name, [value])

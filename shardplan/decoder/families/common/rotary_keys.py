@@ -1,6 +1,7 @@
-"""Reads the rotary embeddings of a config.json: of all layers, or of those of one kind.
+"""Reads the rotary embeddings of a config.json, for all layers or for one kind of layers.
 
-Values are checked by `shardplan.model.huggingface.rope_keys`; here are the keys that only some families have.
+`shardplan.model.huggingface.rope_keys` checks the values that most families have. This module reads what only some
+have: LongRoPE, partial rotation, values for kinds of layers, and queries that grow with their position.
 """
 
 import math
@@ -15,9 +16,9 @@ from shardplan.errors import ConfigError
 from shardplan.model.huggingface.rope_keys import read_rope
 
 TEMPERATURE = "llama_4_scaling_beta"
-"""Key that says by how much queries grow with their position."""
+"""Key of the factor `beta` by which queries grow with their position (`QueryTemperature`)."""
 LONGROPE = ("longrope", "su")
-"""Names of frequencies that have one factor each, and others for long texts."""
+"""Names of LongRoPE, where each frequency has a factor of its own, and another factor for long texts."""
 KNOWN = frozenset(
     {
         "attention_factor", "beta_fast", "beta_slow", "factor", "finetuned", "high_freq_factor",
@@ -26,7 +27,7 @@ KNOWN = frozenset(
         "short_factor", "truncate", "type",
     }
 )  # fmt: skip
-"""Keys of `rope_scaling` and `rope_parameters`."""
+"""Keys of `rope_scaling` and `rope_parameters` that the decoder understands."""
 
 
 def read_rotary(
@@ -43,15 +44,15 @@ def read_rotary(
     """Read the rotary embeddings of heads of `head_size` channels.
 
     Args:
-        theta: default of the base.
-        partial: default of the part of a head that is rotated; None where the family rotates all of it.
-        layer_type: kind of layers in `rope_parameters`, where these have values for kinds of layers.
-        theta_keys: keys of the base, beside `rope_parameters`; none if `rope_theta` does not hold for these layers.
-        is_scaled: whether the scaling of a file that has only one holds for these layers.
+        theta: default base of the frequencies.
+        partial: default fraction of a head's channels that is rotated; None if the family always rotates all.
+        layer_type: kind of layers to read, if `rope_parameters` has values for each kind.
+        theta_keys: keys of the base at the top level of the file; empty if they do not hold for these layers.
+        is_scaled: whether these layers are scaled by a file that has one scaling for all kinds of layers.
         has_temperature: whether the family reads `llama_4_scaling_beta` (`read_temperature`).
 
     Raises:
-        ConfigError: rotary embeddings that the decoder does not have, or a value that is missing or wrong.
+        ConfigError: the decoder does not support the rotary embeddings, or a value is missing or wrong.
     """
     values = _values(keys, layer_type, is_scaled)
     base = keys.number(*theta_keys, default=theta) if theta_keys else theta
@@ -73,7 +74,7 @@ def read_rotary(
 
 
 def require_rope(keys: ConfigKeys) -> None:
-    """Check that rotary embeddings are described, where the releases of a family scale them and its default does too.
+    """Check that a config.json describes its rotary embeddings, for families that scale them by default.
 
     Raises:
         ConfigError: neither `rope_scaling` nor `rope_parameters` is given.
@@ -83,7 +84,7 @@ def require_rope(keys: ConfigKeys) -> None:
 
 
 def read_temperature(keys: ConfigKeys) -> QueryTemperature | None:
-    """Read by how much queries grow with their position; None if they do not."""
+    """Read how queries grow with their position; None if they do not grow."""
     values = _values(keys, None, True)
     beta = values.get(TEMPERATURE)
     if not beta:
@@ -96,9 +97,9 @@ def read_temperature(keys: ConfigKeys) -> QueryTemperature | None:
 
 
 def _values(keys: ConfigKeys, layer_type: str | None, is_scaled: bool) -> Mapping[str, Any]:
-    """Return `rope_scaling` or `rope_parameters` of one kind of layers."""
+    """Return the values of `rope_scaling` or `rope_parameters` for one kind of layers."""
     values = keys.take("rope_scaling") or keys.take("rope_parameters") or {}
-    keys.take("rope_parameters")  # as transformers: rope_scaling wins
+    keys.take("rope_parameters")  # as in transformers, rope_scaling wins
     if not isinstance(values, Mapping):
         keys.refuse("rope_parameters", values, "a mapping")
     if any(isinstance(value, Mapping) for value in values.values()):
@@ -117,7 +118,7 @@ def _values(keys: ConfigKeys, layer_type: str | None, is_scaled: bool) -> Mappin
 
 
 def _scaling(keys: ConfigKeys, values: Mapping[str, Any], pairs: int) -> dict[str, Any] | None:
-    """Return the scaling of frequencies with all its values; None where none are scaled."""
+    """Return the scaling of the frequencies with all its values; None if they are not scaled."""
     positions = keys.take("max_position_embeddings")
     original = keys.take("original_max_position_embeddings")
     own = ("rope_theta", "partial_rotary_factor", TEMPERATURE)
@@ -138,7 +139,7 @@ def _scaling(keys: ConfigKeys, values: Mapping[str, Any], pairs: int) -> dict[st
 def _longrope(
     keys: ConfigKeys, scaling: Mapping[str, Any], positions: Any, original: Any, pairs: int
 ) -> dict[str, Any]:
-    """Return the values of LongRoPE; the magnitude follows from how many times more positions the model has."""
+    """Return the values of LongRoPE; default magnitude = sqrt(1 + ln(factor) / ln(original positions))."""
     name = "original_max_position_embeddings"
     original = _checked(keys, name, scaling.get(name) if original is None else original)
     factor = scaling.get("factor")

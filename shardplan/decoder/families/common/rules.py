@@ -1,4 +1,4 @@
-"""Rules that families share: the parameters of each part under the names that most checkpoints have."""
+"""Rules that families share: the parameters of each part, under the tensor names of most checkpoints."""
 
 from collections.abc import Mapping
 
@@ -27,7 +27,7 @@ NORM_NAMES: Mapping[Wiring, Mapping[str, str]] = {
         "mlp_out_norm": "post_feedforward_layernorm",
     },
 }
-"""Norm of a layer -> its name in most checkpoints of models with this wiring."""
+"""Wiring of a layer -> norm of the layer -> its name in most checkpoints."""
 
 
 def top_rules(
@@ -36,8 +36,8 @@ def top_rules(
     """Return the rules of the embedding, the last norm and the output head.
 
     Args:
-        model: prefix of all but the output head.
-        embedding, norm: names behind the prefix.
+        model: prefix of all tensors except the output head.
+        embedding, norm: names after the prefix.
     """
     size = config.TokenEmbed.size
     found: Rules = {"embedding": StoredTensor(f"{model}.{embedding}.weight", (vocab, size))}
@@ -51,7 +51,7 @@ def top_rules(
 
 
 def standard_layer_rules(config: Architecture, layer: LayerConfig, index: int) -> Rules:
-    """Return the rules of a layer that has the names of Llama's, and the norms of its wiring."""
+    """Return the rules of a layer whose tensors have the names of Llama, with the norms of its wiring."""
     at, embed = f"model.layers.{index}", config.embed
     return {
         **attention_rules(layer.attention, f"{at}.self_attn", embed),
@@ -61,7 +61,7 @@ def standard_layer_rules(config: Architecture, layer: LayerConfig, index: int) -
 
 
 def interleaved_layer_rules(config: Architecture, layer: LayerConfig, index: int) -> Rules:
-    """Return the rules of a layer with the names of Llama's, in whose checkpoint neighbouring channels are rotated."""
+    """Return the rules of a layer with Llama's names, if the checkpoint rotates pairs of neighbouring channels."""
     found = standard_layer_rules(config, layer, index)
     return {**found, **in_halves(found, layer.attention, config.embed)}
 
@@ -71,7 +71,7 @@ def layer_norm_rules(layer: LayerConfig, at: str, embed: int, names: Mapping[str
 
     Args:
         at: prefix of the layer.
-        names: norm -> its name behind the prefix; default: `NORM_NAMES`.
+        names: norm -> its name after the prefix; default: `NORM_NAMES` of the wiring.
     """
     found: Rules = {}
     for path, name in (NORM_NAMES[layer.wiring] if names is None else names).items():
@@ -86,12 +86,12 @@ def attention_rules(
     projections: tuple[str, str, str, str] = ("q_proj", "k_proj", "v_proj", "o_proj"),
     norms: tuple[str, str] = ("q_norm", "k_norm"),
 ) -> Rules:
-    """Return the rules of the parts of attention, each a tensor of its own.
+    """Return the rules of attention, if every projection is a tensor of its own.
 
     Args:
         name: prefix of the attention.
-        projections: names of queries, keys, values and outputs behind it.
-        norms: names of the norms of queries and of keys.
+        projections: names of the query, key, value and output projections after the prefix.
+        norms: names of the norms of queries and of keys after the prefix.
     """
     queries, keys = attention.heads * attention.head_size, attention.kv_heads * attention.head_size
     value_size = attention.ValueHeadSize.size
@@ -108,7 +108,7 @@ def attention_rules(
 
 
 def head_norm_rules(attention: GroupedAttention, path: str, name: str, heads: int) -> Rules:
-    """Return the rules of the norm of queries or of keys, if attention has it."""
+    """Return the rules of the norm of queries or of keys; none if attention has no such norms."""
     if attention.head_norm is None:
         return {}
     size = attention.head_size
@@ -125,11 +125,11 @@ def head_norm_rules(attention: GroupedAttention, path: str, name: str, heads: in
 def mlp_rules(
     mlp: MlpConfig, name: str, embed: int, projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 ) -> Rules:
-    """Return the rules of an MLP, each projection a tensor of its own.
+    """Return the rules of an MLP, if every projection is a tensor of its own.
 
     Args:
         name: prefix of the MLP.
-        projections: names of the gate, and of the projections up and down, behind it.
+        projections: names of the gate, up and down projections after the prefix.
     """
     gate, up, down = (f"{name}.{each}" for each in projections)
     found = linear_rules("mlp.gate_proj", gate, mlp.size, embed, mlp.has_bias) if mlp.is_gated else {}
@@ -138,7 +138,7 @@ def mlp_rules(
 
 
 def gate_and_up_rules(mlp: MlpConfig, name: str, embed: int) -> Rules:
-    """Return the rules of a gate and a projection up that are the halves of one tensor, the gate first."""
+    """Return the rules of the gate and up projections, if one tensor holds both, the gate first."""
     both = StoredTensor(f"{name}.weight", (2 * mlp.size, embed))
     return {
         "mlp.gate_proj.weight": Sliced(both, 0, 0, mlp.size),
@@ -147,7 +147,7 @@ def gate_and_up_rules(mlp: MlpConfig, name: str, embed: int) -> Rules:
 
 
 def linear_rules(path: str, name: str, outputs: int, inputs: int, has_bias: bool) -> Rules:
-    """Return the rules of a projection.
+    """Return the rules of a projection's weight and bias.
 
     >>> linear_rules("mlp.up_proj", "mlp.fc", 8, 4, True)["mlp.up_proj.bias"]
     StoredTensor(name='mlp.fc.bias', shape=(8,))
@@ -167,13 +167,13 @@ def norm_rules(path: str, name: str, norm: NormConfig, size: int) -> Rules:
 
 
 def in_halves(rules: Rules, attention: GroupedAttention, embed: int) -> Rules:
-    """Return the rules of queries and keys, and of their norms, whose rotated channels are neighbouring pairs.
+    """Return the rules that reorder the rotated channels of queries, keys and their norms from pairs to halves.
 
-    Their first channels come first, then their second ones, as `shardplan.decoder.parts.rotary` rotates them. Scores do
-    not depend on the order of channels.
+    The checkpoint rotates pairs of neighbouring channels. The rules put the first channels of all pairs before the
+    second channels, as `shardplan.decoder.parts.rotary` rotates them. Scores do not depend on the order of channels.
 
     Args:
-        rules: those of a layer, for channels in the order of the checkpoint.
+        rules: the rules of a layer, for channels in the order of the checkpoint.
     """
     if attention.rotary is None:
         return {}
@@ -193,7 +193,7 @@ def in_halves(rules: Rules, attention: GroupedAttention, embed: int) -> Rules:
 
 
 def _halves_of_heads(rule: Rule, heads: int, size: int, rotated: int, inputs: Shape) -> Rule:
-    """Reorder the leading channels of each head of an array {heads * size, inputs}."""
+    """Reorder the rotated channels of each head, from pairs to halves, in an array {heads * size, inputs}."""
     by_head = Reshaped(rule, (heads, size, *inputs))
     dimensions = tuple(range(3, 3 + len(inputs)))
     pairs = Reshaped(Sliced(by_head, 1, 0, rotated), (heads, rotated // 2, 2, *inputs))
