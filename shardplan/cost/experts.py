@@ -120,6 +120,21 @@ class ExpertWork:
         return self.rows + (self.chunks * self.experts * ROW_TILE / 2 if self.experts > 1 else 0.0)
 
     @property
+    def hidden_buffer(self) -> float:
+        """Bytes of the hidden states of one part of the tokens."""
+        return self.buffer_rows / self.chunks * self.hidden_bytes
+
+    @property
+    def transferred_bytes(self) -> float:
+        """Bytes of buffers for tokens that are gathered, or for rows that are exchanged, and for their sums."""
+        if self.strategy is ExpertStrategy.EXCHANGE_TOKENS and self.expert_axes:
+            return 2 * self.rows * self.row_bytes
+        if not self.gathered_axes:
+            return 0.0
+        gathered = self.gathered_tokens * self.row_bytes
+        return gathered if self.chunks == 1 else gathered + gathered / self.chunks
+
+    @property
     def rows_of_kernel(self) -> float:
         """Rows that one call of a kernel has, if experts get equally many."""
         return self.rows / self.chunks
@@ -246,21 +261,21 @@ def gradient_sum_axes(task: Task, assignment: ShardingAssignment) -> MeshAxes:
 
 
 def expert_buffer_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
-    """Bytes of the buffers of a block while it runs, beyond its operands and results."""
+    """Bytes of the buffers of a block while it runs, beyond its operands and results.
+
+    While an activation is computed, these are gathered tokens, or rows that are sent and received; the rows of the
+    device; and its gates and projections up, of which the hidden states take over one. Of several parts of tokens, the
+    next one is gathered, and the sums of the one before are sent.
+    """
     work = _work_of_buffer(buffer, assignment)
-    tokens = work.gathered_tokens * work.row_bytes if work.gathered_axes else 0.0
-    buffer_rows = work.buffer_rows / work.chunks
-    rows, hidden = buffer_rows * work.row_bytes, buffer_rows * work.hidden_bytes
-    return 2 * tokens + 2 * rows + work.kind.matrices * hidden
+    return work.transferred_bytes + work.buffer_rows * work.row_bytes + (work.kind.matrices - 1) * work.hidden_buffer
 
 
 def expert_gradient_buffer_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
     """Bytes of the buffers of the gradient of a block while it runs, beyond its operands and results."""
     work = _work_of_buffer(buffer, assignment)
-    tokens = work.gathered_tokens * work.row_bytes if work.gathered_axes else 0.0
-    buffer_rows = work.buffer_rows / work.chunks
-    rows, hidden = buffer_rows * work.row_bytes, buffer_rows * work.hidden_bytes
-    return 3 * tokens + 3 * rows + 2 * work.kind.matrices * hidden
+    rows = 2 * (work.transferred_bytes + work.buffer_rows * work.row_bytes)
+    return rows + 2 * (work.kind.matrices - 1) * work.hidden_buffer
 
 
 def _work_of_buffer(buffer: LiveBuffer, assignment: ShardingAssignment) -> ExpertWork:

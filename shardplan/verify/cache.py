@@ -11,6 +11,7 @@ from typing import Any
 
 from shardplan.model.model_class import DECODER, class_of
 from shardplan.model.own_model import own_code
+from shardplan.plan.plan import Plan
 from shardplan.verify.case import Case
 from shardplan.verify.compiler.compiled import Compiled, package_versions
 from shardplan.verify.model_facts import ModelFacts
@@ -27,9 +28,12 @@ SEQUENCE_CODE = (
     "program/attention_kind", "program/marked_attention", "runtime/private_jax",
 )  # fmt: skip
 """Further such modules, used if the plan shards positions, and always by the decoder."""
-DECODER_CODE = ("decoder/**/*",)
+DECODER_CODE = ("decoder/**/*", "experts/**/*")
 """Further such modules, used by the decoder."""
-FACTS_CODE = ("cost/*", "decoder/**/*", "model/**/*", "positions/*", "program/**/*", "steps/*", "verify/model_facts")
+FACTS_CODE = (
+    "cost/*", "decoder/**/*", "experts/**/*", "model/**/*", "positions/*", "program/**/*", "steps/*",
+    "verify/model_facts",
+)  # fmt: skip
 """Modules that make the facts about a model, see `shardplan.verify.model_facts`."""
 
 
@@ -43,6 +47,7 @@ def digest(case: Case) -> str:
         "mesh": list(plan.mesh.items()),
         "mappings": [plan.compute_mapping, plan.param_mapping],
         "attention": dataclasses.asdict(plan.attention),
+        **_experts(plan),
         "program": case.program,
         "options": case.options,
         "versions": package_versions(),
@@ -59,6 +64,7 @@ def facts_digest(case: Case) -> str:
         "axes": plan.model.axes,
         "workload": vars(plan.workload),
         "attention": dataclasses.asdict(plan.attention),
+        **_experts(plan),
         "program": case.program,
         "versions": package_versions(),
         "code": code_digest(FACTS_CODE),
@@ -77,6 +83,11 @@ def _model(case: Case) -> dict[str, Any]:
     """What decides the model: its config.json, and the code of a model that shardplan does not know."""
     code = own_code(case.hf_config)
     return {"hf_config": case.hf_config, **({} if code is None else {"own_code": code})}
+
+
+def _experts(plan: Plan) -> dict[str, Any]:
+    """How a plan computes routed experts; nothing for a model without."""
+    return {} if plan.experts is None else {"experts": dataclasses.asdict(plan.experts)}
 
 
 def _sha256(values: dict[str, Any]) -> str:
