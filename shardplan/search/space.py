@@ -113,11 +113,15 @@ class Space:
     def sizes(self) -> dict[str, int]:
         """Logical axis of parameters, of the batch and of positions -> size where it occurs first.
 
-        Parameters come first, which define their axes; later a reshape may leave a part of an axis.
+        Parameters define their axes; later a reshape may leave a part of an axis. Of an axis with several sizes in
+        parameters, as that of MLPs beside shared experts, it is the greatest common divisor of these.
         """
-        arrays = [*self.step.parameters, *(array for task in self.step.tasks for array in task.operands)]
         sizes: dict[str, int] = {}
-        for name, size in (factor for array in arrays for factor in array.factors):
+        for name, size in (factor for array in self.step.parameters for factor in array.factors):
+            if isinstance(name, str):
+                sizes[name] = math.gcd(sizes.get(name, 0), size)
+        operands = (array for task in self.step.tasks for array in task.operands)
+        for name, size in (factor for array in operands for factor in array.factors):
             if isinstance(name, str):
                 sizes.setdefault(name, size)
         return sizes

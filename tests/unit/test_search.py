@@ -249,6 +249,11 @@ def test_the_size_of_an_axis_is_that_of_its_parameter():
     factors = load_calibration(hardware.generation.name)
     space = Space(step, "batch", "position", "embed", hardware, factors, CompilerQuirks(), math.inf, Rules())
     assert space.sizes["mlp"] == 16 and space.sizes["batch"] == 8
+    another = TracedArray(
+        ((("embed", 32),), (("mlp", 24),)), 4, "shared"
+    )  # is sharded alike, so 16 devices are too many
+    space = dataclasses.replace(space, step=dataclasses.replace(step, parameters=(*step.parameters, another)))
+    assert space.sizes["mlp"] == 8
 
 
 def test_a_chain_of_nearly_equal_candidates_does_not_drift():
