@@ -42,8 +42,8 @@ FOLDER = Path(__file__).with_name("families")
 PAGE = Path(__file__).parents[2] / "docs" / "howto" / "add-a-family.md"
 FAMILIES = (
     "apertus", "cohere", "cohere2", "cohere_plus", "exaone4", "exaone4_full", "gemma3", "gemma3_text", "glm", "glm4",
-    "gpt_neox", "gpt_neox_sequential", "gptj", "granite", "ministral3", "olmo3", "opt", "opt_350m", "phi", "phi3",
-    "phi3_short", "seed_oss", "smollm3", "stablelm", "stablelm_12b", "starcoder2",
+    "gpt_neox", "gpt_neox_sequential", "gpt_oss", "gptj", "granite", "llama4", "llama4_text", "ministral3", "olmo3",
+    "opt", "opt_350m", "phi", "phi3", "phi3_short", "seed_oss", "smollm3", "stablelm", "stablelm_12b", "starcoder2",
 )  # fmt: skip
 BESIDE_LEVANTER = ("gemma2", "mistral", "qwen2")
 """Families of types that Levanter's classes compute so far."""
@@ -98,7 +98,8 @@ def text_tensors(name):
     tensors = {}
     for path in sorted((FOLDER / name).glob("*.safetensors")):
         tensors |= load_file(path)
-    return {key.removeprefix("language_model."): value for key, value in tensors.items() if "vision_tower" not in key}
+    own = {key: value for key, value in tensors.items() if not key.startswith(("vision_tower", "vision_model"))}
+    return {key.removeprefix("language_model."): value for key, value in own.items()}
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, *BESIDE_LEVANTER])
@@ -279,6 +280,33 @@ def test_unknown_keys_are_refused(name):
         ),
         ("ministral3", {"rope_parameters": None}, "rope_parameters is null; it must be given"),
         ("gptj", {"rotary_dim": None}, "rotary_dim is null"),
+        ("gpt_oss", {"rope_scaling": None}, "rope_parameters is missing; it must be given"),
+        ("gpt_oss", {"experts_per_token": 2}, "experts_per_token is 2; it must be num_experts_per_tok, 3"),
+        ("gpt_oss", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; it must be 'silu'"),
+        ("gpt_oss", {"num_experts_per_tok": 7}, "num_experts_per_tok is 7; it must be at most num_local_experts, 6"),
+        ("llama4_text", {"num_experts_per_tok": 5}, "num_experts_per_tok is 5; it must be at most"),
+        (
+            "llama4_text",
+            {"attn_temperature_tuning": "yes"},
+            "attn_temperature_tuning is 'yes'; it must be true or false",
+        ),
+        ("llama4_text", {"no_rope_layers": [1, 0]}, "no_rope_layers .*; it must be a list of 5 times 1, "),
+        (
+            "llama4_text",
+            {"moe_layers": [5]},
+            r"moe_layers is \[5\]; it must be a list of numbers of layers, from 0 to 4",
+        ),
+        ("llama4_text", {"layer_types": ["sliding_attention"] * 5}, "layer_types .*; it must be a list of 5 times "),
+        (
+            "llama4_text",
+            {"layer_types": ["chunked_attention"] * 5, "attention_chunk_size": None},
+            "attention_chunk_size is null; it must be a number of tokens",
+        ),
+        (
+            "llama4_text",
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4}},
+            "use_qk_norm is True; it must be false, beside",
+        ),
         ("phi", {"tie_word_embeddings": True}, "tie_word_embeddings is True; it must be False"),
     ],
 )
@@ -300,3 +328,30 @@ def test_a_window_of_null_is_none(name):
     uses_windows = {"use_sliding_window": True} if name in ("qwen2", "smollm3") else {}
     config = DecoderConfig.from_hf_config({**config_of(name), **uses_windows, "sliding_window": None})
     assert all(layer.attention.window is None for segment in config.segments for layer in segment.layers)
+
+
+def kinds_of_layers(changes):
+    """Chunk, whether there are rotary embeddings, and whether there are experts, of every layer of the Llama 4."""
+    config = DecoderConfig.from_hf_config({**config_of("llama4_text"), **changes})
+    layers = [layer for segment in config.segments for layer in segment.layers * segment.repeats]
+    return [(each.attention.chunk, each.attention.rotary is not None, hasattr(each.mlp, "router")) for each in layers]
+
+
+def test_layers_of_llama_4():
+    """As transformers reads these keys: of kinds of attention, lists win over what they follow from by default."""
+    assert kinds_of_layers({}) == [(16, True, True)] * 3 + [(None, False, True), (16, True, True)]
+    assert kinds_of_layers({"attention_chunk_size": None}) == [(None, i != 3, True) for i in range(5)]
+    assert kinds_of_layers({"no_rope_layer_interval": 2}) == [
+        (None if i % 2 else 16, i % 2 == 0, True) for i in range(5)
+    ]
+    assert kinds_of_layers({"layer_types": ["full_attention"] * 5}) == [(None, i != 3, True) for i in range(5)]
+    assert [each[2] for each in kinds_of_layers({"interleave_moe_layer_step": 2})] == [False, True, False, True, False]
+    assert [each[2] for each in kinds_of_layers({"moe_layers": [0, 4]})] == [True, False, False, False, True]
+
+
+def test_a_quantized_gpt_oss_is_refused(tmp_path):
+    """Releases have experts of four bits, with two tensors in place of each."""
+    values = config_of("gpt_oss") | {"quantization_config": {"quant_method": "mxfp4"}}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ConfigError, match=r"a quantization_config \(mxfp4\), and quantized weights are not supported"):
+        read_config(None, open_folder(str(tmp_path)))

@@ -148,6 +148,8 @@ def test_norms_are_over_the_axes_of_their_weight():
     rms = NormConfig(NormKind.RMS, 1e-5).init(heads, size)(named).array
     around_one = NormConfig(NormKind.RMS, 1e-5, is_around_one=True).init(size, each=(heads,))
     of_each_head = around_one(named).array
+    bare = NormConfig(NormKind.RMS, 1e-5, has_weight=False).init(heads, size)
+    assert bare.weight is None and np.array_equal(bare(named).array, rms)
     assert around_one.weight.axes == (heads, size)
     centred = x - x.mean(-1, keepdims=True)
     assert np.abs(layer - centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-5)).max() < 1e-6

@@ -8,13 +8,12 @@ from shardplan.decoder.families.common.family import Family
 from shardplan.decoder.families.common.keys import (
     SLIDING,
     architecture,
-    every,
     read_attention,
     read_gated_mlp,
     read_rms_norm,
     read_windows,
 )
-from shardplan.decoder.families.common.rotary_keys import read_rotary
+from shardplan.decoder.families.common.rotary_keys import read_rotary, read_rotated_layers
 from shardplan.decoder.families.common.rules import standard_layer_rules
 from shardplan.decoder.parts.block import LayerConfig
 
@@ -24,17 +23,13 @@ def read(keys: ConfigKeys) -> dict[str, Any]:
     attention, norm = read_attention(keys, kv_heads=4), read_rms_norm(keys)
     rotary = read_rotary(keys, attention.head_size, 2e6)
     mlp = read_gated_mlp(keys, keys.flag("mlp_bias", default=False))
-    count = keys.integer("num_hidden_layers")
-    is_without = every(keys.integer("no_rope_layer_interval", default=4))
-    has_rotary = keys.take("no_rope_layers", default=[int(not is_without(i)) for i in range(count)])
-    if not isinstance(has_rotary, list) or len(has_rotary) != count or not all(each in (0, 1) for each in has_rotary):
-        keys.refuse("no_rope_layers", has_rotary, f"a list of {count} times 1, for rotary embeddings, or 0")
+    has_rotary = read_rotated_layers(keys)
     uses_windows = keys.flag("use_sliding_window", default=False) and not keys.is_null("sliding_window")
     if not uses_windows and SLIDING in (keys.take("layer_types") or ()):
         keys.refuse("layer_types", keys.take("layer_types"), f"without {SLIDING}, as windows are not used")
     keys.take("max_window_layers")  # a leftover of Qwen's files, which SmolLM3 does not read
     # layers with rotary embeddings attend to all positions
-    windows = read_windows(keys, lambda i: not uses_windows or bool(has_rotary[i]))
+    windows = read_windows(keys, lambda i: not uses_windows or has_rotary[i])
 
     layers = []
     for window, is_rotated in zip(windows, has_rotary, strict=True):

@@ -67,7 +67,7 @@ class HeadNorm:
 
 @dataclass(frozen=True)
 class QueryTemperature:
-    """Scales queries by `1 + beta * ln(1 + floor(position / positions))`.
+    """Scales queries by `1 + beta * ln(1 + floor((position + first) / positions))`.
 
     Source: attention of Llama 4, which Ministral 3 has as well.
     """
@@ -75,10 +75,12 @@ class QueryTemperature:
     beta: float
     positions: int
     """Positions per step of the scale; queries in the first step are not scaled."""
+    first: int = 0
+    """The number of a text's first position."""
 
     def __call__(self, queries: NamedArray, positions: Positions) -> NamedArray:
         """Scale queries {..., position, ...}; the result has their dtype."""
-        steps = hax.floor(positions.indices.astype(jnp.float32) / self.positions)
+        steps = hax.floor((positions.indices + self.first).astype(jnp.float32) / self.positions)
         return (queries * (1.0 + self.beta * hax.log1p(steps))).astype(queries.dtype)
 
 

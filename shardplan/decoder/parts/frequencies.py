@@ -81,7 +81,8 @@ def _llama3(powers: np.ndarray, scaling: Mapping[str, Any]) -> np.ndarray:
     """
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     rotations = scaling["original_max_position_embeddings"] * powers / (2 * math.pi)
-    kept = np.clip((rotations - low) / (high - low), 0, 1)
+    # Llama 4 has no frequencies between
+    kept = rotations >= low if high == low else np.clip((rotations - low) / (high - low), 0, 1)
     return (1 - kept) * powers / scaling["factor"] + kept * powers
 
 

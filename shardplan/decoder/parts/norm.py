@@ -31,6 +31,8 @@ class NormConfig:
     has_bias: bool = False
     is_around_one: bool = False
     """Whether the norm multiplies by weight + 1, as in Gemma."""
+    has_weight: bool = True
+    """Whether the norm multiplies by a weight."""
 
     def init(self, *axes: Axis, each: tuple[Axis, ...] = ()) -> "Norm":
         """Make a norm over `axes` that multiplies by 1 and adds 0.
@@ -39,15 +41,17 @@ class NormConfig:
             each: further axes of weight and bias, whose elements are normalised separately.
         """
         shape = (*each, *axes)
-        weight = hax.zeros(shape) if self.is_around_one else hax.ones(shape)
+        weight = None
+        if self.has_weight:
+            weight = hax.zeros(shape) if self.is_around_one else hax.ones(shape)
         over = tuple(axis.name for axis in axes)
         return Norm(weight, hax.zeros(shape) if self.has_bias else None, over, self)
 
 
 class Norm(eqx.Module):
-    """Normalises an array over some of its axes, and multiplies it by a weight."""
+    """Normalises an array over some of its axes, and multiplies it by a weight if it has one."""
 
-    weight: NamedArray
+    weight: NamedArray | None
     bias: NamedArray | None
     over: tuple[str, ...] = eqx.field(static=True)
     """Names of the axes that are normalised together."""
@@ -60,11 +64,12 @@ class Norm(eqx.Module):
         if self.config.kind is NormKind.LAYER:
             wide = wide - hax.mean(wide, self.over)
         wide = wide * hax.rsqrt(hax.mean(wide * wide, self.over) + self.config.epsilon)
-        if self.config.kind is NormKind.RMS and not self.config.is_around_one and self.bias is None:
-            # in the model's dtype, as in transformers' Llama: float32 makes a training step 3 % longer (docs/log.md)
-            return self.weight.astype(x.dtype) * wide.astype(x.dtype)
-        weight = self.weight.astype(jnp.float32)
-        wide = wide * (weight + 1.0 if self.config.is_around_one else weight)
+        if self.weight is not None:
+            if self.config.kind is NormKind.RMS and not self.config.is_around_one and self.bias is None:
+                # in the model's dtype, as in transformers' Llama: float32 makes a step 3 % longer (docs/log.md)
+                return self.weight.astype(x.dtype) * wide.astype(x.dtype)
+            weight = self.weight.astype(jnp.float32)
+            wide = wide * (weight + 1.0 if self.config.is_around_one else weight)
         if self.bias is not None:
             wide = wide + self.bias.astype(jnp.float32)
         return wide.astype(x.dtype)

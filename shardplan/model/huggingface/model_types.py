@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 SUPPORTED_TYPES = (
     "apertus", "cohere", "cohere2", "exaone4", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "gpt2", "gpt_neox",
-    "gptj", "granite", "llama", "ministral3", "mistral", "mixtral", "olmo2", "olmo3", "opt", "phi", "phi3", "qwen2",
-    "qwen3", "seed_oss", "smollm3", "stablelm", "starcoder2",
+    "gpt_oss", "gptj", "granite", "llama", "llama4_text", "ministral3", "mistral", "mixtral", "olmo2", "olmo3", "opt",
+    "phi", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "stablelm", "starcoder2",
 )  # fmt: skip
 """The model types that shardplan's decoder computes: the keys of `shardplan.decoder.families.FAMILIES`."""
 LEFT_OUT_KEYS = {
@@ -85,9 +85,6 @@ OTHER_TYPES = {
     "glm4_moe_lite": OtherType("mixtral", DEEPSEEK),
     "gpt_bigcode": OtherType("gpt2", "keys and values that all heads share"),
     "gpt_neo": OtherType("gpt2", "windows in every second layer, and attention without scaling"),
-    "gpt_oss": OtherType(
-        "mixtral", "attention sinks, windows in every second layer, biases, and experts with a clamped activation"
-    ),
     "granitemoe": OtherType("mixtral", MULTIPLIERS),
     "granitemoehybrid": OtherType(None, HYBRID),
     "hunyuan_v1_dense": OtherType("llama", "norms of queries and keys, behind the rotary embeddings"),
@@ -97,12 +94,6 @@ OTHER_TYPES = {
     "kimi_k2": OtherType("mixtral", DEEPSEEK),
     "kimi_linear": OtherType(None, "linear attention in most layers, and latent attention in the others"),
     "lfm2": OtherType(None, "convolutions in most layers"),
-    "llama4": OtherType(
-        "mixtral", "chunked attention, layers without rope, and a shared expert beside one routed expert"
-    ),
-    "llama4_text": OtherType(
-        "mixtral", "chunked attention, layers without rope, and a shared expert beside one routed expert"
-    ),
     "mamba": OtherType(None, HYBRID),
     "mamba2": OtherType(None, HYBRID),
     "minimax": OtherType("mixtral", "linear attention in some layers"),

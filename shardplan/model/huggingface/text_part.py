@@ -13,8 +13,8 @@ SHARED_KEYS = ("tie_word_embeddings", "quantization_config", "compression_config
 """Keys of the wrapper that hold for its text model as well."""
 TEXT_TYPES = {
     "aya_vision": "cohere2", "gemma3": "gemma3_text", "idefics2": "mistral", "idefics3": "llama", "internvl": "qwen2",
-    "janus": "llama", "llava": "llama", "llava_next": "llama", "llava_onevision": "qwen2", "mistral3": "mistral",
-    "paligemma": "gemma", "smolvlm": "llama", "video_llava": "llama", "vipllava": "llama",
+    "janus": "llama", "llama4": "llama4_text", "llava": "llama", "llava_next": "llama", "llava_onevision": "qwen2",
+    "mistral3": "mistral", "paligemma": "gemma", "smolvlm": "llama", "video_llava": "llama", "vipllava": "llama",
 }  # fmt: skip
 """Model type of a wrapper -> model type of its text model, if the text model's configuration does not name it."""
 

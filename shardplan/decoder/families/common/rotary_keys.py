@@ -83,6 +83,20 @@ def require_rope(keys: ConfigKeys) -> None:
         keys.refuse("rope_parameters", None, "given: a default that scales rotary embeddings is not assumed")
 
 
+def read_rotated_layers(keys: ConfigKeys) -> list[bool]:
+    """Read for every layer whether it has rotary embeddings: by default all but every fourth.
+
+    Raises:
+        ConfigError: `no_rope_layers` does not have a 1, for rotary embeddings, or a 0 for each layer.
+    """
+    count, period = keys.integer("num_hidden_layers"), keys.integer("no_rope_layer_interval", default=4)
+    default = [int((i + 1) % period != 0) for i in range(count)]
+    given = keys.take("no_rope_layers") or default  # releases of Llama 4 leave the list empty
+    if not isinstance(given, list) or len(given) != count or not all(each in (0, 1) for each in given):
+        keys.refuse("no_rope_layers", given, f"a list of {count} times 1, for rotary embeddings, or 0")
+    return [bool(each) for each in given]
+
+
 def read_temperature(keys: ConfigKeys) -> QueryTemperature | None:
     """Read how queries grow with their position; None if they do not grow."""
     values = _values(keys, None, True)

@@ -108,8 +108,8 @@ def attention_rules(
 
 
 def head_norm_rules(attention: GroupedAttention, path: str, name: str, heads: int) -> Rules:
-    """Return the rules of the norm of queries or of keys; none if attention has no such norms."""
-    if attention.head_norm is None:
+    """Return the rules of the norm of queries or of keys; none if attention has no such norms, or without weights."""
+    if attention.head_norm is None or not attention.head_norm.norm.has_weight:
         return {}
     size = attention.head_size
     shapes: dict[NormExtent, Shape] = {
