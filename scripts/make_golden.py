@@ -20,6 +20,8 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+EAGER = {"dtype": torch.float32, "attn_implementation": "eager", "experts_implementation": "eager"}
+"""Arguments of models; torch's grouped matmuls of experts have no float64."""
 SEQUENCES = 2
 PRECISION = 2.0**-32
 """Logits in float64 are rounded to multiples of this, so that the file is small."""
@@ -35,12 +37,12 @@ def main() -> None:
     torch.manual_seed(0)
     values = json.loads(arguments.config.read_text())
     config = AutoConfig.for_model(**values)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_config(config, **EAGER).eval()
     randomize(model)
     model.save_pretrained(arguments.to)
     shutil.copy(arguments.config, arguments.to / "config.json")
     (arguments.to / "generation_config.json").unlink(missing_ok=True)
-    model = AutoModelForCausalLM.from_pretrained(arguments.to, dtype=torch.float32, attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_pretrained(arguments.to, **EAGER).eval()
     tokens = torch.randint(0, config.get_text_config().vocab_size, (SEQUENCES, arguments.length))
     with torch.no_grad():
         single = model(tokens).logits.numpy()
@@ -61,6 +63,9 @@ def randomize(model: torch.nn.Module) -> None:
                 parameter.normal_(std=parameter.shape[-1] ** -0.5)
             else:
                 parameter.normal_(mean=float(name.endswith("weight") and bool(parameter.mean() > 0.5)), std=0.2)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):  # of routers; transformers has it as no parameter
+                buffer.normal_(std=0.2)
 
 
 @contextmanager

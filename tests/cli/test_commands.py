@@ -198,7 +198,7 @@ def test_a_model_that_is_not_supported_is_refused_first(checkpoint, tmp_path):
     folder = tmp_path / "moe"
     folder.mkdir()
     config = json.loads((checkpoint / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "model_type": "qwen3_moe", "num_experts": 128}))
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "qwen3_next", "num_experts": 128}))
     (folder / "model.safetensors").write_bytes(b"damaged")
     (tmp_path / "levanter.yaml").write_text("trainer: {mesh: {axes: {model: 2}}}")
     text = f"--data.path={checkpoint / 'text.jsonl'}"
@@ -208,7 +208,7 @@ def test_a_model_that_is_not_supported_is_refused_first(checkpoint, tmp_path):
     )  # fmt: skip
     for command, *flags in commands:
         done = run(command, *flags, f"--model.ref={folder}")
-        fails(done, 2, "model_type 'qwen3_moe' is not supported; nearest is 'qwen3', which is another model: ")
+        fails(done, 2, "model_type 'qwen3_next' is not supported; nearest is 'qwen3', which is another model: ")
         assert "num_experts 128" in done.stderr and "did you mean" not in done.stderr
 
 

@@ -124,7 +124,13 @@ def test_mapping_the_token_axes_of_experts_gives_wrong_logits(golden, make_confi
     assert deviation(golden, make_config, "mixtral", (1, 4, 2), change_plan=sharded) > 0.1
 
 
-UNSHARDED = dict.fromkeys(("kv_head", "q_heads_per_group", "heads", "head_size", "mlp", "vocab", "experts"), ())
+UNSHARDED = dict.fromkeys(
+    (
+        "expert_mlp", "expert_score", "experts", "head_size", "heads", "kv_head", "kv_lora", "mlp", "q_heads_per_group",
+        "q_lora", "rotated_head_size", "shared_mlp", "unrotated_head_size", "value_head_size", "vocab",
+    ),
+    (),
+)  # fmt: skip
 METHODS = itertools.cycle(
     [
         AttentionPlan("ring", 1, 4, "zigzag"), AttentionPlan("ulysses", 4), AttentionPlan("hybrid", 2, 2, "zigzag"),

@@ -1,6 +1,8 @@
-"""GLM 4: half of each head is rotated, in pairs of neighbours; GLM-4-0414 also has norms after attention and MLP.
+"""GLM 4 and 4.5: half of each head is rotated.
 
-Source: https://arxiv.org/abs/2406.12793, and modelling code of transformers.
+GLM 4 rotates neighbouring pairs; GLM-4-0414 has norms behind attention and MLP as well; GLM 4.5 to 4.7 have experts
+behind their first layers. Sources: https://arxiv.org/abs/2406.12793, https://arxiv.org/abs/2508.06471, and modelling
+code of transformers.
 """
 
 from dataclasses import replace
@@ -8,6 +10,14 @@ from typing import Any
 
 from shardplan.decoder.architecture import Architecture
 from shardplan.decoder.config_keys import ConfigKeys
+from shardplan.decoder.families.common.expert_keys import (
+    ExpertDefaults,
+    read_experts,
+    read_kinds_of_mlp,
+    read_mlps,
+    read_router,
+)
+from shardplan.decoder.families.common.expert_rules import expert_layer_rules
 from shardplan.decoder.families.common.family import Family
 from shardplan.decoder.families.common.keys import architecture, read_gated_mlp, read_heads, read_rms_norm
 from shardplan.decoder.families.common.rotary_keys import read_rotary
@@ -20,7 +30,9 @@ from shardplan.decoder.families.common.rules import (
     layer_norm_rules,
     linear_rules,
 )
+from shardplan.decoder.parts.attention import HeadNorm
 from shardplan.decoder.parts.block import LayerConfig, Wiring
+from shardplan.decoder.parts.router import Scoring
 
 NORM_NAMES_0414 = {
     "attention_norm": "input_layernorm",
@@ -28,6 +40,7 @@ NORM_NAMES_0414 = {
     "mlp_norm": "post_attention_layernorm",
     "mlp_out_norm": "post_mlp_layernorm",
 }
+DEFAULTS = ExpertDefaults(experts=128, per_token=8, size=1408, shared=1, scale=1.0)
 
 
 def read_glm(keys: ConfigKeys) -> dict[str, Any]:
@@ -38,6 +51,24 @@ def read_glm(keys: ConfigKeys) -> dict[str, Any]:
 def read_glm4(keys: ConfigKeys) -> dict[str, Any]:
     """Read the fields of an `Architecture` from a config.json of GLM-4-0414."""
     return _read(keys, Wiring.SANDWICH)
+
+
+def read_glm4_moe(keys: ConfigKeys) -> dict[str, Any]:
+    """Return the fields of the `Architecture` of a config.json of GLM 4.5, 4.6 or 4.7."""
+    keys.only("scoring_func", ["sigmoid"])
+    keys.only("topk_method", ["noaux_tc"])
+    keys.only("moe_router_dtype", ["float32"])
+    heads, norm = read_heads(keys, kv_heads=8), read_rms_norm(keys, 1e-5)
+    attention = replace(
+        heads,
+        rotary=read_rotary(keys, heads.head_size, partial=0.5),
+        has_bias=keys.flag("attention_bias", default=False),
+        head_norm=HeadNorm(norm) if keys.flag("use_qk_norm", default=False) else None,
+    )
+    router = read_router(keys, DEFAULTS, Scoring.SIGMOID, best_of_group=2, has_correction=True)
+    experts = read_experts(keys, DEFAULTS, router)
+    layers = [LayerConfig(attention, mlp, norm) for mlp in read_mlps(keys, experts, read_kinds_of_mlp(keys, 1))]
+    return architecture(keys, layers, norm, positions=131072)
 
 
 def _read(keys: ConfigKeys, wiring: Wiring) -> dict[str, Any]:
@@ -66,3 +97,4 @@ def layer_rules(config: Architecture, layer: LayerConfig, index: int) -> Rules:
 
 GLM = Family(read_glm, layer_rules)
 GLM4 = Family(read_glm4, layer_rules)
+GLM4_MOE = Family(read_glm4_moe, expert_layer_rules)

@@ -1,12 +1,15 @@
-"""OLMo 2 and 3: norms after attention and MLP, and norms of queries and keys over all heads together.
+"""OLMo 2 and 3, and OLMoE: norms of queries and keys over all heads.
 
-In OLMo 3, three of four layers have a window. Source: https://arxiv.org/abs/2501.00656.
+OLMo 2 and 3 have norms behind attention and MLP; OLMo 3 has windows in three of four layers; OLMoE has experts in place
+of its MLPs. Sources: https://arxiv.org/abs/2501.00656, https://arxiv.org/abs/2409.02060.
 """
 
 from dataclasses import replace
 from typing import Any
 
 from shardplan.decoder.config_keys import ConfigKeys
+from shardplan.decoder.families.common.expert_keys import gated_experts, read_counts
+from shardplan.decoder.families.common.expert_rules import expert_layer_rules
 from shardplan.decoder.families.common.family import Family
 from shardplan.decoder.families.common.keys import (
     FULL,
@@ -22,6 +25,7 @@ from shardplan.decoder.families.common.rotary_keys import read_rotary
 from shardplan.decoder.families.common.rules import standard_layer_rules
 from shardplan.decoder.parts.attention import HeadNorm, NormExtent
 from shardplan.decoder.parts.block import LayerConfig, Wiring
+from shardplan.decoder.parts.router import RouterConfig
 
 THETA = 500000.0
 
@@ -50,6 +54,21 @@ def read_olmo3(keys: ConfigKeys) -> dict[str, Any]:
     return architecture(keys, layers, layer.norm)
 
 
+def read_olmoe(keys: ConfigKeys) -> dict[str, Any]:
+    """Return the fields of the `Architecture` of a config.json of OLMoE, whose releases clip nothing."""
+    clip = keys.take("clip_qkv")
+    if clip is not None:
+        keys.refuse("clip_qkv", clip, "null: queries, keys and values are not clipped")
+    norm = read_rms_norm(keys, 1e-5)
+    heads = replace(read_attention(keys), head_norm=HeadNorm(norm, NormExtent.ALL_HEADS))
+    attention = replace(heads, rotary=read_rotary(keys, heads.head_size))
+    experts, per_token = read_counts(keys, ("num_experts", "num_local_experts"), ("num_experts_per_tok",), (64, 8))
+    router = RouterConfig(experts, per_token, is_normalised=keys.flag("norm_topk_prob", default=False))
+    mlp = gated_experts(keys, router, keys.integer("intermediate_size", default=2048))
+    layers = [LayerConfig(attention, mlp, norm)] * keys.integer("num_hidden_layers")
+    return architecture(keys, layers, norm, positions=4096)
+
+
 def _read_layer(keys: ConfigKeys) -> LayerConfig:
     """Read a layer; the caller adds rotary embeddings and the window."""
     norm = read_rms_norm(keys, 1e-5)
@@ -59,3 +78,4 @@ def _read_layer(keys: ConfigKeys) -> LayerConfig:
 
 OLMO2 = Family(read_olmo2, standard_layer_rules)
 OLMO3 = Family(read_olmo3, standard_layer_rules)
+OLMOE = Family(read_olmoe, expert_layer_rules)

@@ -1,4 +1,4 @@
-"""Qwen 2, 2.5 and 3: biases of queries, keys and values up to Qwen 2.5, and norms of queries and keys in Qwen 3.
+"""Qwen 2, 2.5 and 3, and Qwen 3 with experts in place of most or all of its MLPs.
 
 Sources: https://arxiv.org/abs/2407.10671, https://arxiv.org/abs/2505.09388.
 """
@@ -7,10 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 from shardplan.decoder.config_keys import ConfigKeys
+from shardplan.decoder.families.common.expert_keys import gated_experts, read_counts, read_mlps
+from shardplan.decoder.families.common.expert_rules import expert_layer_rules
 from shardplan.decoder.families.common.family import Family
 from shardplan.decoder.families.common.keys import (
     SLIDING,
     architecture,
+    every,
     read_attention,
     read_gated_mlp,
     read_heads,
@@ -23,6 +26,7 @@ from shardplan.decoder.families.common.rules import standard_layer_rules
 from shardplan.decoder.parts.attention import GroupedAttention, HeadNorm
 from shardplan.decoder.parts.block import LayerConfig
 from shardplan.decoder.parts.norm import NormConfig
+from shardplan.decoder.parts.router import RouterConfig
 
 
 def read_qwen2(keys: ConfigKeys) -> dict[str, Any]:
@@ -34,6 +38,33 @@ def read_qwen3(keys: ConfigKeys) -> dict[str, Any]:
     """Read the fields of an `Architecture` from a config.json of Qwen 3: queries and keys are normalised."""
     norm = read_rms_norm(keys)
     return _read(keys, replace(read_attention(keys, 128), head_norm=HeadNorm(norm)), norm)
+
+
+def read_qwen3_moe(keys: ConfigKeys) -> dict[str, Any]:
+    """Return the fields of the `Architecture` of a config.json of Qwen 3 with experts; all layers have the window."""
+    norm = read_rms_norm(keys)
+    heads = replace(read_attention(keys, kv_heads=4), head_norm=HeadNorm(norm))
+    window = None
+    if keys.flag("use_sliding_window", default=False):
+        window = keys.integer_or_null("sliding_window", 4096)
+    else:
+        keys.take("sliding_window", "max_window_layers")
+    attention = replace(heads, rotary=read_rotary(keys, heads.head_size), window=window)
+    experts, per_token = read_counts(keys, ("num_experts", "num_local_experts"), ("num_experts_per_tok",), (128, 8))
+    router = RouterConfig(experts, per_token, is_normalised=keys.flag("norm_topk_prob", default=False))
+    mlp = gated_experts(keys, router, keys.integer("moe_intermediate_size", default=768))
+    layers = [LayerConfig(attention, each, norm) for each in read_mlps(keys, mlp, _read_kinds_of_mlp(keys))]
+    return architecture(keys, layers, norm, positions=32768)
+
+
+def _read_kinds_of_mlp(keys: ConfigKeys) -> list[bool]:
+    """Read for every layer whether it has experts."""
+    layers, period = keys.integer("num_hidden_layers"), keys.integer("decoder_sparse_step", default=1)
+    dense = keys.take("mlp_only_layers", default=[])
+    if not isinstance(dense, list) or not all(type(each) is int for each in dense):
+        keys.refuse("mlp_only_layers", dense, "a list of numbers of layers")
+    is_last = every(period)
+    return [is_last(i) and i not in dense for i in range(layers)]
 
 
 def _read(keys: ConfigKeys, attention: GroupedAttention, norm: NormConfig) -> dict[str, Any]:
@@ -50,3 +81,4 @@ def _read(keys: ConfigKeys, attention: GroupedAttention, norm: NormConfig) -> di
 
 QWEN2 = Family(read_qwen2, standard_layer_rules)
 QWEN3 = Family(read_qwen3, standard_layer_rules)
+QWEN3_MOE = Family(read_qwen3_moe, expert_layer_rules)

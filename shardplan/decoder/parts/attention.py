@@ -49,10 +49,12 @@ class NormExtent(Enum):
 
 @dataclass(frozen=True)
 class HeadNorm:
-    """The norms of queries and keys, which are applied before rotary embeddings."""
+    """The norms of queries and keys."""
 
     norm: NormConfig
     extent: NormExtent = NormExtent.HEAD
+    is_after_rotary: bool = False
+    """Whether queries and keys are normalised after they are rotated, not before."""
 
     def init(self, heads: tuple[Axis, ...], head_size: Axis) -> Norm:
         """Make the norm of queries or of keys."""
@@ -201,11 +203,14 @@ class AttentionLayer(eqx.Module):
         config = self.config
         queries = ActivationName.QUERIES(self.q_proj(x))
         keys, values = ActivationName.KEYS(self.k_proj(x)), ActivationName.VALUES(self.v_proj(x))
-        if self.q_norm is not None and self.k_norm is not None:
-            queries, keys = self.q_norm(queries), self.k_norm(keys)
+        is_rotated_first = config.head_norm is not None and config.head_norm.is_after_rotary
+        if not is_rotated_first:
+            queries, keys = self._normed(queries, keys)
         if config.rotary is not None:
             queries = config.rotary(queries, config.HeadSize, positions)
             keys = config.rotary(keys, config.HeadSize, positions)
+        if is_rotated_first:
+            queries, keys = self._normed(queries, keys)
         if config.temperature is not None:
             queries = config.temperature(queries, positions)
         # the order of axes in kernels, so that neither queries nor outputs are transposed twice
@@ -226,6 +231,12 @@ class AttentionLayer(eqx.Module):
         attended = attended.flatten_axes((config.KVHeads, config.QHeadsPerGroup), config.Heads)
         context = ActivationName.CONTEXT(hax.auto_sharded(attended.astype(x.dtype)))
         return ActivationName.ATTENTION_OUT(self.o_proj(context))
+
+    def _normed(self, queries: NamedArray, keys: NamedArray) -> tuple[NamedArray, NamedArray]:
+        """Normalise queries and keys, if the layer does."""
+        if self.q_norm is None or self.k_norm is None:
+            return queries, keys
+        return self.q_norm(queries), self.k_norm(keys)
 
     def _narrowed(self, mask: AttentionMask, positions: Positions, Pos: Axis) -> AttentionMask:
         """Return the mask restricted to the window and the chunks of the layer.

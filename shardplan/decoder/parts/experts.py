@@ -5,7 +5,7 @@ have axes of their own, so that they can be stored and computed under other mapp
 Sources: https://arxiv.org/abs/2401.04088, and for shared experts https://arxiv.org/abs/2401.06066.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import equinox as eqx
 import haliax as hax
@@ -109,7 +109,8 @@ class ExpertsConfig:
         return ExpertsLayer(
             router=self.router.init(Embed, router),
             experts=weights,
-            shared=None if self.shared is None else self.shared.init(Embed, shared),
+            # an axis of its own, as layers without experts have MLPs of another size
+            shared=None if self.shared is None else replace(self.shared, axis="shared_mlp").init(Embed, shared),
             config=self,
         )
 

@@ -38,11 +38,13 @@ class MlpConfig:
     has_bias: bool = False
     is_gated: bool = False
     """Whether a third projection makes a gate: hidden = activation(gate) * up; else hidden = activation(up)."""
+    axis: str = "mlp"
+    """Name of the axis of the hidden state."""
 
     @property
     def Mlp(self) -> Axis:
         """The axis of the hidden state."""
-        return Axis("mlp", self.size)
+        return Axis(self.axis, self.size)
 
     def flops_per_token(self, embed: int) -> int:
         """Count the FLOPs of a token's projections, as Levanter's `lm_flops_per_token` does.

@@ -6,9 +6,10 @@ Imports no JAX, because configurations are checked before it is imported.
 from dataclasses import dataclass
 
 SUPPORTED_TYPES = (
-    "apertus", "cohere", "cohere2", "exaone4", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "gpt2", "gpt_neox",
-    "gpt_oss", "gptj", "granite", "llama", "llama4_text", "ministral3", "mistral", "mixtral", "olmo2", "olmo3", "opt",
-    "phi", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "stablelm", "starcoder2",
+    "apertus", "cohere", "cohere2", "dots1", "ernie4_5_moe", "exaone4", "gemma", "gemma2", "gemma3_text", "glm", "glm4",
+    "glm4_moe", "gpt2", "gpt_neox", "gpt_oss", "gptj", "granite", "hunyuan_v1_moe", "hy_v3", "llama", "llama4_text",
+    "minimax_m2", "ministral3", "mistral", "mixtral", "olmo2", "olmo3", "olmoe", "opt", "phi", "phi3", "qwen2", "qwen3",
+    "qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2",
 )  # fmt: skip
 """The model types that shardplan's decoder computes: the keys of `shardplan.decoder.families.FAMILIES`."""
 LEFT_OUT_KEYS = {
@@ -69,9 +70,7 @@ OTHER_TYPES = {
     "deepseek_v3": OtherType("mixtral", DEEPSEEK),
     "deepseek_v32": OtherType("mixtral", f"{DEEPSEEK}, and sparse attention"),
     "distilbert": OtherType(None, NO_DECODER),
-    "dots1": OtherType("mixtral", "norms of queries and keys, shared experts, and first layers without experts"),
     "ernie4_5": OtherType("llama", "rotary embeddings of neighbouring pairs"),
-    "ernie4_5_moe": OtherType("mixtral", "shared experts, first layers without experts, and a bias of the router"),
     "falcon": OtherType("gpt2", "rotary embeddings, attention and MLP in parallel, and shared keys and values"),
     "falcon_h1": OtherType(None, HYBRID),
     "falcon_mamba": OtherType(None, HYBRID),
@@ -81,15 +80,12 @@ OTHER_TYPES = {
     ),
     "gemma4": OtherType("gemma2", "windows in most layers, and other head sizes in the others"),
     "gemma4_text": OtherType("gemma2", "windows in most layers, and other head sizes in the others"),
-    "glm4_moe": OtherType("mixtral", "rope of a part of each head, shared experts, and first layers without experts"),
     "glm4_moe_lite": OtherType("mixtral", DEEPSEEK),
     "gpt_bigcode": OtherType("gpt2", "keys and values that all heads share"),
     "gpt_neo": OtherType("gpt2", "windows in every second layer, and attention without scaling"),
     "granitemoe": OtherType("mixtral", MULTIPLIERS),
     "granitemoehybrid": OtherType(None, HYBRID),
     "hunyuan_v1_dense": OtherType("llama", "norms of queries and keys, behind the rotary embeddings"),
-    "hunyuan_v1_moe": OtherType("mixtral", "norms of queries and keys, and shared experts"),
-    "hy_v3": OtherType("mixtral", "norms of queries and keys, shared experts, and first layers without experts"),
     "jamba": OtherType(None, HYBRID),
     "kimi_k2": OtherType("mixtral", DEEPSEEK),
     "kimi_linear": OtherType(None, "linear attention in most layers, and latent attention in the others"),
@@ -97,7 +93,6 @@ OTHER_TYPES = {
     "mamba": OtherType(None, HYBRID),
     "mamba2": OtherType(None, HYBRID),
     "minimax": OtherType("mixtral", "linear attention in some layers"),
-    "minimax_m2": OtherType("mixtral", "norms of queries and keys, and rotary embeddings of a part of each head"),
     "ministral": OtherType("mistral", "windows in some layers only"),
     "mistral4": OtherType("mixtral", "latent attention (keys and values of low rank), and a shared expert"),
     "mllama": OtherType("llama", "layers of cross-attention to an image"),
@@ -106,7 +101,6 @@ OTHER_TYPES = {
     "nemotron": OtherType("llama", "layer norms with a mean, an MLP without a gate, and rope of a part of each head"),
     "nemotron_h": OtherType(None, HYBRID),
     "olmo": OtherType("llama", "layer norms without weights, and clipped queries, keys and values"),
-    "olmoe": OtherType("mixtral", "norms of queries and keys, and weights of experts that are not normalized"),
     "persimmon": OtherType("gpt2", "rotary embeddings of a part of each head, and norms of queries and keys"),
     "phimoe": OtherType("mixtral", "layer norms with a mean, and another choice of experts"),
     "qwen": OtherType("qwen2", "packed projections, and other names of tensors"),
@@ -117,7 +111,6 @@ OTHER_TYPES = {
     "qwen2_vl_text": OtherType("qwen2", VISION_ROPE),
     "qwen3_5": OtherType("qwen3", LINEAR),
     "qwen3_5_moe": OtherType("qwen3", f"{LINEAR}, and {EXPERTS}"),
-    "qwen3_moe": OtherType("qwen3", EXPERTS),
     "qwen3_next": OtherType("qwen3", f"{LINEAR}, and {EXPERTS}"),
     "qwen3_vl": OtherType("qwen3", VISION_ROPE),
     "qwen3_vl_moe": OtherType("qwen3", f"{VISION_ROPE}, and {EXPERTS}"),

@@ -10,18 +10,20 @@ from typing import Any
 
 from shardplan.decoder.config_keys import ConfigKeys
 from shardplan.decoder.parts.attention import QueryTemperature
-from shardplan.decoder.parts.frequencies import scaled
+from shardplan.decoder.parts.frequencies import scaled, unscaled
 from shardplan.decoder.parts.rotary import Rotary
 from shardplan.errors import ConfigError
 from shardplan.model.huggingface.rope_keys import read_rope
 
 TEMPERATURE = "llama_4_scaling_beta"
 """Key of the factor `beta` by which queries grow with their position (`QueryTemperature`)."""
+ALPHA = "alpha"
+"""Key of a fixed growth of the base, beside the type `dynamic`, which then scales nothing else."""
 LONGROPE = ("longrope", "su")
 """Names of LongRoPE, where each frequency has a factor of its own, and another factor for long texts."""
 KNOWN = frozenset(
     {
-        "attention_factor", "beta_fast", "beta_slow", "factor", "finetuned", "high_freq_factor",
+        ALPHA, "attention_factor", "beta_fast", "beta_slow", "factor", "finetuned", "high_freq_factor",
         TEMPERATURE, "long_factor", "low_freq_factor", "max_position_embeddings", "mscale",
         "mscale_all_dim", "original_max_position_embeddings", "partial_rotary_factor", "rope_theta", "rope_type",
         "short_factor", "truncate", "type",
@@ -40,6 +42,7 @@ def read_rotary(
     theta_keys: tuple[str, ...] = ("rope_theta",),
     is_scaled: bool = True,
     has_temperature: bool = False,
+    has_alpha: bool = False,
 ) -> Rotary:
     """Read the rotary embeddings of heads of `head_size` channels.
 
@@ -50,6 +53,8 @@ def read_rotary(
         theta_keys: keys of the base at the top level of the file; empty if they do not hold for these layers.
         is_scaled: whether these layers are scaled by a file that has one scaling for all kinds of layers.
         has_temperature: whether the family reads `llama_4_scaling_beta` (`read_temperature`).
+        has_alpha: whether the family reads `alpha`, by which the base becomes base * alpha ** (d / (d - 2)), for d
+            channels.
 
     Raises:
         ConfigError: the decoder does not support the rotary embeddings, or a value is missing or wrong.
@@ -70,6 +75,11 @@ def read_rotary(
     channels = int(head_size * part)
     if part > 1 or channels < 2 or channels % 2:
         keys.refuse("partial_rotary_factor", part, f"a part of the {head_size} channels of a head, an even number")
+    if values.get(ALPHA):
+        kind = values.get("rope_type") or values.get("type")
+        if not has_alpha or kind != "dynamic" or channels < 4:
+            keys.refuse(ALPHA, values[ALPHA], f"absent, for a {keys.values['model_type']!r} with the type {kind!r}")
+        return Rotary(unscaled(base * _checked(keys, ALPHA, values[ALPHA]) ** (channels / (channels - 2)), channels))
     return Rotary(scaled(base, channels, _scaling(keys, values, channels // 2)))
 
 
@@ -135,7 +145,7 @@ def _scaling(keys: ConfigKeys, values: Mapping[str, Any], pairs: int) -> dict[st
     """Return the scaling of the frequencies with all its values; None if they are not scaled."""
     positions = keys.take("max_position_embeddings")
     original = keys.take("original_max_position_embeddings")
-    own = ("rope_theta", "partial_rotary_factor", TEMPERATURE)
+    own = ("rope_theta", "partial_rotary_factor", TEMPERATURE, ALPHA)
     scaling = {name: value for name, value in values.items() if name not in own}
     kind = scaling.get("rope_type") or scaling.get("type")
     if kind in LONGROPE or (kind == "yarn" and "long_factor" in scaling):  # the first Phi-3 called it yarn

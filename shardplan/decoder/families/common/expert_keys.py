@@ -1,0 +1,159 @@
+"""Keys of a config.json about routed experts; most families have the names that DeepSeek gave them."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from shardplan.decoder.config_keys import ConfigKeys
+from shardplan.decoder.families.common.keys import ACTIVATIONS, read_gated_mlp
+from shardplan.decoder.parts.experts import ExpertsConfig, GatedActivation
+from shardplan.decoder.parts.mlp import MlpConfig
+from shardplan.decoder.parts.router import ExpertGroups, RouterConfig, Scoring
+
+TRAINING_KEYS = (
+    "aux_loss_alpha", "ep_size", "num_mtp_layers", "output_router_logits", "router_aux_loss_coef",
+    "router_jitter_noise", "seq_aux",
+)  # fmt: skip
+"""Keys that say something about training alone, about where experts are computed, or about further heads."""
+MIN_SUM = 1e-20
+"""What transformers adds to the sum of weights that it divides by."""
+DENSE, SPARSE = "dense", "sparse"
+"""Kinds of layers in `mlp_layer_types`."""
+
+
+class ExpertDefaults(NamedTuple):
+    """Defaults of the keys of a family; None where the file must say it."""
+
+    experts: int | None
+    per_token: int | None
+    size: int
+    shared: int | None
+    scale: float
+    groups: int = 1
+    chosen_groups: int = 1
+
+
+def read_experts(keys: ConfigKeys, defaults: ExpertDefaults, router: RouterConfig) -> ExpertsConfig:
+    """Read experts, and the shared experts beside them.
+
+    Args:
+        router: that of `read_router`.
+    """
+    size = keys.integer("moe_intermediate_size", default=defaults.size)
+    shared = 0
+    if not keys.is_null("n_shared_experts"):
+        shared = keys.integer("n_shared_experts", default=defaults.shared, least=0)
+    return gated_experts(keys, router, size, shared)
+
+
+def gated_experts(keys: ConfigKeys, router: RouterConfig, size: int, shared: int = 0) -> ExpertsConfig:
+    """Return experts with the activation of `hidden_act`.
+
+    Args:
+        size: elements of the hidden state of an expert.
+        shared: number of shared experts, each of this size too.
+    """
+    keys.take(*TRAINING_KEYS)
+    activation = keys.choice("hidden_act", choices=ACTIVATIONS, default="silu")
+    return ExpertsConfig(
+        router,
+        size,
+        GatedActivation(activation),
+        shared=MlpConfig(size * shared, activation, is_gated=True) if shared else None,
+    )
+
+
+def read_counts(
+    keys: ConfigKeys,
+    experts: tuple[str, ...],
+    per_token: tuple[str, ...],
+    defaults: tuple[int | None, int | None],
+) -> tuple[int, int]:
+    """Read the number of experts, and of those that a token chooses.
+
+    Args:
+        experts, per_token: names of the two keys.
+
+    Raises:
+        ConfigError: a token would choose more experts than there are.
+    """
+    count = keys.integer(*experts, default=defaults[0])
+    chosen = keys.integer(*per_token, default=defaults[1])
+    if chosen > count:
+        keys.refuse(per_token[0], chosen, f"at most {experts[0]}, {count}")
+    return count, chosen
+
+
+def read_router(
+    keys: ConfigKeys,
+    defaults: ExpertDefaults,
+    scoring: Scoring,
+    best_of_group: int | None,
+    *,
+    has_correction: bool = False,
+    is_normalised: bool | None = None,
+) -> RouterConfig:
+    """Read how experts are chosen and weighed.
+
+    Args:
+        best_of_group: experts whose scores are the score of their group; None where the family has no groups.
+        is_normalised: whether weights are divided by their sum; None where `norm_topk_prob` says it.
+    """
+    names = ("n_routed_experts", "num_local_experts", "num_experts")
+    experts, per_token = read_counts(keys, names, ("num_experts_per_tok",), (defaults.experts, defaults.per_token))
+    groups = None if best_of_group is None else _read_groups(keys, defaults, experts, per_token, best_of_group)
+    return RouterConfig(
+        experts,
+        per_token,
+        scoring,
+        has_correction=has_correction,
+        groups=groups,
+        is_normalised=keys.flag("norm_topk_prob", default=True) if is_normalised is None else is_normalised,
+        min_sum=MIN_SUM,
+        scale=keys.number("routed_scaling_factor", default=defaults.scale),
+    )
+
+
+def _read_groups(
+    keys: ConfigKeys, defaults: ExpertDefaults, experts: int, per_token: int, best: int
+) -> ExpertGroups | None:
+    """Read the groups of experts; None where a token may choose from all."""
+    groups = 1 if keys.is_null("n_group") else keys.integer("n_group", default=defaults.groups)
+    chosen = 1 if keys.is_null("topk_group") else keys.integer("topk_group", default=defaults.chosen_groups)
+    if chosen >= groups:
+        return None
+    if experts % groups or experts // groups < best:
+        keys.refuse("n_group", groups, f"a divisor of the {experts} experts, with at least {best} in a group")
+    if chosen * (experts // groups) < per_token:
+        keys.refuse("topk_group", chosen, f"enough groups of {experts // groups} experts to choose {per_token} from")
+    return ExpertGroups(groups, chosen, best)
+
+
+def read_kinds_of_mlp(keys: ConfigKeys, first: int) -> list[bool]:
+    """Read for every layer whether it has experts.
+
+    `mlp_layer_types` says it, or else layers have experts from `first_k_dense_replace` on, all or those whose number is
+    a multiple of `moe_layer_freq`.
+
+    Args:
+        first: default of `first_k_dense_replace`.
+    """
+    layers = keys.integer("num_hidden_layers")
+    first = (
+        0 if keys.is_null("first_k_dense_replace") else keys.integer("first_k_dense_replace", default=first, least=0)
+    )
+    period = keys.integer("moe_layer_freq", default=1)
+    kinds = keys.take("mlp_layer_types")
+    if kinds is None:
+        return [i >= first and i % period == 0 for i in range(layers)]
+    if not isinstance(kinds, list) or len(kinds) != layers or not all(kind in (DENSE, SPARSE) for kind in kinds):
+        keys.refuse("mlp_layer_types", kinds, f"a list of {layers} times {DENSE} or {SPARSE}")
+    return [kind == SPARSE for kind in kinds]
+
+
+def read_mlps(keys: ConfigKeys, experts: ExpertsConfig, kinds: Sequence[bool]) -> list[MlpConfig | ExpertsConfig]:
+    """Return the MLP of every layer: experts where `kinds` says so, else an MLP with a gate."""
+    if all(kinds):
+        keys.take("intermediate_size")
+        return [experts] * len(kinds)
+    dense = read_gated_mlp(keys)
+    return [experts if has_experts else dense for has_experts in kinds]

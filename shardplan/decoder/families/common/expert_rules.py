@@ -1,0 +1,83 @@
+"""Rules of layers with routed experts: the router, the experts, each a tensor of its own, and shared ones."""
+
+from typing import NamedTuple
+
+from shardplan.decoder.architecture import Architecture
+from shardplan.decoder.families.common.rules import Rules, attention_rules, layer_norm_rules, mlp_rules
+from shardplan.decoder.names import Rule, Stacked, StoredTensor, Transposed
+from shardplan.decoder.parts.block import LayerConfig
+from shardplan.decoder.parts.experts import ExpertsConfig
+from shardplan.decoder.parts.mlp import MlpConfig
+
+Mlp = MlpConfig | ExpertsConfig
+"""What a layer has behind its attention."""
+
+
+class ExpertNames(NamedTuple):
+    """The names of the tensors of a layer with experts, behind the prefix of its MLP."""
+
+    router: str = "gate.weight"
+    correction: str = "gate.e_score_correction_bias"
+    experts: str = "experts"
+    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    """The gate of an expert, its projection up, and its projection down."""
+    shared: str = "shared_experts"
+
+
+DEEPSEEK_NAMES = ExpertNames()
+"""The names in DeepSeek's checkpoints, and in most others."""
+
+
+def expert_layer_rules(
+    config: Architecture,
+    layer: LayerConfig,
+    index: int,
+    names: ExpertNames = DEEPSEEK_NAMES,
+    mlp: str = "mlp",
+) -> Rules:
+    """Return the rules of a layer that has the names of Llama's, and perhaps experts in place of its MLP.
+
+    Args:
+        mlp: name of the MLP behind the prefix of the layer.
+    """
+    at, embed = f"model.layers.{index}", config.embed
+    return {
+        **attention_rules(layer.attention, f"{at}.self_attn", embed),
+        **layer_norm_rules(layer, at, embed),
+        **separate_expert_rules(layer.mlp, f"{at}.{mlp}", embed, names),
+    }
+
+
+def separate_expert_rules(mlp: Mlp, name: str, embed: int, names: ExpertNames = DEEPSEEK_NAMES) -> Rules:
+    """Return the rules of experts, every projection of each a tensor; those of an MLP in a layer without experts.
+
+    Args:
+        name: prefix of the MLP.
+    """
+    if isinstance(mlp, MlpConfig):
+        return mlp_rules(mlp, name, embed)
+    found = router_rules(mlp, name, embed, names)
+    for parameter, projection in zip(("gate", "up", "down"), names.projections, strict=True):
+        shape = (embed, mlp.size) if parameter == "down" else (mlp.size, embed)
+        each: list[Rule] = []
+        for expert in range(mlp.router.experts):
+            stored = StoredTensor(f"{name}.{names.experts}.{expert}.{projection}.weight", shape)
+            each.append(Transposed(stored, (1, 0)))
+        found[f"mlp.experts.{parameter}"] = Stacked(tuple(each))
+    return found
+
+
+def router_rules(mlp: ExpertsConfig, name: str, embed: int, names: ExpertNames = DEEPSEEK_NAMES) -> Rules:
+    """Return the rules of the router, and of the shared experts if there are any.
+
+    Args:
+        name: prefix of the MLP.
+    """
+    experts = mlp.router.experts
+    found: Rules = {"mlp.router.weight": StoredTensor(f"{name}.{names.router}", (experts, embed))}
+    if mlp.router.has_correction:
+        found["mlp.router.correction"] = StoredTensor(f"{name}.{names.correction}", (experts,))
+    if mlp.shared is not None:
+        for path, rule in mlp_rules(mlp.shared, f"{name}.{names.shared}", embed).items():
+            found[path.replace("mlp.", "mlp.shared.", 1)] = rule
+    return found
