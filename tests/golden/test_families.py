@@ -342,6 +342,7 @@ def test_unknown_keys_are_refused(name):
         ),
         ("hunyuan_v1_moe", {"moe_topk": 9}, "moe_topk is 9; it must be at most num_experts, 8"),
         ("hunyuan_v1_moe", {"use_cla": True}, "use_cla is True; it must be False"),
+        ("hunyuan_v1_moe", {"attention_head_dim": 8}, "attention_head_dim is 8; it must be 16"),
         ("hy_v3", {"expert_hidden_dim": 16}, "expert_hidden_dim is 16; it must be 12"),
         (
             "hy_v3",

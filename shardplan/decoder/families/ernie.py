@@ -1,6 +1,6 @@
 """ERNIE 4.5 with experts, some of them shared; neighbouring channels of heads are rotated.
 
-Source: https://yiyan.baidu.com/blog/publication/ERNIE_Technical_Report.pdf, and modelling code of transformers.
+Source: https://ernie.baidu.com/blog/posts/ernie4.5, and modelling code of transformers.
 """
 
 from dataclasses import replace

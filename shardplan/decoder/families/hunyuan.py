@@ -35,13 +35,12 @@ V1_ONLY = {
 }  # fmt: skip
 """Key of Hunyuan-A13B -> the only value that is computed."""
 V1_UNUSED = (
-    "anyres_pooling_size", "anyres_vit_max_image_size", "anyres_vit_two_views", "attention_head_dim",
-    "cla_share_factor", "class_num", "dense_list", "eod_token_id", "im_end_id", "im_newline_id", "im_start_id",
-    "kv_lora_rank", "mask_init_id", "moe_random_routing_dropped_token", "num_media_embeds", "org_vocab_size", "pad_id",
-    "pool_type", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "skip_cls_token", "text_end_id",
-    "text_start_id", "v_head_dim", "video_end_id", "video_start_id", "vit_input_resolution", "vit_mapping_type",
+    "anyres_pooling_size", "anyres_vit_max_image_size", "anyres_vit_two_views", "cla_share_factor", "class_num",
+    "dense_list", "eod_token_id", "im_end_id", "im_newline_id", "im_start_id", "kv_lora_rank", "mask_init_id",
+    "moe_random_routing_dropped_token", "num_media_embeds", "org_vocab_size", "pad_id", "pool_type", "q_lora_rank",
+    "qk_nope_head_dim", "qk_rope_head_dim", "skip_cls_token", "text_end_id", "text_start_id", "v_head_dim",
+    "video_end_id", "video_start_id", "vit_add_patchemb_bias", "vit_input_resolution", "vit_mapping_type",
     "vit_norm_type", "vit_patch", "vit_remove_prenorm", "vit_token", "vit_type", "vit_used_rms_norm",
-    "vit_add_patchemb_bias",
 )  # fmt: skip
 """Keys of Hunyuan-A13B that belong to parts that `V1_ONLY` excludes, to images, or to tokens."""
 V3_ONLY = {
@@ -61,6 +60,7 @@ def read_v1(keys: ConfigKeys) -> dict[str, Any]:
     keys.take(*V1_UNUSED)
     norm, size = read_rms_norm(keys, 1e-5), keys.integer("intermediate_size")
     heads = replace(read_attention(keys), head_norm=HeadNorm(norm, is_after_rotary=True))
+    keys.only("attention_head_dim", [heads.head_size])
     attention = replace(heads, rotary=read_rotary(keys, heads.head_size, has_alpha=True))
     for name, expected in (("moe_intermediate_size", size), ("num_shared_expert", 1)):
         if any(each != expected for each in _each_layer(keys, (name,), expected)):
