@@ -64,12 +64,18 @@ SINKS = "attention sinks"
 SHARED = "shared experts"
 
 FOREIGN_KEYS = {
-    "num_experts": ForeignKey(_is_more_than_one, EXPERTS, ("gpt_oss", "hunyuan_v1_moe", "hy_v3", "mixtral", "olmoe", "qwen3_moe")),
+    "num_experts": ForeignKey(
+        _is_more_than_one, EXPERTS, ("gpt_oss", "hunyuan_v1_moe", "hy_v3", "mixtral", "olmoe", "qwen3_moe")
+    ),
     "num_local_experts": ForeignKey(_is_more_than_one, EXPERTS, ("gpt_oss", "llama4_text", "minimax_m2", "mixtral")),
     "n_routed_experts": ForeignKey(_is_more_than_one, EXPERTS, ("dots1", "glm4_moe")),
     "moe_num_experts": ForeignKey(_is_more_than_one, EXPERTS, ("ernie4_5_moe",)),
     "num_moe_experts": ForeignKey(_is_more_than_one, EXPERTS),
-    "num_experts_per_tok": ForeignKey(_is_more_than_one, EXPERTS, ("dots1", "glm4_moe", "gpt_oss", "hy_v3", "llama4_text", "minimax_m2", "mixtral", "olmoe", "qwen3_moe")),
+    "num_experts_per_tok": ForeignKey(
+        _is_more_than_one,
+        EXPERTS,
+        ("dots1", "glm4_moe", "gpt_oss", "hy_v3", "llama4_text", "minimax_m2", "mixtral", "olmoe", "qwen3_moe"),
+    ),
     "n_shared_experts": ForeignKey(_is_true, SHARED, ("dots1", "glm4_moe")),
     "num_shared_experts": ForeignKey(_is_true, SHARED, ("hy_v3",)),
     "shared_expert_intermediate_size": ForeignKey(_is_true, SHARED),
@@ -108,7 +114,9 @@ FOREIGN_KEYS = {
     "attn_logit_softcapping": ForeignKey(_is_true, "a soft cap of attention", ("gemma2",)),
     "query_pre_attn_scalar": ForeignKey(_is_given, "another scale of attention", ("gemma2",)),
     "qk_norm": ForeignKey(_is_true, QK_NORM, ("hy_v3", "olmo2", "qwen3")),
-    "use_qk_norm": ForeignKey(_is_true, QK_NORM, ("glm4_moe", "hunyuan_v1_moe", "llama4_text", "minimax_m2", "olmo2", "qwen3")),
+    "use_qk_norm": ForeignKey(
+        _is_true, QK_NORM, ("glm4_moe", "hunyuan_v1_moe", "llama4_text", "minimax_m2", "olmo2", "qwen3")
+    ),
     "qk_layernorm": ForeignKey(_is_true, QK_NORM, ("olmo2", "qwen3")),
     "clip_qkv": ForeignKey(_is_given, "clipped queries, keys and values"),
     "qkv_bias": ForeignKey(_is_true, "biases of queries, keys and values", ("gpt2", "qwen2")),
