@@ -8,7 +8,12 @@ from shardplan.checkpoint.format.compare import hold_the_same
 from shardplan.checkpoint.format.header import Tensor
 from shardplan.checkpoint.format.index import INDEX, SINGLE, TensorIndex, check_tensors, missing_files_text
 from shardplan.checkpoint.mapping.names import HEADS, StoredNames, find_stored_names
-from shardplan.checkpoint.mapping.state_dict_program import StateDictProgram, expected_tensors, trace_program
+from shardplan.checkpoint.mapping.state_dict_program import (
+    StateDictProgram,
+    dispensable_tensors,
+    expected_tensors,
+    trace_program,
+)
 from shardplan.checkpoint.mapping.unneeded import kinds_text
 from shardplan.checkpoint.mapping.views import Shape
 from shardplan.errors import CheckpointError
@@ -79,7 +84,9 @@ def match_checkpoint(template: Any, index: TensorIndex, where: str) -> Match:
     if missing and index.missing_files:
         raise CheckpointError(missing_files_text(index, where))
     ignored = {head} if head is not None and tied in names else set()
-    unneeded = check_tensors(tensors, program.tensors, where, ignored, {stored.head_module})
+    unneeded = check_tensors(
+        tensors, program.tensors, where, ignored, {stored.head_module}, dispensable_tensors(template)
+    )
     return Match(
         where,
         program,

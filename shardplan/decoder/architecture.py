@@ -16,6 +16,7 @@ from levanter.models.lm_model import LmConfig
 from shardplan.decoder.parts.attention import POSITION, Kernel
 from shardplan.decoder.parts.norm import NormConfig
 from shardplan.decoder.parts.segments import Segment
+from shardplan.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,11 @@ class Architecture(LmConfig):
     """Factor of the output head's input."""
     logit_soft_cap: float | None = None
     """Bound of the logits, applied as `cap * tanh(logits / cap)`."""
+    index_topk: int | None = None
+    """Positions that the indexer of sparse attention chooses for a query; None for a model without one.
+
+    Attention to all positions is the same up to as many, and longer sequences are refused.
+    """
     attn_backend: AttentionBackend | None = None
     """Levanter's attention backend, used where no plan computes attention."""
     flash_attention_block_size: int | None = None
@@ -103,6 +109,22 @@ class Architecture(LmConfig):
     def kernel(self) -> Kernel:
         """How Levanter computes attention where no plan does."""
         return Kernel(self.attn_backend, self.flash_attention_block_size)
+
+    def check_length(self, length: int, key: str) -> None:
+        """Check that queries of sequences of this length attend to all positions.
+
+        Args:
+            key: name of the length, for the message.
+
+        Raises:
+            ConfigError: the indexer of the model would choose some of them.
+        """
+        if self.index_topk is not None and length > self.index_topk:
+            raise ConfigError(
+                f"{key} is {length}, and the indexer of a {self.family} chooses {self.index_topk} positions for each "
+                f"query (index_topk), which is not supported where it does not choose all; use at most "
+                f"{self.index_topk}"
+            )
 
     @cached_property
     def family(self) -> str:

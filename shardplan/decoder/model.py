@@ -106,9 +106,13 @@ class Decoder(ModuleWithStateDictSerialization, LmHeadModel[Architecture]):
             attn_mask: which keys a query may attend to; default: those up to its own position.
             pos_ids: int32[..., position], the index of each token in its text; default: its index in its document
                 if the mask has segment ids, else its index in the array.
+
+        Raises:
+            ConfigError: more positions than the model's indexer chooses for a query.
         """
         del key  # nothing is random
         config = self.settings
+        config.check_length(input_ids.axis_size(POSITION), "the number of positions")
         mask = AttentionMask.causal() if attn_mask is None else attn_mask
         if isinstance(mask, NamedArray):
             mask = AttentionMask.explicit(mask)  # layers can add a window or chunks to it

@@ -17,6 +17,9 @@ from shardplan.model.model_class import CLASS_KEY, DECODER, LEVANTER, LEVANTER_C
 from shardplan.model.own_model import load_own_class
 from shardplan.model.soft_cap import cap_gemma2_logits
 
+SAME_KEYS = {"kimi_k2": "deepseek_v3"}
+"""Model type that transformers does not know -> the type whose configuration it has."""
+
 
 @dataclass(frozen=True, eq=False)
 class Model:
@@ -86,8 +89,13 @@ def transformers_config(hf_config: dict[str, Any]) -> Any:
     """Make the transformers configuration of a config.json, even if transformers does not know the model type."""
     from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
-    is_known = hf_config["model_type"] in CONFIG_MAPPING
-    return AutoConfig.for_model(**hf_config) if is_known else PretrainedConfig(**hf_config)
+    model_type = hf_config["model_type"]
+    if model_type in CONFIG_MAPPING:
+        return AutoConfig.for_model(**hf_config)
+    if model_type in SAME_KEYS:
+        known = CONFIG_MAPPING[SAME_KEYS[model_type]]
+        return type(known.__name__, (known,), {"model_type": model_type})(**hf_config)
+    return PretrainedConfig(**hf_config)
 
 
 def build_model(hf_config: dict[str, Any], position: int, shorten: bool = False) -> Model:
@@ -145,7 +153,9 @@ def _build_decoder(hf_config: dict[str, Any], position: int, shorten: bool) -> M
     model_type = hf_config["model_type"]
     config = config_class(DECODER).from_hf_config(hf_config)
     positions = config.max_Pos.size
-    _check_positions(min(position, positions) if shorten else position, positions)
+    position = min(position, positions) if shorten else position
+    config.check_length(position, "workload.position")
+    _check_positions(position, positions)
     template = abstract_module(config, hax.Axis("vocab", hf_config["vocab_size"]))
     return Model(model_type, DECODER, config, template, AttentionMask.causal(), config.logit_soft_cap, positions)
 

@@ -108,9 +108,9 @@ def test_a_repository_of_the_hub():
 
 
 def test_types_that_are_not_supported_and_text_models_of_others():
-    values = facts_of("deepseek_v3")
+    values = facts_of("minimax")
     assert values["model"] is values["type"] is None
-    assert values["refused"]["nearest"] == "mixtral" and "latent attention" in values["refused"]["differences"]
+    assert values["refused"]["nearest"] == "mixtral" and "linear attention" in values["refused"]["differences"]
     done = run("models", "gemma3")
     assert "its text model alone is read, a gemma3_text" in done.stderr and "gemma-3-27b" in done.stdout
 

@@ -32,19 +32,22 @@ from shardplan.checkpoint.save import save_pretrained
 from shardplan.decoder import families
 from shardplan.decoder.config import DecoderConfig
 from shardplan.decoder.model import Decoder
+from shardplan.decoder.parts.experts import ExpertsConfig
 from shardplan.errors import CheckpointError, ConfigError
 from shardplan.model.huggingface.hf_config import read_config
-from shardplan.model.registry import abstract_module, transformers_config
+from shardplan.model.registry import abstract_module, build_model, transformers_config
 from shardplan.plan.attention_plan import AttentionPlan
 from shardplan.storage import open_folder
 
 FOLDER = Path(__file__).with_name("families")
 PAGE = Path(__file__).parents[2] / "docs" / "howto" / "add-a-family.md"
 FAMILIES = (
-    "apertus", "cohere", "cohere2", "cohere_plus", "dots1", "ernie4_5_moe", "exaone4", "exaone4_full", "gemma3",
-    "gemma3_text", "glm", "glm4", "glm4_moe", "gpt_neox", "gpt_neox_sequential", "gpt_oss", "gptj", "granite",
-    "hunyuan_v1_moe", "hy_v3", "llama4", "llama4_text", "minimax_m2", "ministral3", "olmo3", "olmoe", "opt", "opt_350m",
-    "phi", "phi3", "phi3_short", "qwen3_moe", "seed_oss", "smollm3", "stablelm", "stablelm_12b", "starcoder2",
+    "apertus", "cohere", "cohere2", "cohere_plus", "deepseek_v2", "deepseek_v2_groups", "deepseek_v3", "deepseek_v32",
+    "dots1", "ernie4_5_moe", "exaone4", "exaone4_full", "gemma3", "gemma3_text", "glm", "glm4", "glm4_moe",
+    "glm4_moe_lite", "glm_moe_dsa", "gpt_neox", "gpt_neox_sequential", "gpt_oss", "gptj", "granite", "hunyuan_v1_moe",
+    "hy_v3", "kimi_k2", "llama4", "llama4_text", "minimax_m2", "ministral3", "mistral4", "olmo3", "olmoe", "opt",
+    "opt_350m", "phi", "phi3", "phi3_short", "qwen3_moe", "seed_oss", "smollm3", "stablelm", "stablelm_12b",
+    "starcoder2",
 )  # fmt: skip
 ON_ONE_DEVICE = (
     "ernie4_5_moe_interval", "gemma2", "glm4_moe_groups", "hunyuan_v1_moe_topk", "mistral", "qwen2", "qwen3_moe_mixed",
@@ -100,16 +103,15 @@ def config_of(name):
 
 
 def text_tensors(name):
-    """The tensors of the language model of a folder, by the names that they have without an image model beside it.
+    """The tensors of the decoder of a folder, by the names that they have without an image model beside it.
 
-    Without the layer behind its last one that some releases have, and that predicts the token after the next.
+    Those of an indexer of positions, and of a layer for predicting further tokens, are ignored as images are.
     """
-    layers = config_of(name).get("num_hidden_layers")
+    ignored = ("vision_tower", "vision_model", ".indexer.", f"model.layers.{config_of(name).get('num_hidden_layers')}.")
     tensors = {}
     for path in sorted((FOLDER / name).glob("*.safetensors")):
         for key, value in load_file(path).items():
-            is_image = key.startswith(("vision_tower", "vision_model"))
-            if not is_image and not key.startswith(f"model.layers.{layers}."):
+            if not any(part in key for part in ignored):
                 tensors[key.removeprefix("language_model.")] = value
     return tensors
 
@@ -319,6 +321,16 @@ def test_unknown_keys_are_refused(name):
             {"rope_scaling": {"rope_type": "yarn", "factor": 4}},
             "use_qk_norm is True; it must be false, beside",
         ),
+        ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob is True; it must be False"),
+        ("deepseek_v2_groups", {"topk_group": 1, "num_experts_per_tok": 4}, "topk_group is 1; it must be enough"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func is 'softmax'; it must be 'sigmoid'"),
+        ("deepseek_v3", {"n_group": 5}, "n_group is 5; it must be a divisor of the 12 experts"),
+        ("kimi_k2", {"num_experts_per_tok": 13}, "num_experts_per_tok is 13; it must be at most "),
+        ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads is 2; it must be 4"),
+        ("deepseek_v3", {"rope_interleave": False}, "rope_interleave is False; it must be True"),
+        ("glm4_moe_lite", {"mlp_layer_types": ["dense"]}, r"mlp_layer_types .*; it must be a list of 3 times dense or"),
+        ("glm_moe_dsa", {"layer_types": ["full_attention"] * 3}, "layer_types .*; it must be indexed_attention for ev"),
+        ("mistral4", {"partial_rotary_factor": 0.25}, "partial_rotary_factor is 0.25; it must be 0.5"),
         ("phi", {"tie_word_embeddings": True}, "tie_word_embeddings is True; it must be False"),
         ("qwen3_moe", {"mlp_only_layers": "0"}, "mlp_only_layers is '0'; it must be a list of numbers of layers"),
         ("qwen3_moe", {"num_experts_per_tok": 9}, "num_experts_per_tok is 9; it must be at most num_experts, 8"),
@@ -401,3 +413,41 @@ def test_a_quantized_gpt_oss_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(values))
     with pytest.raises(ConfigError, match=r"a quantization_config \(mxfp4\), and quantized weights are not supported"):
         read_config(None, open_folder(str(tmp_path)))
+
+
+def test_layers_without_experts():
+    """The first ones, others by `moe_layer_freq`, or those that `mlp_layer_types` names."""
+    for changes, expected in (
+        ({"first_k_dense_replace": 2}, [False, False, True]),
+        ({"first_k_dense_replace": 0, "moe_layer_freq": 2}, [True, False, True]),
+        ({"mlp_layer_types": ["sparse", "dense", "sparse"]}, [True, False, True]),
+    ):
+        config = DecoderConfig.from_hf_config({**config_of("deepseek_v3"), **changes})
+        layers = [layer for segment in config.segments for layer in segment.layers * segment.repeats]
+        assert [isinstance(layer.mlp, ExpertsConfig) for layer in layers] == expected
+
+
+@pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa"])
+def test_sequences_of_which_an_indexer_chooses_positions_are_refused(name):
+    """Up to as many as it chooses, 48 in these models, its golden logits are those of attention to all."""
+    values = config_of(name)
+    problem = f" is 49, and the indexer of a {name} chooses 48 positions for each query .*; use at most 48"
+    with pytest.raises(ConfigError, match=f"workload.position{problem}"):
+        build_model(values, 49)
+    model = abstract_module(DecoderConfig.from_hf_config(values), hax.Axis("vocab", values["vocab_size"]))
+    tokens = hax.NamedArray(jax.ShapeDtypeStruct((49,), "int32"), (hax.Axis("position", 49),))
+    with pytest.raises(ConfigError, match=f"the number of positions{problem}"):
+        jax.eval_shape(lambda model, tokens: model(tokens), model, tokens)
+    assert build_model(values, 49, shorten=True).positions == 48
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [("deepseek_v3", r"56 x model.layers.3.*"), ("glm_moe_dsa", "3 x model.layers.N.self_attn.indexer.wk.weight")],
+)
+def test_tensors_that_the_decoder_does_without_are_named(caplog, name, kinds):
+    """Of the prediction of further tokens, and of an indexer, which are in its layers."""
+    with jax.set_mesh(Mesh(np.array(jax.devices()[:2]), ("data",))):
+        load_pretrained(str(FOLDER / name))
+    (message,) = [record.getMessage() for record in caplog.records if "has no use for" in record.getMessage()]
+    assert re.search(rf"holds \d+ tensors that the model has no use for \(.*{kinds}.*\); ignored", message), message

@@ -47,7 +47,10 @@ def matmul_flops(jaxpr):
     ],
 )
 def test_flops_are_those_of_the_matmuls_of_a_forward_pass(name):
-    """Of texts that are shorter than the windows; Levanter counts three more for each score, for mask and softmax."""
+    """Of texts that are shorter than the windows; Levanter counts three more for each score, for mask and softmax.
+
+    Its kernels compute channels of zeros where values have fewer than keys, or more, which are not counted.
+    """
     values = config_of(name)
     config = DecoderConfig.from_hf_config(values)
     config = dataclasses.replace(config, attn_backend=AttentionBackend.VANILLA, gradient_checkpointing=False)
@@ -57,7 +60,10 @@ def test_flops_are_those_of_the_matmuls_of_a_forward_pass(name):
     heads, layers = (next(values[key] for key in keys if key in values) for keys in (HEAD_KEYS, LAYER_KEYS))
     if values["model_type"] == "gpt_oss":  # Levanter's plain attention has its sinks as one more key of each head
         matmuls -= 4 * SHORT * values["head_dim"] * heads * layers
-    assert config.flops_per_token(values["vocab_size"], SHORT) * SHORT == matmuls + 3 * SHORT**2 * heads * layers
+    sizes = [values.get(key, 0) for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")]
+    zeros = 2 * abs(sizes[0] + sizes[1] - sizes[2])
+    expected = matmuls + (3 - zeros) * SHORT**2 * heads * layers
+    assert config.flops_per_token(values["vocab_size"], SHORT) * SHORT == expected
 
 
 @pytest.mark.parametrize(

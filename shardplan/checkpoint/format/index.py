@@ -11,7 +11,7 @@ Whether two files hold the same is only asked where it matters: see `shardplan.c
 
 import json
 import posixpath
-from collections.abc import Mapping, Set
+from collections.abc import Collection, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
@@ -177,6 +177,7 @@ def check_tensors(
     where: str,
     ignored: Set[str] = frozenset(),
     modules: Set[str] = frozenset(),
+    dispensable: Collection[str] = (),
 ) -> tuple[str, ...]:
     """Compare names and shapes of stored tensors with those that the model needs, and report all differences at once.
 
@@ -186,6 +187,7 @@ def check_tensors(
         where: name of the checkpoint for the message.
         ignored: tensors that the model does not need but that may be stored.
         modules: modules whose parameters change what the model computes, though none of them is expected.
+        dispensable: parts of names of tensors that the model can do without, though its blocks have them.
 
     Returns:
         The tensors that the model has no use for.
@@ -194,7 +196,7 @@ def check_tensors(
         CheckpointError: tensors that are missing, that have another shape, or that another model has.
     """
     missing = sorted(expected.keys() - tensors.keys())
-    unexpected = classify_unexpected(tensors.keys() - expected.keys() - ignored, expected, modules)
+    unexpected = classify_unexpected(tensors.keys() - expected.keys() - ignored, expected, modules, dispensable)
     mismatched = sorted(name for name in expected.keys() & tensors.keys() if tensors[name].shape != expected[name])
     shapes = [f"{name} has {tensors[name].shape}, the model {expected[name]}" for name in mismatched]
     # where tensors are missing, those of other names show why

@@ -21,6 +21,7 @@ from haliax.state_dict import flatten_modules_for_export, from_torch_compatible_
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from shardplan.checkpoint.mapping.views import Shape, View, concatenate, stack, tensor_view
+from shardplan.decoder.families import family_of
 from shardplan.decoder.model import Decoder, expected_shapes
 from shardplan.decoder.names import StoredTensor, evaluate
 from shardplan.decoder.parameter_rules import parameter_rules, stored_constants
@@ -62,6 +63,11 @@ def expected_tensors(template: Any) -> dict[str, Shape]:
     arrays = eqx.filter(template, is_jax_array_like)
     state = eqx.filter_eval_shape(lambda tree: to_state_dict(flatten_modules_for_export(tree)), arrays)
     return {name: tuple(tensor.shape) for name, tensor in state.items()}
+
+
+def dispensable_tensors(template: Any) -> tuple[str, ...]:
+    """Return parts of names of the tensors that a model can do without, though its blocks have them."""
+    return family_of(template.settings).dispensable if isinstance(template, Decoder) else ()
 
 
 def trace_program(

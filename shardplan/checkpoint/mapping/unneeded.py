@@ -5,6 +5,7 @@
 | a weight or bias of a module that the model has, or inside one of its blocks | refused |
 | scales and packed numbers of quantised weights, an adapter that is not merged | refused |
 | blocks as the model has them, beyond its last one | refused |
+| what the family of the decoder says it does without, such as the indexer of sparse attention | ignored, and said |
 | anything else: vision towers, further prediction heads, states of optimizers, scales of caches | ignored, and said |
 | constants that every implementation computes anew | ignored |
 """
@@ -48,7 +49,10 @@ class UnexpectedTensors:
 
 
 def classify_unexpected(
-    unexpected: Collection[str], expected: Iterable[str], modules: Iterable[str] = ()
+    unexpected: Collection[str],
+    expected: Iterable[str],
+    modules: Iterable[str] = (),
+    dispensable: Collection[str] = (),
 ) -> UnexpectedTensors:
     """Sort the tensors that a model does not have.
 
@@ -59,6 +63,7 @@ def classify_unexpected(
     Args:
         expected: names of the tensors that the model has, as the checkpoint names them.
         modules: further modules that the model has, without parameters of its own.
+        dispensable: parts of names of tensors that the model can do without, though its blocks have them.
     """
     own_modules = {name.rpartition(".")[0] for name in expected} | {*modules}
     own_blocks: defaultdict[str, defaultdict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
@@ -74,6 +79,9 @@ def classify_unexpected(
     for name in sorted(unexpected):
         module, _, leaf = name.rpartition(".")
         if name.endswith(BUFFER_SUFFIXES) or (leaf == "bias" and f"{module}{MASKED_BIAS}" in present):
+            continue
+        if any(part in name for part in dispensable):
+            unneeded.append(name)
             continue
         match = BLOCK.fullmatch(name)
         is_inside = match is not None and match[2] in own_blocks.get(match[1], ())

@@ -33,7 +33,7 @@ def layer_rules(config: Architecture, layer: LayerConfig, index: int) -> Rules:
     at, embed = f"model.layers.{index}", config.embed
     names = {"attention_norm": "attention_layernorm", "mlp_norm": "feedforward_layernorm"}
     found = {
-        **attention_rules(layer.attention, f"{at}.self_attn", embed),
+        **attention_rules(layer.grouped_attention, f"{at}.self_attn", embed),
         **mlp_rules(layer.dense_mlp, f"{at}.mlp", embed),
         **layer_norm_rules(layer, at, embed, names),
     }

@@ -61,7 +61,7 @@ def layer_rules(config: Architecture, layer: LayerConfig, index: int) -> Rules:
     correction = found.get("mlp.router.correction")
     if isinstance(correction, StoredTensor):  # a row, as of one group of experts
         found["mlp.router.correction"] = replace(correction, shape=(1, *correction.shape))
-    return {**found, **in_halves(found, layer.attention, config.embed)}
+    return {**found, **in_halves(found, layer.grouped_attention, config.embed)}
 
 
 FAMILY = Family(read, layer_rules)

@@ -46,7 +46,7 @@ def read_gemma(keys: ConfigKeys) -> dict[str, Any]:
 def read_gemma2(keys: ConfigKeys) -> dict[str, Any]:
     """Read the fields of an `Architecture` from a config.json of Gemma 2: every second layer has a window."""
     layer = _read_sandwich(keys, 50.0)
-    attention = replace(layer.attention, rotary=read_rotary(keys, layer.attention.head_size))
+    attention = replace(layer.grouped_attention, rotary=read_rotary(keys, layer.grouped_attention.head_size))
     layers = with_windows(replace(layer, attention=attention), read_windows(keys, every(2), 4096))
     soft_cap = keys.number_or_null("final_logit_softcapping", 30.0)
     return _architecture(keys, layers, layer.norm, 8192, logit_soft_cap=soft_cap)
@@ -55,13 +55,13 @@ def read_gemma2(keys: ConfigKeys) -> dict[str, Any]:
 def read_gemma3(keys: ConfigKeys) -> dict[str, Any]:
     """Read the fields of an `Architecture` from a config.json of Gemma 3: five of six layers have a window."""
     layer = _read_sandwich(keys, None)
-    size = layer.attention.head_size
+    size = layer.grouped_attention.head_size
     full = read_rotary(keys, size, 1e6, layer_type=FULL)
     sliding = read_rotary(keys, size, layer_type=SLIDING, theta_keys=("rope_local_base_freq",), is_scaled=False)
     layers = []
     for window in read_windows(keys, every(keys.integer(*WINDOW_PERIOD, default=6)), 4096):
         rotary = full if window is None else sliding
-        attention = replace(layer.attention, rotary=rotary, head_norm=HeadNorm(layer.norm), window=window)
+        attention = replace(layer.grouped_attention, rotary=rotary, head_norm=HeadNorm(layer.norm), window=window)
         layers.append(replace(layer, attention=attention))
     soft_cap = keys.number_or_null("final_logit_softcapping", None)
     return _architecture(keys, layers, layer.norm, 131072, logit_soft_cap=soft_cap)

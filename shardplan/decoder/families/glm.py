@@ -87,12 +87,12 @@ def layer_rules(config: Architecture, layer: LayerConfig, index: int) -> Rules:
     at, embed = f"model.layers.{index}", config.embed
     norms = NORM_NAMES_0414 if layer.wiring is Wiring.SANDWICH else NORM_NAMES[layer.wiring]
     found = {
-        **attention_rules(layer.attention, f"{at}.self_attn", embed),
+        **attention_rules(layer.grouped_attention, f"{at}.self_attn", embed),
         **gate_and_up_rules(layer.dense_mlp, f"{at}.mlp.gate_up_proj", embed),
         **linear_rules("mlp.down_proj", f"{at}.mlp.down_proj", embed, layer.dense_mlp.size, has_bias=False),
         **layer_norm_rules(layer, at, embed, norms),
     }
-    return {**found, **in_halves(found, layer.attention, embed)}
+    return {**found, **in_halves(found, layer.grouped_attention, embed)}
 
 
 GLM = Family(read_glm, layer_rules)

@@ -48,7 +48,7 @@ def rules(config: Architecture, vocab: int) -> Rules:
 
 def layer_rules(config: Architecture, layer: LayerConfig, index: int) -> Rules:
     """Return the rules of a layer, by path of the parameter in the layer."""
-    at, attention, embed = f"gpt_neox.layers.{index}", layer.attention, config.embed
+    at, attention, embed = f"gpt_neox.layers.{index}", layer.grouped_attention, config.embed
     found: Rules = {}
     for i, part in enumerate(("q_proj", "k_proj", "v_proj")):
         name = f"{at}.attention.query_key_value"

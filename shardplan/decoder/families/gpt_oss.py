@@ -59,7 +59,7 @@ def layer_rules(config: Architecture, layer: LayerConfig, index: int) -> Rules:
     assert isinstance(mlp, ExpertsConfig)
     experts = mlp.router.experts
     return {
-        **attention_rules(layer.attention, f"{at}.self_attn", embed),
+        **attention_rules(layer.grouped_attention, f"{at}.self_attn", embed),
         **layer_norm_rules(layer, at, embed),
         **linear_rules("mlp.router", f"{at}.mlp.router", experts, embed, has_bias=True),
         **_in_turns(f"{at}.mlp.experts.gate_up_proj", (experts, embed), mlp.size),

@@ -63,11 +63,11 @@ def layer_rules(config: Architecture, layer: LayerConfig, index: int) -> Rules:
     at, embed = f"transformer.h.{index}", config.embed
     names = ("q_proj", "k_proj", "v_proj", "out_proj")
     found = {
-        **attention_rules(layer.attention, f"{at}.attn", embed, names),
+        **attention_rules(layer.grouped_attention, f"{at}.attn", embed, names),
         **mlp_rules(layer.dense_mlp, f"{at}.mlp", embed, ("", "fc_in", "fc_out")),
         **layer_norm_rules(layer, at, embed, {"attention_norm": "ln_1"}),
     }
-    return {**found, **in_halves(found, layer.attention, embed)}
+    return {**found, **in_halves(found, layer.grouped_attention, embed)}
 
 
 FAMILY = Family(read, layer_rules, rules)

@@ -88,7 +88,7 @@ def v1_layer_rules(config: Architecture, layer: LayerConfig, index: int) -> Rule
     """Return path of a parameter in a layer of Hunyuan-A13B -> its rule."""
     at, norms = f"model.layers.{index}.self_attn", ("query_layernorm", "key_layernorm")
     found = expert_layer_rules(config, layer, index, V1_NAMES)
-    return {**found, **attention_rules(layer.attention, at, config.embed, norms=norms)}
+    return {**found, **attention_rules(layer.grouped_attention, at, config.embed, norms=norms)}
 
 
 def read_v3(keys: ConfigKeys) -> dict[str, Any]:

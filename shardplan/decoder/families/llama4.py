@@ -114,10 +114,10 @@ def _read_experts(keys: ConfigKeys, activation: str) -> ExpertsConfig:
 def layer_rules(config: Architecture, layer: LayerConfig, index: int) -> Rules:
     """Return path of a parameter in a layer -> its rule."""
     at, embed, mlp = f"model.layers.{index}", config.embed, layer.mlp
-    found = attention_rules(layer.attention, f"{at}.self_attn", embed)
+    found = attention_rules(layer.grouped_attention, f"{at}.self_attn", embed)
     return {
         **found,
-        **in_halves(found, layer.attention, embed),
+        **in_halves(found, layer.grouped_attention, embed),
         **layer_norm_rules(layer, at, embed),
         **(
             mlp_rules(mlp, f"{at}.feed_forward", embed)

@@ -33,7 +33,7 @@ THETA = 500000.0
 def read_olmo2(keys: ConfigKeys) -> dict[str, Any]:
     """Read the fields of an `Architecture` from a config.json of OLMo 2."""
     layer = _read_layer(keys)
-    attention = replace(layer.attention, rotary=read_rotary(keys, layer.attention.head_size))
+    attention = replace(layer.grouped_attention, rotary=read_rotary(keys, layer.grouped_attention.head_size))
     layers = [replace(layer, attention=attention)] * keys.integer("num_hidden_layers")
     return architecture(keys, layers, layer.norm)
 
@@ -44,13 +44,13 @@ def read_olmo3(keys: ConfigKeys) -> dict[str, Any]:
     As in transformers, a scaling and a base at the top level hold only for layers without a window.
     """
     layer = _read_layer(keys)
-    size = layer.attention.head_size
+    size = layer.grouped_attention.head_size
     full = read_rotary(keys, size, THETA, layer_type=FULL)
     sliding = read_rotary(keys, size, THETA, layer_type=SLIDING, theta_keys=(), is_scaled=False)
     layers = []
     for window in read_windows(keys, every(4), 4096):
         rotary = full if window is None else sliding
-        layers.append(replace(layer, attention=replace(layer.attention, rotary=rotary, window=window)))
+        layers.append(replace(layer, attention=replace(layer.grouped_attention, rotary=rotary, window=window)))
     return architecture(keys, layers, layer.norm)
 
 

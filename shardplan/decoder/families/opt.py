@@ -72,7 +72,7 @@ def layer_rules(config: Architecture, layer: LayerConfig, index: int) -> Rules:
     names = ("q_proj", "k_proj", "v_proj", "out_proj")
     norms = dict(zip(layer.wiring.norms, ("self_attn_layer_norm", "final_layer_norm"), strict=True))
     return {
-        **attention_rules(layer.attention, f"{at}.self_attn", embed, names),
+        **attention_rules(layer.grouped_attention, f"{at}.self_attn", embed, names),
         **mlp_rules(layer.dense_mlp, at, embed, ("", "fc1", "fc2")),
         **layer_norm_rules(layer, at, embed, norms),
     }

@@ -46,7 +46,7 @@ def layer_rules(config: Architecture, layer: LayerConfig, index: int) -> Rules:
     at, embed = f"model.layers.{index}", config.embed
     names, norms = ("q_proj", "k_proj", "v_proj", "dense"), ("q_layernorm", "k_layernorm")
     return {
-        **attention_rules(layer.attention, f"{at}.self_attn", embed, names, norms),
+        **attention_rules(layer.grouped_attention, f"{at}.self_attn", embed, names, norms),
         **mlp_rules(layer.dense_mlp, f"{at}.mlp", embed, ("", "fc1", "fc2")),
         **layer_norm_rules(layer, at, embed),
     }

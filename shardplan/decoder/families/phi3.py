@@ -42,7 +42,7 @@ def read(keys: ConfigKeys) -> dict[str, Any]:
 
 def layer_rules(config: Architecture, layer: LayerConfig, index: int) -> Rules:
     """Return the rules of a layer, by path of the parameter in the layer."""
-    at, attention, embed = f"model.layers.{index}", layer.attention, config.embed
+    at, attention, embed = f"model.layers.{index}", layer.grouped_attention, config.embed
     queries, keys = attention.heads * attention.head_size, attention.kv_heads * attention.head_size
     joint = StoredTensor(f"{at}.self_attn.qkv_proj.weight", (queries + 2 * keys, embed))
     return {

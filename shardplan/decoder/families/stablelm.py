@@ -36,7 +36,7 @@ def read(keys: ConfigKeys) -> dict[str, Any]:
 
 def layer_rules(config: Architecture, layer: LayerConfig, index: int) -> Rules:
     """Return the rules of a layer, by path of the parameter in the layer."""
-    found, attention = standard_layer_rules(config, layer, index), layer.attention
+    found, attention = standard_layer_rules(config, layer, index), layer.grouped_attention
     if attention.head_norm is not None:
         for part, heads in (("q", attention.heads), ("k", attention.kv_heads)):
             name = f"model.layers.{index}.self_attn.{part}_layernorm.norms"

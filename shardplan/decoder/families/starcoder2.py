@@ -42,7 +42,7 @@ def layer_rules(config: Architecture, layer: LayerConfig, index: int) -> Rules:
     """Return the rules of a layer, by path of the parameter in the layer."""
     at, embed = f"model.layers.{index}", config.embed
     return {
-        **attention_rules(layer.attention, f"{at}.self_attn", embed),
+        **attention_rules(layer.grouped_attention, f"{at}.self_attn", embed),
         **mlp_rules(layer.dense_mlp, f"{at}.mlp", embed, ("", "c_fc", "c_proj")),
         **layer_norm_rules(layer, at, embed),
     }

@@ -1,6 +1,6 @@
 """Grouped-query attention, which traces and plans can replace.
 
-The layer calls `dot_product_attention` by its name in this module. A trace replaces this name to mark the call
+`attend` calls `dot_product_attention` by its name in this module. A trace replaces this name to mark the call
 (`shardplan.program.marked_attention`), and a plan replaces it to compute attention as planned
 (`shardplan.execution.planned_attention`). Otherwise Levanter's function computes attention
 (`shardplan.decoder.parts.levanter_attention`).
@@ -8,7 +8,7 @@ The layer calls `dot_product_attention` by its name in this module. A trace repl
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import haliax as hax
@@ -37,6 +37,59 @@ class Kernel:
     backend: AttentionBackend | None = None
     block: int | None = None
     """Block size of flash attention, in positions."""
+
+
+class HeadAxes(NamedTuple):
+    """The axes of the heads of an attention layer."""
+
+    KVHeads: Axis
+    """The heads of keys and values."""
+    QHeadsPerGroup: Axis
+    """The heads of queries for each head of keys."""
+    Heads: Axis
+    """The heads of queries, as the inputs of the output projection."""
+    HeadSize: Axis
+    """The channels of a head of queries or keys."""
+
+
+def attend(
+    axes: HeadAxes,
+    queries: NamedArray,
+    keys: NamedArray,
+    values: NamedArray,
+    mask: AttentionMask,
+    kernel: Kernel,
+    **settings: Any,
+) -> NamedArray:
+    """Return for every query the mean of the values, weighted by the softmax of its scores.
+
+    Args:
+        axes: those of the heads in the arrays.
+        queries: {..., position, kv_head, q_heads_per_group, head_size}, in any order.
+        keys: {..., position, kv_head, head_size}, in any order.
+        values: the same axes as keys, or with another axis in place of head_size.
+        mask: the keys that queries attend to.
+        settings: changes of scores, arguments of Levanter's `dot_product_attention`.
+
+    Returns:
+        {..., position, heads, channels of values}, in any order.
+    """
+    # the order of the kernels, so that neither queries nor outputs are transposed twice
+    queries = queries.rearrange((..., axes.KVHeads, axes.QHeadsPerGroup, POSITION, axes.HeadSize))
+    attended = dot_product_attention(
+        POSITION,
+        KEY_POSITION,
+        axes.HeadSize,
+        queries,
+        keys.rename({POSITION: KEY_POSITION}),
+        values.rename({POSITION: KEY_POSITION}),
+        mask,
+        attn_backend=kernel.backend,
+        flash_block_size=kernel.block,
+        inference=True,
+        **settings,
+    )
+    return attended.flatten_axes((axes.KVHeads, axes.QHeadsPerGroup), axes.Heads)
 
 
 class NormExtent(Enum):
@@ -213,22 +266,15 @@ class AttentionLayer(eqx.Module):
             queries, keys = self._normed(queries, keys)
         if config.temperature is not None:
             queries = config.temperature(queries, positions)
-        # the order of axes in kernels, so that neither queries nor outputs are transposed twice
-        queries = queries.rearrange((..., config.KVHeads, config.QHeadsPerGroup, POSITION, config.HeadSize))
-        attended = dot_product_attention(
-            POSITION,
-            KEY_POSITION,
-            config.HeadSize,
+        attended = attend(
+            HeadAxes(config.KVHeads, config.QHeadsPerGroup, config.Heads, config.HeadSize),
             queries,
-            keys.rename({POSITION: KEY_POSITION}),
-            values.rename({POSITION: KEY_POSITION}),
+            keys,
+            values,
             self._narrowed(mask, positions, queries.resolve_axis(POSITION)),
-            attn_backend=kernel.backend,
-            flash_block_size=kernel.block,
-            inference=True,
+            kernel,
             **self._changes_of_scores(),
         )
-        attended = attended.flatten_axes((config.KVHeads, config.QHeadsPerGroup), config.Heads)
         context = ActivationName.CONTEXT(hax.auto_sharded(attended.astype(x.dtype)))
         return ActivationName.ATTENTION_OUT(self.o_proj(context))
 

@@ -11,6 +11,7 @@ from levanter.layers.attention import AttentionMask
 
 from shardplan.decoder.parts.attention import AttentionLayer, GroupedAttention, Kernel
 from shardplan.decoder.parts.experts import ExpertsConfig, ExpertsLayer
+from shardplan.decoder.parts.latent_attention import LatentAttention, LatentAttentionLayer
 from shardplan.decoder.parts.mlp import MlpConfig, MlpLayer
 from shardplan.decoder.parts.norm import Norm, NormConfig
 from shardplan.decoder.parts.rotary import Positions
@@ -44,13 +45,25 @@ class Wiring(Enum):
 class LayerConfig:
     """The parts of a layer, and how they are connected."""
 
-    attention: GroupedAttention
+    attention: GroupedAttention | LatentAttention
     mlp: MlpConfig | ExpertsConfig
     norm: NormConfig
     """The configuration of every norm in the wiring."""
     wiring: Wiring = Wiring.PRE
     residual_multiplier: float = 1.0
     """Factor of the outputs of attention and MLP, before they are added to the residual stream."""
+
+    @property
+    def grouped_attention(self) -> GroupedAttention:
+        """The attention of a layer without latents."""
+        assert isinstance(self.attention, GroupedAttention)
+        return self.attention
+
+    @property
+    def latent_attention(self) -> LatentAttention:
+        """The attention of a layer with latents."""
+        assert isinstance(self.attention, LatentAttention)
+        return self.attention
 
     @property
     def dense_mlp(self) -> MlpConfig:
@@ -76,7 +89,7 @@ class LayerConfig:
 class DecoderLayer(eqx.Module):
     """The modules of a layer; a norm that its wiring does not have is None."""
 
-    self_attn: AttentionLayer
+    self_attn: AttentionLayer | LatentAttentionLayer
     mlp: MlpLayer | ExpertsLayer
     attention_norm: Norm | None
     attention_out_norm: Norm | None

@@ -63,27 +63,49 @@ PARALLEL = "attention and MLP in parallel"
 SINKS = "attention sinks"
 SHARED = "shared experts"
 
+LATENT_TYPES = (
+    "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "kimi_k2", "mistral4",
+)  # fmt: skip
+"""Types with latent attention, whose experts have the keys of DeepSeek's."""
+
 FOREIGN_KEYS = {
     "num_experts": ForeignKey(
-        _is_more_than_one, EXPERTS, ("gpt_oss", "hunyuan_v1_moe", "hy_v3", "mixtral", "olmoe", "qwen3_moe")
+        _is_more_than_one,
+        EXPERTS,
+        ("gpt_oss", "hunyuan_v1_moe", "hy_v3", "mixtral", "olmoe", "qwen3_moe", *LATENT_TYPES),
     ),
-    "num_local_experts": ForeignKey(_is_more_than_one, EXPERTS, ("gpt_oss", "llama4_text", "minimax_m2", "mixtral")),
-    "n_routed_experts": ForeignKey(_is_more_than_one, EXPERTS, ("dots1", "glm4_moe")),
+    "num_local_experts": ForeignKey(
+        _is_more_than_one, EXPERTS, ("gpt_oss", "llama4_text", "minimax_m2", "mixtral", *LATENT_TYPES)
+    ),
+    "n_routed_experts": ForeignKey(_is_more_than_one, EXPERTS, ("dots1", "glm4_moe", *LATENT_TYPES)),
     "moe_num_experts": ForeignKey(_is_more_than_one, EXPERTS, ("ernie4_5_moe",)),
     "num_moe_experts": ForeignKey(_is_more_than_one, EXPERTS),
     "num_experts_per_tok": ForeignKey(
         _is_more_than_one,
         EXPERTS,
-        ("dots1", "glm4_moe", "gpt_oss", "hy_v3", "llama4_text", "minimax_m2", "mixtral", "olmoe", "qwen3_moe"),
-    ),
-    "n_shared_experts": ForeignKey(_is_true, SHARED, ("dots1", "glm4_moe")),
+        (
+            "dots1",
+            "glm4_moe",
+            "gpt_oss",
+            "hy_v3",
+            "llama4_text",
+            "minimax_m2",
+            "mixtral",
+            "olmoe",
+            "qwen3_moe",
+            *LATENT_TYPES,
+        ),
+    ),  # fmt: skip
+    "n_shared_experts": ForeignKey(_is_true, SHARED, ("dots1", "glm4_moe", *LATENT_TYPES)),
     "num_shared_experts": ForeignKey(_is_true, SHARED, ("hy_v3",)),
     "shared_expert_intermediate_size": ForeignKey(_is_true, SHARED),
-    "first_k_dense_replace": ForeignKey(_is_true, "first layers without experts", ("dots1", "glm4_moe", "hy_v3")),
+    "first_k_dense_replace": ForeignKey(
+        _is_true, "first layers without experts", ("dots1", "glm4_moe", "hy_v3", *LATENT_TYPES)
+    ),
     "mlp_only_layers": ForeignKey(_is_true, "some layers without experts", ("qwen3_moe",)),
-    "kv_lora_rank": ForeignKey(_is_true, LATENT),
-    "q_lora_rank": ForeignKey(_is_true, LATENT),
-    "qk_rope_head_dim": ForeignKey(_is_true, LATENT),
+    "kv_lora_rank": ForeignKey(_is_true, LATENT, LATENT_TYPES),
+    "q_lora_rank": ForeignKey(_is_true, LATENT, LATENT_TYPES),
+    "qk_rope_head_dim": ForeignKey(_is_true, LATENT, LATENT_TYPES),
     "layer_types": ForeignKey(_has_windows, "layers of several kinds", ("gpt_oss", "llama4_text")),
     "sliding_window_pattern": ForeignKey(_is_given, WINDOWS),
     "_sliding_window_pattern": ForeignKey(_is_given, WINDOWS),

@@ -6,9 +6,10 @@ Imports no JAX, because configurations are checked before it is imported.
 from dataclasses import dataclass
 
 SUPPORTED_TYPES = (
-    "apertus", "cohere", "cohere2", "dots1", "ernie4_5_moe", "exaone4", "gemma", "gemma2", "gemma3_text", "glm", "glm4",
-    "glm4_moe", "gpt2", "gpt_neox", "gpt_oss", "gptj", "granite", "hunyuan_v1_moe", "hy_v3", "llama", "llama4_text",
-    "minimax_m2", "ministral3", "mistral", "mixtral", "olmo2", "olmo3", "olmoe", "opt", "phi", "phi3", "qwen2", "qwen3",
+    "apertus", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5_moe", "exaone4",
+    "gemma", "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt2", "gpt_neox",
+    "gpt_oss", "gptj", "granite", "hunyuan_v1_moe", "hy_v3", "kimi_k2", "llama", "llama4_text", "minimax_m2",
+    "ministral3", "mistral", "mistral4", "mixtral", "olmo2", "olmo3", "olmoe", "opt", "phi", "phi3", "qwen2", "qwen3",
     "qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2",
 )  # fmt: skip
 """The model types that shardplan's decoder computes: the keys of `shardplan.decoder.families.FAMILIES`."""
@@ -50,7 +51,6 @@ class OtherType:
 
 
 EXPERTS = "routed experts in place of its MLPs"
-DEEPSEEK = "latent attention (keys and values of low rank), shared experts, and first layers without experts"
 HYBRID = "state-space or recurrent layers beside attention, or in place of it"
 LINEAR = "linear attention in most layers, and gated attention in the others"
 MULTIPLIERS = "multipliers of embeddings, residuals, attention and logits"
@@ -66,9 +66,6 @@ OTHER_TYPES = {
     "bloom": OtherType("gpt2", "ALiBi in place of position embeddings"),
     "codegen": OtherType("gpt2", "rotary embeddings, and attention and MLP in parallel"),
     "dbrx": OtherType("mixtral", "layer norms with a mean, and clipped queries, keys and values"),
-    "deepseek_v2": OtherType("mixtral", DEEPSEEK),
-    "deepseek_v3": OtherType("mixtral", DEEPSEEK),
-    "deepseek_v32": OtherType("mixtral", f"{DEEPSEEK}, and sparse attention"),
     "distilbert": OtherType(None, NO_DECODER),
     "ernie4_5": OtherType("llama", "rotary embeddings of neighbouring pairs"),
     "falcon": OtherType("gpt2", "rotary embeddings, attention and MLP in parallel, and shared keys and values"),
@@ -80,21 +77,18 @@ OTHER_TYPES = {
     ),
     "gemma4": OtherType("gemma2", "windows in most layers, and other head sizes in the others"),
     "gemma4_text": OtherType("gemma2", "windows in most layers, and other head sizes in the others"),
-    "glm4_moe_lite": OtherType("mixtral", DEEPSEEK),
     "gpt_bigcode": OtherType("gpt2", "keys and values that all heads share"),
     "gpt_neo": OtherType("gpt2", "windows in every second layer, and attention without scaling"),
     "granitemoe": OtherType("mixtral", MULTIPLIERS),
     "granitemoehybrid": OtherType(None, HYBRID),
     "hunyuan_v1_dense": OtherType("llama", "norms of queries and keys, behind the rotary embeddings"),
     "jamba": OtherType(None, HYBRID),
-    "kimi_k2": OtherType("mixtral", DEEPSEEK),
     "kimi_linear": OtherType(None, "linear attention in most layers, and latent attention in the others"),
     "lfm2": OtherType(None, "convolutions in most layers"),
     "mamba": OtherType(None, HYBRID),
     "mamba2": OtherType(None, HYBRID),
     "minimax": OtherType("mixtral", "linear attention in some layers"),
     "ministral": OtherType("mistral", "windows in some layers only"),
-    "mistral4": OtherType("mixtral", "latent attention (keys and values of low rank), and a shared expert"),
     "mllama": OtherType("llama", "layers of cross-attention to an image"),
     "mllama_text_model": OtherType("llama", "layers of cross-attention to an image"),
     "mpt": OtherType("gpt2", "ALiBi in place of position embeddings"),

@@ -1,10 +1,10 @@
-"""Rules of layers with routed experts: the router, the experts, each a tensor of its own, and shared ones."""
+"""Rules of layers with routed experts: the router, the experts, in a tensor each or in one, and shared experts."""
 
 from typing import NamedTuple
 
 from shardplan.decoder.architecture import Architecture
 from shardplan.decoder.families.common.rules import Rules, attention_rules, layer_norm_rules, mlp_rules
-from shardplan.decoder.names import Rule, Stacked, StoredTensor, Transposed
+from shardplan.decoder.names import Rule, Sliced, Stacked, StoredTensor, Transposed
 from shardplan.decoder.parts.block import LayerConfig
 from shardplan.decoder.parts.experts import ExpertsConfig
 from shardplan.decoder.parts.mlp import MlpConfig
@@ -42,7 +42,7 @@ def expert_layer_rules(
     """
     at, embed = f"model.layers.{index}", config.embed
     return {
-        **attention_rules(layer.attention, f"{at}.self_attn", embed),
+        **attention_rules(layer.grouped_attention, f"{at}.self_attn", embed),
         **layer_norm_rules(layer, at, embed),
         **separate_expert_rules(layer.mlp, f"{at}.{mlp}", embed, names),
     }
@@ -65,6 +65,28 @@ def separate_expert_rules(mlp: Mlp, name: str, embed: int, names: ExpertNames = 
             each.append(Transposed(stored, (1, 0)))
         found[f"mlp.experts.{parameter}"] = Stacked(tuple(each))
     return found
+
+
+def stacked_expert_rules(mlp: Mlp, name: str, embed: int, names: ExpertNames = DEEPSEEK_NAMES) -> Rules:
+    """Return the rules of experts that share two tensors; those of an MLP in a layer without experts.
+
+    The tensors are `gate_up_proj` {experts, gates and then projections up, embed}, and `down_proj` {experts, embed,
+    mlp}.
+
+    Args:
+        name: prefix of the MLP.
+    """
+    if isinstance(mlp, MlpConfig):
+        return mlp_rules(mlp, name, embed)
+    count, size = mlp.router.experts, mlp.size
+    both = Transposed(StoredTensor(f"{name}.{names.experts}.gate_up_proj", (count, 2 * size, embed)), (0, 2, 1))
+    down = StoredTensor(f"{name}.{names.experts}.down_proj", (count, embed, size))
+    return {
+        **router_rules(mlp, name, embed, names),
+        "mlp.experts.gate": Sliced(both, 2, 0, size),
+        "mlp.experts.up": Sliced(both, 2, size, 2 * size),
+        "mlp.experts.down": Transposed(down, (0, 2, 1)),
+    }
 
 
 def router_rules(mlp: ExpertsConfig, name: str, embed: int, names: ExpertNames = DEEPSEEK_NAMES) -> Rules:

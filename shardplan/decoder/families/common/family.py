@@ -28,3 +28,5 @@ class Family:
     """Return the rules of the parameters outside of layers, by path, for a vocabulary of this many tokens."""
     constants: Callable[[Architecture, LayerConfig, int], Mapping[str, float]] = no_constants
     """Return name -> value of the scalars that checkpoints hold for a layer, but that are no parameters."""
+    dispensable: tuple[str, ...] = ()
+    """Parts of the names of tensors that checkpoints hold for a layer, and that the decoder does without."""

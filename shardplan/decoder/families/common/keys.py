@@ -103,7 +103,7 @@ def read_uniform_window(keys: ConfigKeys, window: int | None) -> int | None:
 
 def with_windows(layer: LayerConfig, windows: Sequence[int | None]) -> list[LayerConfig]:
     """Return a copy of a layer for each window."""
-    return [replace(layer, attention=replace(layer.attention, window=window)) for window in windows]
+    return [replace(layer, attention=replace(layer.grouped_attention, window=window)) for window in windows]
 
 
 def every(period: int) -> Callable[[int], bool]:

@@ -120,6 +120,20 @@ def read_temperature(keys: ConfigKeys) -> QueryTemperature | None:
     )
 
 
+def read_score_factor(keys: ConfigKeys) -> float:
+    """Read what scores are multiplied by beside the scale of their heads: the square of YaRN's magnitude.
+
+    The magnitude is 0.1 * mscale_all_dim * ln(factor) + 1, and 1 where `mscale_all_dim` is not given. Source:
+    DeepSeek's attention.
+    """
+    values = _values(keys, None, True)
+    kind = values.get("rope_type") or values.get("type") or "default"
+    if kind == "default" or not values.get("mscale_all_dim"):
+        return 1.0
+    factor, mscale = (_checked(keys, name, values.get(name)) for name in ("factor", "mscale_all_dim"))
+    return 1.0 if factor <= 1 else (0.1 * mscale * math.log(factor) + 1.0) ** 2
+
+
 def _values(keys: ConfigKeys, layer_type: str | None, is_scaled: bool) -> Mapping[str, Any]:
     """Return the values of `rope_scaling` or `rope_parameters` for one kind of layers."""
     values = keys.take("rope_scaling") or keys.take("rope_parameters") or {}

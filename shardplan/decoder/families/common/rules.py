@@ -54,7 +54,7 @@ def standard_layer_rules(config: Architecture, layer: LayerConfig, index: int) -
     """Return the rules of a layer whose tensors have the names of Llama, with the norms of its wiring."""
     at, embed = f"model.layers.{index}", config.embed
     return {
-        **attention_rules(layer.attention, f"{at}.self_attn", embed),
+        **attention_rules(layer.grouped_attention, f"{at}.self_attn", embed),
         **mlp_rules(layer.dense_mlp, f"{at}.mlp", embed),
         **layer_norm_rules(layer, at, embed),
     }
@@ -63,7 +63,7 @@ def standard_layer_rules(config: Architecture, layer: LayerConfig, index: int) -
 def interleaved_layer_rules(config: Architecture, layer: LayerConfig, index: int) -> Rules:
     """Return the rules of a layer with Llama's names, if the checkpoint rotates pairs of neighbouring channels."""
     found = standard_layer_rules(config, layer, index)
-    return {**found, **in_halves(found, layer.attention, config.embed)}
+    return {**found, **in_halves(found, layer.grouped_attention, config.embed)}
 
 
 def layer_norm_rules(layer: LayerConfig, at: str, embed: int, names: Mapping[str, str] | None = None) -> Rules:
@@ -195,7 +195,18 @@ def in_halves(rules: Rules, attention: GroupedAttention, embed: int) -> Rules:
 def _halves_of_heads(rule: Rule, heads: int, size: int, rotated: int, inputs: Shape) -> Rule:
     """Reorder the rotated channels of each head, from pairs to halves, in an array {heads * size, inputs}."""
     by_head = Reshaped(rule, (heads, size, *inputs))
-    dimensions = tuple(range(3, 3 + len(inputs)))
-    pairs = Reshaped(Sliced(by_head, 1, 0, rotated), (heads, rotated // 2, 2, *inputs))
-    halves = Reshaped(Transposed(pairs, (0, 2, 1, *dimensions)), (heads, rotated, *inputs))
+    halves = pairs_to_halves(Sliced(by_head, 1, 0, rotated), (heads, rotated, *inputs))
     return halves if rotated == size else Concatenated((halves, Sliced(by_head, 1, rotated, size)), 1)
+
+
+def pairs_to_halves(rule: Rule, shape: Shape) -> Rule:
+    """Return neighbouring pairs of channels in the decoder's order: all first ones, then all second ones.
+
+    Args:
+        rule: an array of `shape`.
+        shape: {heads, channels, inputs}; of a bias, without inputs.
+    """
+    heads, channels, *inputs = shape
+    pairs = Reshaped(rule, (heads, channels // 2, 2, *inputs))
+    permutation = (0, 2, 1, *range(3, 3 + len(inputs)))
+    return Reshaped(Transposed(pairs, permutation), shape)
