@@ -149,6 +149,7 @@ FOREIGN_KEYS = {
     "swiglu_limit": ForeignKey(_is_true, "a clamped activation", ("gpt_oss",)),
     "use_bidirectional_attention": ForeignKey(_is_true, "attention to later tokens"),
     "is_encoder_decoder": ForeignKey(_is_true, "an encoder"),
+    "add_cross_attention": ForeignKey(_is_true, "cross-attention"),
     "cross_attention_layers": ForeignKey(_is_true, "cross-attention"),
     "num_kv_shared_layers": ForeignKey(_is_true, "layers that share keys and values"),
     "use_cla": ForeignKey(_is_true, "layers that share keys and values"),

@@ -138,9 +138,8 @@ def read_kinds_of_mlp(keys: ConfigKeys, first: int) -> list[bool]:
         first: default of `first_k_dense_replace`.
     """
     layers = keys.integer("num_hidden_layers")
-    first = (
-        0 if keys.is_null("first_k_dense_replace") else keys.integer("first_k_dense_replace", default=first, least=0)
-    )
+    name = "first_k_dense_replace"
+    first = 0 if keys.is_null(name) else keys.integer(name, default=first, least=0)
     period = keys.integer("moe_layer_freq", default=1)
     kinds = keys.take("mlp_layer_types")
     if kinds is None:

@@ -64,6 +64,6 @@ def _read(keys: ConfigKeys, defaults: LatentSizes, rotary: Rotary) -> LatentAtte
     # further keys that follow from these, and the order of channels, which rules undo
     keys.only("num_key_value_heads", [heads])
     keys.only("qk_head_dim", [attention.head_size])
-    keys.only("head_dim", [attention.rotated_size, attention.head_size])
+    keys.take("head_dim")  # which transformers does not read: GLM-5.2 has one that is no size of its heads
     keys.only("rope_interleave", [True])
     return replace(attention, scale=attention.head_size**-0.5 * read_score_factor(keys))
