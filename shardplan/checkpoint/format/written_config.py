@@ -20,6 +20,8 @@ QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 """Keys that say how stored weights were quantised; those that are written never are."""
 DTYPE_KEYS = ("dtype", "torch_dtype")
 """Key of the type of the weights in transformers 5, and in older versions."""
+UNMAPPED_CLASSES = {"kimi_k2": "DeepseekV3ForCausalLM", "mistral4": "Mistral4ForCausalLM"}
+"""Model type -> class for causal language models, where transformers has no mapping of the two."""
 
 
 def describe_written(config: Mapping[str, Any], model: Any, dtypes: Mapping[np.dtype, int]) -> dict[str, Any]:
@@ -41,7 +43,7 @@ def describe_written(config: Mapping[str, Any], model: Any, dtypes: Mapping[np.d
 
     read = transformers_config(copy.deepcopy(result))  # transformers adds keys to nested mappings
     expected = {
-        "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]],
+        "architectures": [{**UNMAPPED_CLASSES, **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}[model_type]],
         "tie_word_embeddings": getattr(model, "lm_head", None) is None,
         "vocab_size": model.Vocab.size,
     }
