@@ -33,7 +33,6 @@ HUB_NAMES = {
     "deepseek-v3.2": ("deepseek-ai/DeepSeek-V3.2", "deepseek-ai/DeepSeek-V3.2-Exp"),
     "dots.llm1": ("rednote-hilab/dots.llm1.base", "rednote-hilab/dots.llm1.inst"),
     "ernie-4.5-21b-a3b": ("baidu/ERNIE-4.5-21B-A3B-PT", "baidu/ERNIE-4.5-21B-A3B-Base-PT"),
-    "ernie-4.5-300b-a47b": ("baidu/ERNIE-4.5-300B-A47B-PT", "baidu/ERNIE-4.5-300B-A47B-Base-PT"),
     "exaone-4.0-32b": ("LGAI-EXAONE/EXAONE-4.0-32B",),
     "gemma-2-27b": ("google/gemma-2-27b", "google/gemma-2-27b-it"),
     "gemma-2-2b": ("google/gemma-2-2b", "google/gemma-2-2b-it"),

@@ -17,7 +17,7 @@ from shardplan.search.make_plan import make_plan
 PUBLISHED = {
     "apertus-8b": 8.05, "aya-23-8b": 8.03, "command-a": 111, "command-r": 35, "command-r7b": 8.03, "deepseek-v2": 236,
     "deepseek-v2-lite": 15.7, "deepseek-v3": 671, "deepseek-v3.2": 671, "dots.llm1": 142, "ernie-4.5-21b-a3b": 21.8,
-    "ernie-4.5-300b-a47b": 300, "exaone-4.0-32b": 32.0, "gemma-2-27b": 27.2, "gemma-2-2b": 2.61, "gemma-2-9b": 9.24,
+    "exaone-4.0-32b": 32.0, "gemma-2-27b": 27.2, "gemma-2-2b": 2.61, "gemma-2-9b": 9.24,
     "gemma-2b": 2.51, "gemma-3-12b": 11.8, "gemma-3-1b": 1.0, "gemma-3-27b": 27.0, "gemma-3-4b": 3.88, "gemma-7b": 8.54,
     "glm-4-32b-0414": 32.6, "glm-4-9b": 9.4, "glm-4-9b-0414": 9.4, "glm-4.5": 355, "glm-4.5-air": 106,
     "glm-4.7-flash": 30, "glm-5": 744, "gpt-j-6b": 6.05, "gpt-neox-20b": 20.55, "gpt-oss-120b": 116.8,

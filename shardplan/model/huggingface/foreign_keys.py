@@ -95,7 +95,7 @@ FOREIGN_KEYS = {
             "qwen3_moe",
             *LATENT_TYPES,
         ),
-    ),  # fmt: skip
+    ),
     "n_shared_experts": ForeignKey(_is_true, SHARED, ("dots1", "glm4_moe", *LATENT_TYPES)),
     "num_shared_experts": ForeignKey(_is_true, SHARED, ("hy_v3",)),
     "shared_expert_intermediate_size": ForeignKey(_is_true, SHARED),
