@@ -6,7 +6,8 @@ It holds every factorisation of the devices into (replica, data, model) and, for
 - batch: `replica`, `data`, both or none;
 - positions: those of `replica` and `data` that the batch does not use; none in training;
 - experts that tokens are routed to, and their hidden states, compute sharding: any of the mesh axes;
-- every other logical axis of computations, compute sharding: `model`, `model` and `replica`, or none;
+- every other logical axis of computations, compute sharding: `model`, `model` and `replica`, or none; beside experts,
+  none for axes of small parameters;
 - stored parameters, any logical axis: the mesh axes of the compute sharding, then those of `data` and `replica` that
   the batch or positions use, or a part of them.
 
@@ -44,6 +45,9 @@ from shardplan.positions.sequence_order import SequenceOrder
 from shardplan.program.live_buffers import LiveBuffer
 from shardplan.program.named_arrays import TracedArray
 from shardplan.program.tasks import ExpertAxes, Step, Task, TaskKind
+
+MINOR_PART = 0.01
+"""Part of the bytes of a model's parameters below which those with a logical axis are small."""
 
 
 class AttentionMethod(NamedTuple):
@@ -142,6 +146,23 @@ class Space:
             | {attention.head_size for attention in self.step.attention_axes}
             | {block.embed for block in self.step.expert_blocks}
         )
+
+    @cached_property
+    def minor_axes(self) -> frozenset[str]:
+        """Logical axes of a model with experts whose parameters are less than `MINOR_PART` of its bytes together.
+
+        They stay unsharded unless they are pinned, so that what is small beside the experts does not multiply the
+        choices: these parameters are sharded along their other axes.
+        """
+        if not self.step.expert_blocks:
+            return frozenset()
+        sizes = Counter[str]()
+        total = 0
+        for array in self.step.parameters:
+            size = array.elements * array.itemsize
+            total += size
+            sizes.update(dict.fromkeys(array.logical_axes, size))
+        return frozenset(axis for axis in self.tensor_axes if sizes[axis] < MINOR_PART * total)
 
     @cached_property
     def block_axes(self) -> frozenset[str]:

@@ -210,7 +210,7 @@ class MeshSubproblem:
 
     def _tensor_choices(self, axis: str) -> Sequence[MeshAxes]:
         """What a logical axis can be sharded over in computations, unless it is pinned."""
-        if axis in self.space.unsharded_axes:
+        if axis in self.space.unsharded_axes | self.space.minor_axes:
             return ((),)
         return EXPERT_CHOICES if axis in self.space.block_axes else TENSOR_CHOICES
 
@@ -233,7 +233,8 @@ class MeshSubproblem:
     def _storage_choices(self, axis: str, compute: AxisMapping) -> list[MeshAxes]:
         """Mesh axes of a logical axis of stored parameters: those of the compute sharding, and further ones."""
         computed = compute.get(axis, ())
-        choices = self.space.rules.options(axis, True, [(*computed, *further) for further in self.further_storage])
+        further_storage = [()] if axis in self.space.minor_axes else self.further_storage
+        choices = self.space.rules.options(axis, True, [(*computed, *further) for further in further_storage])
         return [axes for axes in choices if self._can_shard(axis, axes)]
 
     def _can_shard(self, axis: str, mesh_axes: MeshAxes) -> bool:
