@@ -17,6 +17,7 @@ from shardplan.execution import Program, specialize
 from shardplan.execution.device_mesh import make_mesh
 from shardplan.execution.layout_forward import planned_forward
 from shardplan.execution.planned_attention import planned_attention
+from shardplan.execution.planned_experts import planned_experts
 from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.model_class import LEVANTER
 from shardplan.model.registry import build_model
@@ -30,7 +31,18 @@ TOLERANCE = 2e-5
 MESHES = [(1, 4, 2), (2, 2, 2), (1, 1, 8), (1, 8, 1)]
 
 
-def run(golden, make_config, name, mesh, compute, change_model=None, change_plan=None, attention=None, **workload):
+def run(
+    golden,
+    make_config,
+    name,
+    mesh,
+    compute,
+    change_model=None,
+    change_plan=None,
+    attention=None,
+    experts=None,
+    **workload,
+):
     """Stream a model as planned on `mesh` (replica, data, model), and call `compute` with it.
 
     Args:
@@ -61,6 +73,7 @@ def run(golden, make_config, name, mesh, compute, change_model=None, change_plan
         plan,
         compute_mapping={**plan.compute_mapping, **(change_plan or {})},
         attention=attention or plan.attention,
+        experts=experts or plan.experts,
     )
     model = specialize(model, plan)
     device_mesh = make_mesh(plan)
@@ -76,7 +89,8 @@ def forward_logits(module, model, plan, mesh, tokens):
     forward = planned_forward(plan)
 
     def all_logits(module, tokens):
-        with hax.axis_mapping(as_tuples(plan.compute_mapping)), planned_attention(model, plan):
+        mapping = as_tuples(plan.compute_mapping)
+        with hax.axis_mapping(mapping), planned_attention(model, plan), planned_experts(plan):
             module = cast_for_compute(module, plan.workload.compute_dtype)
             return compute_logits(model, module, forward.activations(model, module, tokens, None))
 

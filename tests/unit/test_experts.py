@@ -16,6 +16,7 @@ from shardplan.cost.roofline import model_flops
 from shardplan.cost.sharding import ShardingAssignment
 from shardplan.hardware import GIB
 from shardplan.model.huggingface.hf_config import read_config
+from shardplan.model.model_class import LEVANTER
 from shardplan.model.registry import build_model
 from shardplan.plan.workload.workload import Workload
 from shardplan.program.live_buffers import BufferRole
@@ -30,7 +31,7 @@ TENSOR_PARALLEL = {axis: ("model",) for axis in ("mlp", "heads", "kv_head", "voc
 @cache
 def traced_step(kind, batch=64):
     """The step of `batch` sequences."""
-    model = build_model(read_config("mixtral-8x7b", None), 4096)
+    model = build_model(read_config("mixtral-8x7b", None, LEVANTER), 4096)
     return plan_step(model, Workload(kind, batch, 4096, "float32" if kind == "train" else "bfloat16", "bfloat16"))
 
 
@@ -115,7 +116,7 @@ def test_matmuls_of_experts():
 
     A matrix-vector product adds up the results of a token's two experts.
     """
-    model = build_model(read_config("mixtral-8x7b", None), 1024)
+    model = build_model(read_config("mixtral-8x7b", None, LEVANTER), 1024)
     step = plan_step(model, Workload("train", 4, 1024, "bfloat16", "bfloat16"))
     assignment = ShardingAssignment({}, {}, {}, step.merged_axes, step.activation_axes)
     contractions = [task for task in step.tasks if task.kind == TaskKind.CONTRACTION]
@@ -130,7 +131,7 @@ def test_matmuls_of_experts():
 
 def test_model_flops_count_only_the_routed_experts():
     """Mixtral routes each token to 2 of 8 experts."""
-    model = build_model(read_config("mixtral-8x7b", None), 1024)
+    model = build_model(read_config("mixtral-8x7b", None, LEVANTER), 1024)
     tokens, embed, layers = 4 * 1024, 4096, 32
     attention = embed * (32 + 8 + 8 + 32) * 128
     weights = layers * (attention + 2 * 3 * embed * 14336 + 8 * embed) + 32000 * embed

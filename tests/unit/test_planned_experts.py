@@ -1,0 +1,135 @@
+"""What a plan says of routed experts: work, traffic and choices, against calculations by hand."""
+
+import json
+
+import pytest
+
+from shardplan.cost.experts import work_of
+from shardplan.cost.gspmd import device_cost
+from shardplan.cost.roofline import model_flops
+from shardplan.cost.sharding import ShardingAssignment
+from shardplan.errors import ConfigError
+from shardplan.experts.method import ExpertMethod, ExpertStrategy
+from shardplan.model.huggingface.hf_config import read_config
+from shardplan.model.model_class import LEVANTER
+from shardplan.model.registry import build_model
+from shardplan.plan.plan import Plan
+from shardplan.plan.workload.workload import Workload
+from shardplan.program.step_trace import plan_step
+from shardplan.program.tasks import TaskKind
+from shardplan.search.make_plan import make_plan
+
+TOKENS, DEVICES, LAYERS, EXPERTS, PER_TOKEN, EMBED, MLP = 64 * 4096, 32, 32, 8, 2, 4096, 14336
+"""Mixtral 8x7B, 64 sequences on 32 devices."""
+MESH = {"replica": 4, "data": 8, "model": 1}
+OVER_DATA = {"batch": ("replica", "data"), "experts": ("data",)}
+OVER_ALL = {**OVER_DATA, "expert_mlp": ("replica",)}
+GATHER, EXCHANGE, WEIGHTS = ExpertStrategy
+
+
+def traced_step(kind):
+    model = build_model(read_config("mixtral-8x7b", None), 4096)
+    return plan_step(model, Workload(kind, 64, 4096, "float32" if kind == "train" else "bfloat16", "bfloat16"))
+
+
+def block_cost(kind, compute, method, params=None):
+    """The work of a device for a block, and the cost of all blocks: of the gradient in training."""
+    step = traced_step(kind)
+    assignment = ShardingAssignment(MESH, compute, params or {}, step.merged_axes, step.activation_axes, experts=method)
+    task = [each for each in step.tasks if each.kind == TaskKind.EXPERTS][-1]
+    return work_of(task, assignment), device_cost(task, assignment)
+
+
+def received(cost):
+    """Bytes that a device receives in a layer, by kind of collective and cause."""
+    return {(str(each.kind), each.cause): each.bytes / LAYERS for each in cost.traffic}
+
+
+TOKEN_BYTES = TOKENS / DEVICES * EMBED * 2
+"""Bytes of a device's tokens, of bfloat16."""
+
+
+def test_tokens_are_gathered():
+    """By the eight devices that share the experts: each has one, and a quarter of all rows of it."""
+    work, cost = block_cost("eval", OVER_DATA, ExpertMethod(GATHER))
+    assert (work.rows, work.experts, work.mlp) == (TOKENS * PER_TOKEN / DEVICES, 1, MLP)
+    assert work.buffer_rows == 1.25 * work.rows
+    assert cost.matmul.flops == LAYERS * 3 * 2 * work.rows * EMBED * MLP
+    routing = 7 * TOKENS / DEVICES * PER_TOKEN * 8
+    assert received(cost) == {
+        ("all-gather", "tokens gathered for experts"): 7 * TOKEN_BYTES + routing,
+        ("reduce-scatter", "sums of the outputs of experts"): 7 * TOKEN_BYTES,
+    }
+
+
+def test_hidden_states_are_sharded_too():
+    """Then 32 devices gather each other's tokens, and each has a quarter of one expert."""
+    work, cost = block_cost("eval", OVER_ALL, ExpertMethod(GATHER))
+    assert (work.rows, work.experts, work.mlp) == (TOKENS * PER_TOKEN / EXPERTS, 1, MLP / 4)
+    # a reduce-scatter over all devices is compiled as an all-reduce
+    assert received(cost)["all-reduce", "sums of the outputs of experts"] == 2 * 31 * TOKEN_BYTES
+
+
+def test_tokens_are_exchanged():
+    """Seven of eight rows have their expert on another device, there and back."""
+    work, cost = block_cost("eval", OVER_DATA, ExpertMethod(EXCHANGE))
+    assert work.rows == TOKENS * PER_TOKEN / DEVICES
+    assert received(cost) == {("all-to-all", "tokens exchanged with experts"): 2 * PER_TOKEN * TOKEN_BYTES * 7 / 8}
+    _, cost = block_cost("train", OVER_DATA, ExpertMethod(EXCHANGE))
+    assert received(cost)["all-to-all", "tokens exchanged with experts"] == 3 * PER_TOKEN * TOKEN_BYTES * 7 / 8
+
+
+@pytest.mark.parametrize(
+    ("compute", "method", "params"),
+    [
+        (OVER_DATA, ExpertMethod(WEIGHTS), {"experts": ("data",)}),
+        ({"batch": ("replica", "data")}, ExpertMethod(GATHER), {"experts": ("data",)}),
+    ],
+)
+def test_weights_are_gathered(compute, method, params):
+    """By the strategy, or because experts are sharded only while they are stored: every device has all of them."""
+    work, cost = block_cost("eval", compute, method, params)
+    assert (work.rows, work.experts) == (TOKENS * PER_TOKEN / DEVICES, EXPERTS)
+    weights = 3 * EXPERTS * EMBED * MLP * 2 * 7 / 8
+    assert sum(size for (kind, _), size in received(cost).items() if kind == "all-gather") == weights
+    # rows of all but the first expert begin within a tile of 512
+    assert work.kernel_rows == work.rows + EXPERTS * 512 / 2 * work.chunks
+
+
+def test_gradients_of_weights_are_summed_over_other_tokens():
+    """Devices with the same expert have parts of its gradient; there are two matmuls for each of the block's."""
+    work, cost = block_cost("train", OVER_DATA, ExpertMethod(EXCHANGE))
+    assert cost.matmul.flops == LAYERS * 6 * 2 * work.rows * EMBED * MLP
+    gradients = [each for each in cost.traffic if each.cause.startswith("gradient of")]
+    assert {each.mesh_axes for each in gradients} == {("replica",)}
+    # an all-reduce of the gradient of one expert, in bfloat16
+    assert sum(each.bytes for each in gradients) / LAYERS == 3 * EMBED * MLP * 2 * 2 * 3 / 4
+
+
+def test_the_model_has_the_flops_of_levanters_class():
+    """Each token passes through two experts, by either class."""
+    classes = (None, LEVANTER)
+    flops = []
+    for kind in ("eval", "train"):
+        for name in classes:
+            model = build_model(read_config("mixtral-8x7b", None, name), 1024)
+            flops.append(model_flops(model, Workload(kind, 4, 1024, "bfloat16", "bfloat16")))
+    assert flops[0] == pytest.approx(flops[1], rel=1e-4) and flops[2] == pytest.approx(flops[3], rel=1e-4)
+
+
+def test_a_plan_names_how_experts_are_computed(make_config):
+    """And says what the other strategy would change; it is read back with its method."""
+    config = make_config(model_config="mixtral-8x7b", hardware_slice="v5p-64", workload_batch=32)
+    plan = make_plan(config)
+    assert plan.experts is not None and plan.compute_mapping["experts"]
+    assert "experts" in plan.to_json() and Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+    others = {GATHER: EXCHANGE, EXCHANGE: GATHER}
+    assert any(f"experts by {others[plan.experts.strategy]} instead" in reason for reason in plan.search.reasons)
+    dense = make_plan(make_config(model_config="llama-3.1-8b", hardware_slice="v5p-16", workload_batch=8))
+    assert dense.experts is None and "experts" not in dense.to_json()
+
+
+@pytest.mark.parametrize("change", [{"buffer_factor": 0.0}, {"buffer_factor": float("nan")}, {"token_chunks": 0}])
+def test_impossible_methods_are_refused(change):
+    with pytest.raises(ConfigError, match=f"experts: {next(iter(change))} is "):
+        ExpertMethod(**change)
