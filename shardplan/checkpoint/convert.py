@@ -26,6 +26,9 @@ COPIED_FILES = (
 def convert_checkpoint(config: LoadingConfig, to: str, file_format: Format) -> str:
     """Load the configured checkpoint, write it to the folder `to`, and return a line that says what was written.
 
+    Everything is written in `workload.param_dtype`, except that a router is not rounded: its parameters keep their
+    stored type if that is wider.
+
     The folder is first looked at after the load, which takes long; `open_target` says before whether it can be used.
 
     Raises:
@@ -37,7 +40,7 @@ def convert_checkpoint(config: LoadingConfig, to: str, file_format: Format) -> s
         config = replace(config, model=levanter_model)
     session = prepare(*load_given_plan(config))
     config_json = _read_config_json(session)
-    module, _ = session.load(session.model.template)
+    module, _ = session.load(session.model.template, is_copy=True)
     match file_format:
         case Format.LEVANTER:
             save_levanter(module, to, config_json)

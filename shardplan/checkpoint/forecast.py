@@ -23,6 +23,7 @@ from shardplan.checkpoint.transfer.transfer import DeviceMesh, ReadStrategy, Tra
 from shardplan.config.command_flags import CheckpointCommand
 from shardplan.hardware import GIB, parse_slice, place_mesh
 from shardplan.model.huggingface.hf_config import read_config
+from shardplan.model.parameter_dtypes import parameter_dtypes
 from shardplan.model.registry import Model
 from shardplan.plan.plan import Plan
 from shardplan.storage import open_folder
@@ -107,11 +108,11 @@ def forecast_reads(config: CheckpointCommand, plan: Plan, model: Model) -> Forec
     program = stored.program
     sources = {name: TensorSource(*stored.locations[name], stored.dtypes[name].itemsize) for name in program.tensors}
     mesh = DeviceMesh(tuple(plan.mesh.items()), tuple(place_mesh(hardware, plan.mesh).hosts()))
-    param_dtype = np.dtype(jnp.dtype(plan.workload.param_dtype))
+    dtypes = parameter_dtypes(model.template, plan.workload.param_dtype)
     specs = array_specs(model.template, plan.param_mapping, program)
     requests = {}
     for path, view in program.views.items():
-        requests[path] = ArrayRequest(view, specs[path], param_dtype).in_transit(stored.dtypes)
+        requests[path] = ArrayRequest(view, specs[path], np.dtype(jnp.dtype(dtypes[path]))).in_transit(stored.dtypes)
     limits = transfer_limits(int(config.load.gib * GIB), hardware.is_cpu)
     bandwidth = hardware.host_network_bandwidth
     speeds = Speeds(read=bandwidth, exchange=hardware.generation.link_bandwidth)

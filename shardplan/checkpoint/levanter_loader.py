@@ -2,7 +2,7 @@
 
 `stream_checkpoint` needs no such program. It is here so that the compiler can judge a configuration that Levanter's
 loader loads: Levanter shards every tensor over all mesh axes but `replica` as far as dimensions are divisible, whatever
-the mapping, and then stacks the layers and reshards all arrays.
+the mapping, and then stacks the layers and reshards all arrays. It casts all of them to one type, routers too.
 """
 
 from typing import Any

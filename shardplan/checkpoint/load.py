@@ -38,6 +38,7 @@ from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.inspect import named_leaves, parameters_of
 from shardplan.model.levanter_compat import has_windows
 from shardplan.model.model_class import CLASS_KEY, DECODER, LEVANTER, LEVANTER_CLASSES
+from shardplan.model.parameter_dtypes import FLOAT32, float32_paths
 from shardplan.model.registry import (
     abstract_module,
     build_model,
@@ -76,7 +77,8 @@ def load_pretrained(
         axis_mapping: logical axis -> mesh axes, instead of a plan; default: the current `hax.axis_mapping`.
             Without a plan, a mapping or a current mapping, every array gets `best_effort_sharding` on the current mesh;
             an empty mapping replicates.
-        dtype: type that floating-point parameters are cast to; default: the plan's, else the stored type of each array.
+        dtype: type that floating-point parameters are cast to, except that the decoder's routers become float32;
+            default: the plan's, else the stored type of each array.
         config: a Levanter model configuration; default: the one that the checkpoint's config.json describes, of the
             plan's class, and without a plan of Levanter's class for the type, or of shardplan's decoder for types and
             windows that Levanter does not have.
@@ -258,17 +260,21 @@ def stream_checkpoint(
     checksum: bool = False,
     deadline_s: float = DEADLINE_S,
     strict: bool = False,
+    is_copy: bool = False,
 ) -> tuple[Any, StateDictProgram]:
     """Stream the checkpoint in `folder` into the model `template`.
 
     Args:
         template: a Levanter model with `jax.ShapeDtypeStruct`s in place of arrays.
         mapping: logical axis -> mesh axes; None for `best_effort_sharding`.
-        dtype: type that floating-point parameters are cast to; None for the stored type of each array.
+        dtype: type that floating-point parameters are cast to, or float32 where the model keeps it; None for the stored
+            type of each array.
         budget: most host memory to use beyond the arrays, bytes.
         checksum: compare the files with the checksums that their store recorded, if it recorded any.
         deadline_s: most seconds without progress.
         strict: refuse a checkpoint with tensors that the model has no use for.
+        is_copy: the model is written again: parameters that it keeps in float32 are cast to the narrowest type that
+            holds `dtype` and their stored type.
 
     Returns:
         The model with its arrays, and the program that maps the checkpoint's tensors to them.
@@ -297,9 +303,11 @@ def stream_checkpoint(
         if processes.process_index == 0:
             _warn(match, compared, folder)
         specs = _best_effort_specs(mesh, program) if mapping is None else array_specs(template, mapping, program)
+        float32 = float32_paths(template)
         requests = {}
         for path, view in program.views.items():
-            requests[path] = ArrayRequest(view, specs[path], _array_dtype(view, tensors, dtype))
+            array_dtype = _array_dtype(view, tensors, dtype, path in float32, is_copy)
+            requests[path] = ArrayRequest(view, specs[path], array_dtype)
         arrays = stream_arrays(requests, tensors, mesh, processes, budget, deadline_s=deadline_s)
         if checksum:
             check_files(tensors.values(), processes)
@@ -361,8 +369,11 @@ def _mesh_axes(spec: PartitionSpec, view: View) -> tuple[MeshAxes, ...]:
     return (*axes, *[()] * (len(view.shape) - len(axes)))
 
 
-def _array_dtype(view: View, tensors: Mapping[str, Tensor], dtype: Any) -> np.dtype:
-    """Return the type of an array: `dtype`, or its stored type if that is None.
+def _array_dtype(view: View, tensors: Mapping[str, Tensor], dtype: Any, stays_float32: bool, is_copy: bool) -> np.dtype:
+    """Return the type of an array: `dtype`, or its stored type if that is None; see `stream_checkpoint`.
+
+    Args:
+        stays_float32: whether the model keeps the parameter in float32.
 
     Raises:
         CheckpointError: its stored type is no floating-point type.
@@ -374,4 +385,9 @@ def _array_dtype(view: View, tensors: Mapping[str, Tensor], dtype: Any) -> np.dt
         name = view.pieces[0].tensor
         raise CheckpointError(f"{name} is stored as {stored}, the model has a floating-point parameter there")
     # without 64-bit mode JAX represents float64 as float32
-    return np.dtype(dtype if dtype is not None else jax.dtypes.canonicalize_dtype(stored))
+    stored = jax.dtypes.canonicalize_dtype(stored)
+    if dtype is None:
+        return np.dtype(stored)
+    if stays_float32:
+        return np.dtype(jnp.promote_types(stored, dtype) if is_copy else FLOAT32)
+    return np.dtype(dtype)

@@ -43,6 +43,7 @@ from shardplan.checkpoint.target import CONFIG, LEVANTER_METADATA, claim_target,
 from shardplan.errors import CheckpointError, ConfigError, check_argument, one_line
 from shardplan.model.inspect import named_leaves
 from shardplan.model.levanter_compat import CHECKPOINT_FILES, CHECKPOINT_MODEL
+from shardplan.model.parameter_dtypes import float32_paths
 from shardplan.runtime.devices import is_first_process
 from shardplan.runtime.process_progress import shared_progress
 from shardplan.runtime.processes.group import ProcessGroup, open_process_group
@@ -136,7 +137,8 @@ def save_pretrained(
             is the embedding, and the name of the architecture are set to what is written.
         program: gives other names to the tensors than the model type of `config` has.
         extra_files: more files that the first process writes, name -> content.
-        dtype: type that floating-point arrays are cast to; default: the types of the arrays.
+        dtype: type that floating-point arrays are cast to, except those of the decoder's routers with a wider type;
+            default: the types of the arrays.
         max_file_bytes: most bytes of a file that has more than one tensor; default: 5 GB.
         replace: whether a checkpoint that the folder holds is replaced, and not refused.
 
@@ -185,12 +187,15 @@ def make_output_tensors(model: Any, program: StateDictProgram, dtype: Any = None
     """Return tensor name -> the boxes of the model's arrays that it is made of.
 
     Args:
-        dtype: type of all floating-point tensors; default: the types of the arrays.
+        dtype: type of floating-point tensors, except those that the model keeps in float32 and that would be rounded;
+            default: the types of the arrays.
 
     Raises:
         CheckpointError: a tensor has elements that no array holds, or a type that safetensors files do not have.
     """
     arrays = {path: getattr(leaf, "array", leaf) for path, leaf in named_leaves(model)}
+    float32 = float32_paths(model)
+    unrounded = {piece.tensor for path, view in program.views.items() if path in float32 for piece in view.pieces}
     parts: defaultdict[str, list[tuple[jax.Array, Piece]]] = defaultdict(list)
     for path, view in program.views.items():
         for piece in view.pieces:
@@ -201,7 +206,7 @@ def make_output_tensors(model: Any, program: StateDictProgram, dtype: Any = None
             raise CheckpointError(f"{name} {list(shape)} cannot be written: the model does not hold all of it")
         kind = np.dtype(functools.reduce(jnp.promote_types, (array.dtype for array, _ in parts[name])))
         if dtype is not None and jnp.issubdtype(kind, jnp.floating):
-            kind = np.dtype(dtype)
+            kind = np.dtype(jnp.promote_types(kind, dtype) if name in unrounded else dtype)
         if kind not in DTYPE_NAMES:
             raise CheckpointError(f"{name} cannot be written: safetensors files have no type {kind}")
         tensors[name] = OutputTensor(shape, kind, tuple(parts[name]))

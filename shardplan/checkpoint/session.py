@@ -37,12 +37,15 @@ class Session:
     plan: Plan
     mesh: Mesh
 
-    def load(self, template: Any, deadline_s: float = DEADLINE_S) -> tuple[Any, StateDictProgram]:
+    def load(
+        self, template: Any, deadline_s: float = DEADLINE_S, is_copy: bool = False
+    ) -> tuple[Any, StateDictProgram]:
         """Load the weights of a Levanter module, sharded and cast as planned.
 
         Args:
             template: `model.template`, or that of `specialize(model, plan)`, with shapes in place of arrays.
             deadline_s: most seconds without progress.
+            is_copy: the module is written again; see `stream_checkpoint`.
 
         Returns:
             The module, and the program that maps the checkpoint's tensors to its arrays.
@@ -53,8 +56,9 @@ class Session:
         config, dtype = self.config, self.plan.workload.param_dtype
         mapping, budget = self.plan.param_mapping, int(config.load.gib * GIB)
         return stream_checkpoint(
-            template, self.folder, self.mesh, mapping, dtype, budget, config.checksum, deadline_s, config.load.strict
-        )
+            template, self.folder, self.mesh, mapping, dtype, budget, config.checksum, deadline_s, config.load.strict,
+            is_copy,
+        )  # fmt: skip
 
 
 def prepare(config: LoadingConfig, plan: Plan | None, deadline_s: float = DEADLINE_S) -> Session:

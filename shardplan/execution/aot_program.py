@@ -7,7 +7,6 @@ from typing import Any
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 from haliax import NamedArray
 from haliax.partitioning import pspec_for_axis
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
@@ -59,24 +58,22 @@ class Program:
         return call
 
 
-def abstract_model(template: Any, mesh: Mesh, mapping: Mapping[str, Any], dtype: str | None) -> Any:
-    """Return `template` with the sharding of `mapping` on every array, and `dtype` for the floating-point ones.
+def abstract_model(template: Any, mesh: Mesh, mapping: Mapping[str, Any]) -> Any:
+    """Return `template` with the sharding of `mapping` on every array.
 
     Args:
         template: a model or optimizer state with a `jax.ShapeDtypeStruct` in place of every array.
         mapping: logical axis -> mesh axes.
-        dtype: None to leave every dtype unchanged.
     """
 
     def abstract(leaf: Any) -> Any:
-        """Return an abstract array with its sharding and type; anything else as it is."""
+        """Return an abstract array with its sharding; anything else as it is."""
         axes = axes_of(leaf)
         array = leaf.array if isinstance(leaf, NamedArray) else leaf
         if not _is_abstract(array):
             return leaf
-        array_dtype = dtype if dtype is not None and jnp.issubdtype(array.dtype, jnp.floating) else array.dtype
         spec = pspec_for_axis(axes, mapping) if axes else PartitionSpec()
-        struct = jax.ShapeDtypeStruct(array.shape, array_dtype, sharding=NamedSharding(mesh, spec))
+        struct = jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=NamedSharding(mesh, spec))
         return eqx.tree_at(lambda named: named.array, leaf, struct) if isinstance(leaf, NamedArray) else struct
 
     return jax.tree.map(abstract, template, is_leaf=lambda node: isinstance(node, NamedArray))

@@ -15,6 +15,7 @@ from shardplan.execution.planned_attention import planned_attention
 from shardplan.execution.planned_experts import planned_experts
 from shardplan.model.inspect import axes_of
 from shardplan.model.logits.levanter_loss import block_sizes_of
+from shardplan.model.parameter_dtypes import with_dtypes
 from shardplan.model.registry import Model
 from shardplan.plan.mapping import as_tuples, mesh_size
 from shardplan.plan.plan import Plan
@@ -48,11 +49,11 @@ def step_program(model: Model, plan: Plan, mesh: Mesh, is_packed: bool = False) 
     signature = inspect.signature(kind.compute)
     _, *parameters_of_step = signature.parameters.values()
     step.__signature__ = signature.replace(parameters=parameters_of_step)  # type: ignore[attr-defined]
-    module = abstract_model(model.template, mesh, stored, workload.param_dtype)
+    module = abstract_model(with_dtypes(model.template, workload.param_dtype), mesh, stored)
     parameters = eqx.filter(module, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
     # the state has the axes of its parameters, so that the same mapping gives their sharding
-    state = tuple(abstract_model(each, mesh, stored, None) for each in kind.state(workload, parameters))
-    inputs = abstract_model(kind.inputs(model, workload, is_packed), mesh, compute_mapping, None)
+    state = tuple(abstract_model(each, mesh, stored) for each in kind.state(workload, parameters))
+    inputs = abstract_model(kind.inputs(model, workload, is_packed), mesh, compute_mapping)
     donated = tuple(range(1 + len(state))) if kind.donates else ()
     return Program(f"{kind.name}_step", step, (module, *state, *inputs), mesh, donated)
 

@@ -92,9 +92,8 @@ def _difference(
     """Return what is not as planned of an array; empty if all is."""
     if axes and axes != planned.axes:
         return f"has the axes {axes}, planned are {planned.axes}"
-    dtype = plan.workload.param_dtype
-    if str(array.dtype) != dtype:
-        return f"is {array.dtype}, planned is {dtype}"
+    if str(array.dtype) != planned.dtype:
+        return f"is {array.dtype}, planned is {planned.dtype}"
     expected = PartitionSpec(*(tuple(each) if each else None for each in planned.spec))
     sharding = array.sharding
     mesh = getattr(sharding, "mesh", None)

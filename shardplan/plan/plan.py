@@ -25,6 +25,8 @@ from shardplan.plan.workload.workload import AUTO_BATCH, AUTO_POSITION, BATCH_AX
 from shardplan.positions.sequence_order import SequenceOrder
 
 SCHEMA_VERSION = 1
+KEPT_DTYPE = "float32"
+"""The dtype of parameters that do not follow `workload.param_dtype`; see `shardplan.model.parameter_dtypes`."""
 REQUIRED_WORKLOAD = {"kind", "batch", "position", "param_dtype", "compute_dtype"}
 """Keys of a Plan's workload that have no default, for the Plan follows from them."""
 CHECKSUM = "checksum"
@@ -448,7 +450,9 @@ def _hardware_contradictions(plan: Plan) -> Iterator[str]:
 def _parameter_contradictions(plan: Plan, parameter: ParameterPlan) -> Iterator[str]:
     """Yield where the type, a dimension or the bytes of a parameter do not agree with its axes and the workload."""
     path, dtype = parameter.path, plan.workload.param_dtype
-    if parameter.dtype != dtype:
+    if parameter.dtype in (dtype, KEPT_DTYPE):
+        dtype = parameter.dtype
+    else:
         yield f"{path} has dtype {parameter.dtype}, workload.param_dtype is {dtype}"
     for (axis, size), mesh_axes in zip(parameter.axes.items(), parameter.spec, strict=True):
         yield from _indivisible(plan, f"{axis} of {path}", size, mesh_axes)

@@ -9,7 +9,6 @@ from typing import Any
 import equinox as eqx
 import haliax as hax
 import jax
-import jax.numpy as jnp
 from haliax import NamedArray
 from jax.extend.core import Jaxpr, jaxprs_in_params
 from jax.sharding import AbstractMesh, AxisType
@@ -19,6 +18,7 @@ from shardplan.errors import ConfigError, nearest
 from shardplan.hardware.mesh_axes import MESH_AXES
 from shardplan.model.inspect import axes_of, named_leaves
 from shardplan.model.logits.levanter_loss import one_block_of_tokens
+from shardplan.model.parameter_dtypes import with_dtypes
 from shardplan.model.registry import Model, abstract_module
 from shardplan.plan.workload.checkpointing import RING_RESIDUALS, split_checkpointing
 from shardplan.plan.workload.workload import Workload
@@ -45,7 +45,7 @@ def trace_step(model: Model, workload: Workload) -> Trace:
     """
     template = _template(model, workload.gradient_checkpointing)
     kind = step_of(workload)
-    module = jax.tree.map(lambda leaf: _with_float_dtype(leaf, workload.param_dtype), template)
+    module = with_dtypes(template, workload.param_dtype)
     parameters = eqx.filter(module, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
     state, inputs = kind.state(workload, parameters), kind.inputs(model, workload)
     arrays, static = eqx.partition((module, *state, *inputs), lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
@@ -161,9 +161,3 @@ def _without_optimization() -> Iterator[None]:
         yield
     finally:
         jax.config.update("jax_disable_most_optimizations", before)
-
-
-def _with_float_dtype(leaf: Any, dtype: str) -> Any:
-    """An abstract array with `dtype` if it is floating-point; any other leaf as it is."""
-    is_float = isinstance(leaf, jax.ShapeDtypeStruct) and jnp.issubdtype(leaf.dtype, jnp.floating)
-    return jax.ShapeDtypeStruct(leaf.shape, dtype) if is_float else leaf

@@ -3,12 +3,12 @@
 from typing import Any, Protocol
 
 import haliax as hax
-import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from levanter.utils.tree_utils import inference_mode
 
 from shardplan.model.logits.logit_blocks import compute_target_losses, prepare_head, project_to_vocab
+from shardplan.model.parameter_dtypes import cast_arrays
 from shardplan.model.registry import Model
 
 
@@ -42,12 +42,11 @@ def compute_logits(model: Model, module: Any, activations: NamedArray) -> NamedA
 
 
 def cast_for_compute(module: Any, dtype: str) -> Any:
-    """Cast the floating-point arrays of the module to the compute type, and switch its dropout off."""
+    """Cast the floating-point arrays of the module to the compute type, and switch its dropout off.
 
-    def cast(leaf: Any) -> Any:
-        return leaf.astype(dtype) if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
-
-    return jax.tree.map(cast, inference_mode(module, True))
+    Parameters that stay float32 are computed with in float32.
+    """
+    return cast_arrays(inference_mode(module, True), dtype, lambda array, own: array.astype(own))
 
 
 class Forward(Protocol):

@@ -61,7 +61,7 @@ class SavingConverter(LevanterConverter):
             export_host_budget_bytes: no effect: a process holds a few tensors at a time.
             max_concurrent_shards: no effect: every process writes one file at a time.
             save_feature_extractor: whether to write the files of the feature extractor.
-            dtype: type that floating-point arrays are cast to.
+            dtype: type that floating-point arrays are cast to, except those of the decoder's routers with a wider type.
             generation_config: content of generation_config.json.
             chat_template: replaces the tokenizer's.
             hf_upload_kwargs: further arguments of `huggingface_hub.upload_folder`.

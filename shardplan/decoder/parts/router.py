@@ -1,6 +1,7 @@
 """The router of a layer with experts: it chooses a few experts for each token, and how much each of them counts.
 
-It works in float32: rounding its scores to bfloat16 would give some tokens other experts. Sources:
+Its parameters are stored and computed with in float32, whatever the rest of the model is: rounding them, or its scores,
+to bfloat16 would give some tokens other experts. Sources:
 https://arxiv.org/abs/2401.04088 (softmax of the best scores), https://arxiv.org/abs/2405.04434 (groups of experts),
 https://arxiv.org/abs/2412.19437 (sigmoid, and a correction that balances the experts).
 """
@@ -17,6 +18,7 @@ from haliax import Axis, NamedArray
 from haliax.jax_utils import named_call
 
 from shardplan.decoder.parts.linear import INITIAL_SCALE
+from shardplan.model.parameter_dtypes import Float32Module
 
 
 class Scoring(Enum):
@@ -87,7 +89,7 @@ class Routing(NamedTuple):
     """float32{..., expert_choice}, the factors of their outputs."""
 
 
-class Router(eqx.Module):
+class Router(Float32Module):
     """The weights of a router."""
 
     weight: NamedArray

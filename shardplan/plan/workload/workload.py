@@ -37,7 +37,7 @@ class Workload:
     position: int = field(default=2048, metadata={AUTO: AUTO_POSITION})
     """Tokens per sequence; auto for the length that packed windows fill best. Default: at most the model's."""
     param_dtype: str = None  # type: ignore[assignment]  # text from __post_init__ on
-    """Of parameters: bfloat16, float16, float32; default: float32 to train, else bfloat16."""
+    """Of parameters, except routers (float32): bfloat16, float16, float32; default: float32 to train, else bfloat16."""
     compute_dtype: str = "bfloat16"
     """Type of activations and products: bfloat16, float16 or float32."""
     gradient_checkpointing: str = "default"

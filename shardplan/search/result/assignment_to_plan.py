@@ -16,6 +16,7 @@ from shardplan.cost.sharding import ShardingAssignment
 from shardplan.hardware import GIB, CollectiveKind, Slice, parse_slice, place_mesh
 from shardplan.model.inspect import inspect_model
 from shardplan.model.levanter_compat import LEVANTER_PACKAGES
+from shardplan.model.parameter_dtypes import parameter_dtypes
 from shardplan.model.registry import Model
 from shardplan.plan.mapping import AxisMapping, MeshAxes
 from shardplan.plan.parameters import ParameterPlan
@@ -70,7 +71,7 @@ def build_plan(
         cost: of `assignment`, see `estimate_cost`.
     """
     hardware, axes, workload = parse_slice(config.hardware.slice), inspect_model(model), config.workload.resolve()
-    params = assignment.params
+    params, dtypes = assignment.params, parameter_dtypes(model.template, workload.param_dtype)
     return Plan(
         model=ModelInfo(
             config.model.ref,
@@ -92,7 +93,7 @@ def build_plan(
             ParameterPlan(
                 parameter.path,
                 parameter.axes,
-                workload.param_dtype,
+                dtypes[parameter.path],
                 [list(params[axis]) if axis in params else None for axis in parameter.axes],
                 round(assignment.bytes(array)),
             )

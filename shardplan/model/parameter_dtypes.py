@@ -1,0 +1,85 @@
+"""The dtype of each parameter: the one that is asked for, or float32 where a module says that its parameters keep it.
+
+Rounding the scores of a router to bfloat16 gives some tokens other experts, so that a router is a `Float32Module`.
+Whatever loads, casts, plans or checks parameters asks here.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from haliax import NamedArray
+
+from shardplan.model.inspect import named_leaves
+
+FLOAT32 = "float32"
+
+
+class Float32Module(eqx.Module):
+    """A module whose floating-point parameters are float32, whatever dtype the rest of its model has."""
+
+
+def float32_paths(module: Any) -> frozenset[str]:
+    """Return the paths of the parameters that stay float32, as `shardplan.model.inspect.named_leaves` gives them.
+
+    Args:
+        module: a module tree with arrays, or with a `jax.ShapeDtypeStruct` in place of every array.
+    """
+    paths = set()
+    for path, node in jax.tree_util.tree_flatten_with_path(module, is_leaf=_is_float32)[0]:
+        if not _is_float32(node):
+            continue
+        leaves = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda leaf: isinstance(leaf, NamedArray))[0]
+        for inner, _ in leaves:
+            paths.add(jax.tree_util.keystr((*path, *inner)).lstrip("."))
+    return frozenset(paths)
+
+
+def parameter_dtypes(module: Any, dtype: str) -> dict[str, str]:
+    """Return path -> dtype of every parameter.
+
+    Args:
+        module: a module tree with arrays, or with a `jax.ShapeDtypeStruct` in place of every array.
+        dtype: of all parameters but those that stay float32.
+    """
+    float32 = float32_paths(module)
+    return {path: FLOAT32 if path in float32 else dtype for path, _ in named_leaves(module)}
+
+
+def cast_arrays(module: Any, dtype: str, cast: Callable[[Any, str], Any]) -> Any:
+    """Return `module` with each floating-point array replaced by `cast` of the array and its dtype.
+
+    Args:
+        dtype: of all parameters but those that stay float32.
+        cast: takes an array, abstract or not, and the name of its dtype.
+    """
+
+    def cast_node(node: Any) -> Any:
+        own = FLOAT32 if _is_float32(node) else dtype
+        return jax.tree.map(lambda leaf: cast(leaf, own) if _is_float_array(leaf) else leaf, node)
+
+    return jax.tree.map(cast_node, module, is_leaf=_is_float32)
+
+
+def with_dtypes(template: Any, dtype: str) -> Any:
+    """Return a module of abstract arrays with the dtypes of its parameters.
+
+    Args:
+        template: a module with a `jax.ShapeDtypeStruct` in place of every array; any other leaf is left as it is.
+        dtype: of all parameters but those that stay float32.
+    """
+
+    def cast(leaf: Any, own: str) -> Any:
+        return jax.ShapeDtypeStruct(leaf.shape, own) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
+
+    return cast_arrays(template, dtype, cast)
+
+
+def _is_float32(node: Any) -> bool:
+    return isinstance(node, Float32Module)
+
+
+def _is_float_array(leaf: Any) -> bool:
+    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
