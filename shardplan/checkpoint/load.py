@@ -38,7 +38,7 @@ from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.inspect import named_leaves, parameters_of
 from shardplan.model.levanter_compat import has_windows
 from shardplan.model.model_class import CLASS_KEY, DECODER, LEVANTER, LEVANTER_CLASSES
-from shardplan.model.parameter_dtypes import FLOAT32, float32_paths
+from shardplan.model.parameter_dtypes import FLOAT32, float32_paths, unrounded_dtype
 from shardplan.model.registry import (
     abstract_module,
     build_model,
@@ -389,5 +389,5 @@ def _array_dtype(view: View, tensors: Mapping[str, Tensor], dtype: Any, stays_fl
     if dtype is None:
         return np.dtype(stored)
     if stays_float32:
-        return np.dtype(jnp.promote_types(stored, dtype) if is_copy else FLOAT32)
+        return unrounded_dtype(stored, dtype) if is_copy else np.dtype(FLOAT32)
     return np.dtype(dtype)

@@ -43,7 +43,7 @@ from shardplan.checkpoint.target import CONFIG, LEVANTER_METADATA, claim_target,
 from shardplan.errors import CheckpointError, ConfigError, check_argument, one_line
 from shardplan.model.inspect import named_leaves
 from shardplan.model.levanter_compat import CHECKPOINT_FILES, CHECKPOINT_MODEL
-from shardplan.model.parameter_dtypes import float32_paths
+from shardplan.model.parameter_dtypes import float32_paths, unrounded_dtype
 from shardplan.runtime.devices import is_first_process
 from shardplan.runtime.process_progress import shared_progress
 from shardplan.runtime.processes.group import ProcessGroup, open_process_group
@@ -206,7 +206,7 @@ def make_output_tensors(model: Any, program: StateDictProgram, dtype: Any = None
             raise CheckpointError(f"{name} {list(shape)} cannot be written: the model does not hold all of it")
         kind = np.dtype(functools.reduce(jnp.promote_types, (array.dtype for array, _ in parts[name])))
         if dtype is not None and jnp.issubdtype(kind, jnp.floating):
-            kind = np.dtype(jnp.promote_types(kind, dtype) if name in unrounded else dtype)
+            kind = unrounded_dtype(kind, dtype) if name in unrounded else np.dtype(dtype)
         if kind not in DTYPE_NAMES:
             raise CheckpointError(f"{name} cannot be written: safetensors files have no type {kind}")
         tensors[name] = OutputTensor(shape, kind, tuple(parts[name]))

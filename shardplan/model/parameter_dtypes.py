@@ -10,6 +10,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from haliax import NamedArray
 
 from shardplan.model.inspect import named_leaves
@@ -75,6 +76,20 @@ def with_dtypes(template: Any, dtype: str) -> Any:
         return jax.ShapeDtypeStruct(leaf.shape, own) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
 
     return cast_arrays(template, dtype, cast)
+
+
+def unrounded_dtype(own: np.dtype, dtype: Any) -> np.dtype:
+    """Return the dtype in which a parameter that stays float32 is written, so that it is not rounded.
+
+    Args:
+        own: the dtype of its array, or of the tensor that it is copied from.
+        dtype: the one that is asked for.
+
+    >>> [str(unrounded_dtype(np.dtype(own), "bfloat16")) for own in ("float32", "float16", "bfloat16")]
+    ['float32', 'float32', 'bfloat16']
+    """
+    # JAX promotes no type of one byte
+    return np.dtype(jnp.promote_types(own, dtype) if own.itemsize > 1 else dtype)
 
 
 def _is_float32(node: Any) -> bool:
