@@ -38,6 +38,9 @@ from shardplan.program.tasks import Task
 
 ROW_TILE = 512
 """Rows of a tile of the kernels of grouped matmuls."""
+ACTIVATION_SLOWDOWN = 2.0
+"""Time of activations, in float32, relative to that of their bytes at HBM bandwidth: 1.6 as compiled for v4, 2.2 for
+v5p (Mixtral)."""
 ROUTING_BYTES = 8
 """Bytes of the number and of the routing weight of an expert of a token, which travel with the token."""
 
@@ -217,11 +220,17 @@ def moved_bytes(task: Task, work: ExpertWork) -> float:
     """Bytes that one execution reads and writes besides kernels: rows are looked up, computed and added up by token."""
     looked_up = 2 * work.buffer_rows * work.row_bytes
     added_up = work.buffer_rows * work.row_bytes + 2 * work.gathered_tokens * work.row_bytes
-    activated = work.kind.matrices * work.buffer_rows * work.hidden_bytes
+    activated = ACTIVATION_SLOWDOWN * work.kind.matrices * work.buffer_rows * work.hidden_bytes
     if not _is_gradient(task):
         return looked_up + activated + added_up
     # rows of tokens and of gradients are looked up, and the gradients of rows added up
     return 2 * looked_up + 2 * activated + added_up
+
+
+def converted_bytes(task: Task, work: ExpertWork) -> float:
+    """Bytes that are read and written to convert rows of one execution that kernels have written in float32."""
+    columns = (_executed_products(task) - 1) * work.mlp + work.kind.embed
+    return work.buffer_rows * columns * (4 + work.itemsize)
 
 
 def expert_traffic(task: Task, assignment: ShardingAssignment) -> Iterator[Traffic]:

@@ -54,6 +54,8 @@ class DeviceCost:
     """Of a block of experts: FLOPs of its kernels, with what tiles add."""
     kernel_bytes: float = 0.0
     """Of a block of experts: bytes that its kernels read and write."""
+    converted_bytes: float = 0.0
+    """Of a block of experts: bytes that are read and written to convert rows that its kernels write in float32."""
     unmasked_fraction: float = 1.0
     """Of attention: the part of its scores that the mask leaves to the device with most of them."""
 
@@ -130,6 +132,7 @@ def _expert_cost(task: Task, assignment: ShardingAssignment, traffic: tuple[Traf
         traffic,
         kernel_flops=count * experts.kernel_flops(task, work),
         kernel_bytes=count * experts.kernel_bytes(task, work),
+        converted_bytes=count * experts.converted_bytes(task, work) if assignment.quirks.wide_rows else 0.0,
     )
 
 

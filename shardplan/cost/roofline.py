@@ -86,7 +86,8 @@ def compute_seconds(task: Task, cost: DeviceCost, hardware: Slice, calibration: 
             return merge_seconds + attention_seconds
         case TaskKind.EXPERTS:
             kernel_seconds = max(cost.kernel_flops / flops_rate, cost.kernel_bytes / bandwidth)
-            return kernel_seconds + memory_seconds
+            copied = cost.reordered_weight_bytes + cost.local_weight_bytes
+            return kernel_seconds + memory_seconds + (cost.converted_bytes + calibration.copying * copied) / bandwidth
         case TaskKind.LOOKUP | TaskKind.SCATTER_ADD | TaskKind.RESHARD | TaskKind.COLLECTIVE:
             return memory_seconds
         case TaskKind.SELECTION | TaskKind.ELEMENTWISE:

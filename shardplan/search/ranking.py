@@ -35,12 +35,12 @@ class Candidate:
     """Logical axis -> mesh axes of the stored parameters."""
     methods: KindMethods | None
     """The method of each kind of attention; None for Levanter's own."""
-    experts: ExpertStrategy | None
-    """How routed experts are computed; None for a model without."""
     seconds: float
     """Time of a step."""
     peak_bytes: float
     """Peak memory of a device."""
+    experts: ExpertStrategy | None = None
+    """How routed experts are computed; None for a model without."""
 
     @property
     def assignment(self) -> ShardingAssignment:

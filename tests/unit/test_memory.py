@@ -142,7 +142,7 @@ def test_memory_of_a_gradient_before_its_reduce_scatter():
 
 def test_rows_of_experts_in_float32():
     """A kernel that writes float32 needs four more bytes for every number of the result that it computes."""
-    config = {**read_config("mixtral-8x7b", None), "num_hidden_layers": 2}
+    config = {**read_config("mixtral-8x7b", None, LEVANTER), "num_hidden_layers": 2}
     mixtral = plan_step(build_model(config, 1024), Workload("eval", 8, 1024, "bfloat16", "bfloat16"))
     mapping = {"mlp": ("model",), "vocab": ("model",)}
     assignment = ShardingAssignment({"model": 16}, mapping, mapping, mixtral.merged_axes, mixtral.activation_axes)

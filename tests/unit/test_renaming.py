@@ -6,9 +6,8 @@ import pytest
 from conftest import GOLDEN
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from levanter.models.mixtral import MixtralSparseMoeBlock
 
-from shardplan.decoder.parts.experts import ExpertsLayer
+from shardplan.decoder.parts.experts import ExpertsConfig
 from shardplan.model.model_class import DECODER
 from shardplan.model.registry import abstract_module
 from shardplan.search.make_plan import make_plan, model_from_config
@@ -17,7 +16,8 @@ LEVANTER_AXES = {"Embed": "embed", "Mlp": "mlp", "Layers": "layer"}
 """Property of a Levanter configuration -> the name of its axis. Those of attention are fixed in Levanter's code."""
 DECODER_AXES = {
     "Embed": "embed", "Mlp": "mlp", "Layers": "layers", "KVHeads": "kv_head", "QHeadsPerGroup": "q_heads_per_group",
-    "Heads": "heads", "HeadSize": "head_size", "Experts": "experts",
+    "Heads": "heads", "HeadSize": "head_size", "Experts": "experts", "ExpertMlp": "expert_mlp",
+    "Scores": "expert_score",
 }  # fmt: skip
 """Property of a configuration of the decoder, or of one of its parts -> the name of its axis."""
 ATTENTION = ("KVHeads", "QHeadsPerGroup", "HeadSize")
@@ -30,7 +30,9 @@ NAMES = [
 
 Not among them are names that a model's own code gives to axes of activations, such as Mixtral's "token".
 """
-DECODER_NAMES = [*NAMES, "layers", "kv_head", "q_heads_per_group", "heads", "head_size", "experts"]
+DECODER_NAMES = [
+    *NAMES, "layers", "kv_head", "q_heads_per_group", "heads", "head_size", "experts", "expert_mlp", "expert_score",
+]  # fmt: skip
 """Further names of each other, which are fixed in Levanter's models."""
 FAMILIES = ["llama", "qwen3", "mixtral", "gemma", "olmo2"]
 KINDS = {"eval": ("v4-16", 16), "train": ("v4-8", 2)}
@@ -92,14 +94,8 @@ def rename_property(kind, key, name):
 def rename_layer(layer, names):
     """The configuration of a layer of a decoder whose attention and MLP have axes that are called `names`."""
     mlp = rename_config(layer.mlp, names)
-    if not hasattr(mlp, "Mlp"):  # experts, which are of a class of Levanter with a configuration of its own
-        original = type(layer.mlp)
-
-        def init(self, Embed, key):
-            config = rename_config(original.init(self, Embed, key).block.config, names)
-            return ExpertsLayer(MixtralSparseMoeBlock.init(config, key=key), self)
-
-        type(mlp).init = init
+    if isinstance(mlp, ExpertsConfig):
+        mlp = dataclasses.replace(mlp, router=rename_config(mlp.router, names))
     return dataclasses.replace(layer, attention=rename_config(layer.attention, names), mlp=mlp)
 
 

@@ -137,8 +137,8 @@ class Router(Float32Module):
         best, chosen = jax.lax.top_k(values, config.experts_per_token)
         if self.correction is not None:
             # without a gather of single elements, which is slow on TPUs
-            is_chosen = jax.nn.one_hot(chosen, config.experts, dtype=jnp.float32)
-            best = jnp.einsum("...ke,...e->...k", is_chosen, scores.array, precision=jax.lax.Precision.HIGHEST)
+            is_chosen = jax.nn.one_hot(chosen, config.experts, dtype=bool)
+            best = jnp.where(is_chosen, scores.array[..., None, :], 0.0).sum(-1)
         axes = (*scores.axes[:-1], config.Choices)
         return Routing(hax.named(chosen, axes), hax.named(best, axes))
 

@@ -302,7 +302,7 @@ class MeshSubproblem:
             methods = part.compute.methods or methods
             experts = part.compute.experts or experts
         cost = combination.seconds, combination.peak_bytes
-        return Candidate(self.space, self.mesh, compute, params, methods, experts, *cost)
+        return Candidate(self.space, self.mesh, compute, params, methods, *cost, experts)
 
 
 def _is_distinct(mapping: AxisMapping, axis_sets: Iterable[frozenset[str]]) -> bool:
