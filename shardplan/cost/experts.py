@@ -9,9 +9,9 @@ F elements of a token and of a hidden state, f shards of the latter, b bytes of 
 | exchange_tokens, g over shards of hidden states | T g | T g k | T (g - 1) D b, and T g k (e - 1) / e D b |
 | gather_weights | T | T k | (m E D F b) (1 - 1 / (e f)), once |
 
-Rows of kernels are those of the device times the imbalance, and half a tile for each of its experts, whose rows begin
-within a tile. Kernels take the longer of their FLOPs at peak and of the bytes that they read and write. A gradient
-computes the projections of tokens again, and has two matmuls for each of the block's.
+Experts are taken to get equally many rows. Rows of kernels are those of the device, and half a tile for each of its
+experts, whose rows begin within a tile. Kernels take the longer of their FLOPs at peak and of the bytes that they read
+and write. A gradient computes the projections of tokens again, and has two matmuls for each of the block's.
 """
 
 import math
@@ -253,7 +253,8 @@ def expert_traffic(task: Task, assignment: ShardingAssignment) -> Iterator[Traff
         yield all_reduce_traffic(size / shards, assignment, work.summed_axes, count, Purpose.SUMS_OF_EXPERTS)
     if work.strategy is ExpertStrategy.EXCHANGE_TOKENS and work.expert_axes:
         sent = work.rows * work.row_bytes
-        times = 3 if is_gradient else 2  # there and back; the gradient sends rows and gradients there, and one back
+        # there and back; a gradient sends rows and gradients there, and gradients back
+        times = 3 if is_gradient else 2
         yield all_to_all_traffic(times * sent, assignment, work.expert_axes, count, Purpose.ROWS_OF_EXPERTS)
     sharding = (*work.expert_axes, *work.mlp_axes)
     if work.strategy is ExpertStrategy.GATHER_WEIGHTS and sharding:

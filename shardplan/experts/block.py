@@ -269,11 +269,9 @@ class Group:
 
     def reduce(self, sums: Array) -> Array:
         """Add up the parts [all tokens, ...] of all devices, and return the sums of this device's tokens."""
-        if self._summed:
-            sums = jax.lax.psum(sums, self._summed)
-        if not self._gathered:
-            return sums
-        return jax.lax.psum_scatter(sums, self._gathered, scatter_dimension=0, tiled=True)
+        if self._gathered:
+            sums = jax.lax.psum_scatter(sums, self._gathered, scatter_dimension=0, tiled=True)
+        return jax.lax.psum(sums, self._summed) if self._summed else sums
 
 
 def _order_weights(weights: ExpertWeights[NamedArray], experts: str, mlp: str) -> ExpertWeights[NamedArray]:
