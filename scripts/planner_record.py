@@ -18,6 +18,7 @@ from typing import Any
 
 from shardplan import config as configuration
 from shardplan.config.sections import CompilerConfig
+from shardplan.experts.method import ExpertMethod
 from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.registry import Model, build_model
 from shardplan.plan.attention_plan import AttentionPlan, Strategy
@@ -59,6 +60,8 @@ class Layout:
     options: dict[str, str]
     changes: dict[str, Any] = field(default_factory=dict)
     """Keys of config.json in which the model differs from the bundled one."""
+    experts: dict[str, Any] | None = None
+    """How routed experts are computed; None for a model without, and for Levanter's classes."""
 
     @classmethod
     def of(cls, case: Case) -> "Layout":
@@ -68,7 +71,8 @@ class Layout:
         bundled = read_config(plan.model.config, None)
         changes = {key: value for key, value in case.hf_config.items() if bundled.get(key) != value}
         parts = plan.mesh, plan.compute_mapping, plan.param_mapping, vars(plan.attention), dict(case.options)
-        return cls(case.label, plan.model.config, plan.hardware.slice, vars(plan.workload), *parts, changes)
+        experts = None if plan.experts is None else vars(plan.experts)
+        return cls(case.label, plan.model.config, plan.hardware.slice, vars(plan.workload), *parts, changes, experts)
 
     @property
     def hf_config(self) -> dict[str, Any]:
@@ -92,7 +96,9 @@ class Layout:
         sections = {"model": {"config": self.model}, "hardware": {"slice": self.slice}, "workload": vars(workload)}
         config = configuration.load_config(**sections)
         model = _model(json.dumps(self.hf_config), workload.position)
-        return plan_given_mappings(config, model, self.mesh, self.compute, self.params, AttentionPlan(**self.attention))
+        attention = AttentionPlan(**self.attention)
+        experts = None if self.experts is None else ExpertMethod(**self.experts)
+        return plan_given_mappings(config, model, self.mesh, self.compute, self.params, attention, experts)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
-from shardplan.errors import ConfigError
+from shardplan.errors import ConfigError, nearest
 
 OVERFLOW_SCOPE = "overflow_rounds"
 """Named scope of the loop over the rounds for rows that did not fit in the buffers; it has no round otherwise."""
@@ -39,12 +39,15 @@ class ExpertMethod:
     transfers of one part run behind the experts of another."""
 
     def __post_init__(self) -> None:
-        """Check the numbers.
+        """Check the values.
 
         Raises:
-            ConfigError: one is not positive.
+            ConfigError: an unknown strategy, or a number that is not positive.
         """
+        if self.strategy not in list(ExpertStrategy):
+            raise ConfigError(f"experts.strategy is {self.strategy!r}; {nearest(self.strategy, ExpertStrategy)}")
+        object.__setattr__(self, "strategy", ExpertStrategy(self.strategy))
         if not self.buffer_factor > 0:
-            raise ConfigError(f"experts: buffer_factor is {self.buffer_factor}; it must be positive, such as 1.25")
+            raise ConfigError(f"experts.buffer_factor is {self.buffer_factor}; it must be positive, such as 1.25")
         if self.token_chunks < 1:
-            raise ConfigError(f"experts: token_chunks is {self.token_chunks}; it must be at least 1")
+            raise ConfigError(f"experts.token_chunks is {self.token_chunks}; it must be at least 1")
