@@ -91,7 +91,7 @@ def apply_experts(rows: SortedRows, weights: LocalWeights, function: ExpertFunct
 def _expert_of_row(rows: SortedRows) -> Array:
     """int32[rows]: the index of each row's expert; of the last expert for rows that hold nothing."""
     ends = jnp.cumsum(rows.expert_sizes)
-    indices = jnp.searchsorted(ends, jnp.arange(rows.tokens.shape[0]), side="right")
+    indices = jnp.searchsorted(ends, jnp.arange(rows.tokens.shape[0]), side="right", method="compare_all")
     return jnp.minimum(indices, len(rows.expert_sizes) - 1)
 
 
