@@ -10,6 +10,7 @@ from shardplan.cost.roofline import model_flops
 from shardplan.cost.sharding import ShardingAssignment
 from shardplan.errors import ConfigError
 from shardplan.experts.method import ExpertMethod, ExpertStrategy
+from shardplan.experts.tiles import TileShape
 from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.model_class import LEVANTER
 from shardplan.model.registry import build_model
@@ -92,8 +93,11 @@ def test_weights_are_gathered(compute, method, params):
     assert (work.rows, work.experts) == (TOKENS * PER_TOKEN / DEVICES, EXPERTS)
     weights = 3 * EXPERTS * EMBED * MLP * 2 * 7 / 8
     assert sum(size for (kind, _), size in received(cost).items() if kind == "all-gather") == weights
-    # rows of all but the first expert begin within a tile of 512
-    assert work.kernel_rows == work.rows + EXPERTS * 512 / 2 * work.chunks
+    # rows of all but the first expert begin within a tile; all matrices are read for each part of the tokens
+    for calls in cost.kernels:
+        assert calls.matmul.rows * calls.count == work.rows * calls.count / work.chunks
+        tiles = TileShape(512, calls.matmul.inner, calls.matmul.columns)
+        assert calls.matmul.row_tiles(tiles) == work.rows / work.chunks / 512 + EXPERTS - 1
 
 
 def test_gradients_of_weights_are_summed_over_other_tokens():

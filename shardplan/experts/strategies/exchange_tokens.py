@@ -2,8 +2,9 @@
 
 Rows travel by ragged all-to-all, so that no more is sent than there is; they arrive sorted by expert, and within an
 expert by the device that they come from. Their routing weights travel with them and are multiplied into hidden states,
-so that the gradient of a weight does not need the output of its row, which would be computed and sent again. XLA has no such collective for CPUs (https://github.com/jax-ml/jax/issues/34755):
-there, devices gather all rows and take those that are theirs.
+so that the gradient of a weight does not need the output of its row, which would be computed and sent again. XLA has no
+such collective for CPUs (https://github.com/jax-ml/jax/issues/34755): there, devices gather all rows
+and take those that are theirs.
 """
 
 from dataclasses import dataclass
