@@ -67,7 +67,7 @@ CASES = (
     "eval llama-3.1-70b 64 16 1x8x8 embed", "eval mixtral-8x7b 64 16 1x16x4 outputs",
     "train llama-3.1-8b 32 32 1x32x1 embed", "train mixtral-8x7b 64 16 1x16x4 outputs",
     "train qwen3-32b 64 64 1x32x2 outputs",
-    "eval mixtral-8x7b 32 16 4x8x1 experts", "eval qwen3-30b-a3b 32 32 2x16x1 experts",
+    "eval mixtral-8x7b 32 32 4x8x1 experts", "eval qwen3-30b-a3b 32 32 2x16x1 experts",
     "train qwen3-30b-a3b 32 32 1x32x1 experts",
 )  # fmt: skip
 """Plans that are compiled for every generation: tensor parallelism of 1, 2, 4 and 8; parameters gathered over the whole

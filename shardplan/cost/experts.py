@@ -9,16 +9,18 @@ F elements of a token and of a hidden state, f shards of the latter, b bytes of 
 | exchange_tokens, g over shards of hidden states | T g | T g k | T (g - 1) D b, and T g k (e - 1) / e D b |
 | gather_weights | T | T k | (m E D F b) (1 - 1 / (e f)), once |
 
-Experts are taken to get equally many rows. Kernels compute whole tiles of rows, and one more for every expert, whose
-rows begin within a tile; they take the longer of their FLOPs at peak and of the bytes that they read and write
-(`shardplan.experts.tiles`). Before them, the weights of a layer are copied out of the stack of all layers. A gradient
-computes the projections of tokens again, and has two matmuls for each of the block's.
+Experts get equally many rows, or as `workload.expert_load_spread` says; then these are the rows of the busiest device.
+Kernels compute whole tiles of rows, and one more for every expert, whose rows begin within a tile; they take the longer
+of their FLOPs at peak and of the bytes that they read and write (`shardplan.experts.tiles`). Before them, the weights of
+a layer are copied out of the stack of all layers. A gradient computes the projections of tokens again, and has two
+matmuls for each of the block's.
 """
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from statistics import NormalDist
 
 from shardplan.cost.collectives import (
     Overlap,
@@ -108,7 +110,7 @@ class ExpertWork:
     gathered_tokens: float
     """Tokens of the device, and those that it gathers."""
     rows: float
-    """Rows of the device, if experts get equally many."""
+    """Rows of the busiest device."""
     buffer_rows: float
     """Rows of its buffers."""
     experts: float
@@ -150,7 +152,7 @@ class ExpertWork:
 
     @property
     def rows_of_kernel(self) -> float:
-        """Rows that one call of a kernel has, if experts get equally many."""
+        """Rows that one call of a kernel has."""
         return self.rows / self.chunks
 
 
@@ -196,6 +198,7 @@ def expert_work(kind: ExpertKind, x: TracedArray, up: TracedArray, assignment: S
     rows_of_buffers = most
     if method.strategy is not ExpertStrategy.GATHER_WEIGHTS:
         rows_of_buffers = min(most, chunks * buffer_rows(rows / chunks, method.buffer_factor))
+    rows = min(most, rows * busiest_part(kind, shards))
     return ExpertWork(
         kind=kind,
         itemsize=x.itemsize,
@@ -213,6 +216,22 @@ def expert_work(kind: ExpertKind, x: TracedArray, up: TracedArray, assignment: S
         chunks=chunks,
         mlp=kind.mlp / mlp_shards,
     )
+
+
+def busiest_part(kind: ExpertKind, shards: float) -> float:
+    """Return the rows of the busiest of `shards` devices with different experts, relative to their mean.
+
+    Loads of experts are taken to be independent and normal: those of the experts of a device add up, and the largest of
+    several sums is that of the order statistics of normals (Blom's approximation).
+
+    >>> skewed = ExpertKind(experts=8, experts_per_token=2, embed=4096, mlp=14336, load_spread=0.3)
+    >>> round(busiest_part(skewed, shards=8), 2), busiest_part(skewed, shards=1)
+    (1.43, 1.0)
+    """
+    if shards <= 1 or not kind.load_spread:
+        return 1.0
+    largest_of_normals = NormalDist().inv_cdf((shards - 0.375) / (shards + 0.25))
+    return 1 + kind.load_spread / math.sqrt(kind.experts / shards) * largest_of_normals
 
 
 def kernel_calls(task: Task, work: ExpertWork) -> tuple[KernelCalls, ...]:

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from shardplan.cost.experts import work_of
@@ -28,14 +29,15 @@ OVER_ALL = {**OVER_DATA, "expert_mlp": ("replica",)}
 GATHER, EXCHANGE, WEIGHTS = ExpertStrategy
 
 
-def traced_step(kind):
+def traced_step(kind, spread=0.0):
     model = build_model(read_config("mixtral-8x7b", None), 4096)
-    return plan_step(model, Workload(kind, 64, 4096, "float32" if kind == "train" else "bfloat16", "bfloat16"))
+    dtype = "float32" if kind == "train" else "bfloat16"
+    return plan_step(model, Workload(kind, 64, 4096, dtype, "bfloat16", expert_load_spread=spread))
 
 
-def block_cost(kind, compute, method, params=None):
+def block_cost(kind, compute, method, params=None, spread=0.0):
     """The work of a device for a block, and the cost of all blocks: of the gradient in training."""
-    step = traced_step(kind)
+    step = traced_step(kind, spread)
     assignment = ShardingAssignment(MESH, compute, params or {}, step.merged_axes, step.activation_axes, experts=method)
     task = [each for each in step.tasks if each.kind == TaskKind.EXPERTS][-1]
     return work_of(task, assignment), device_cost(task, assignment)
@@ -78,6 +80,29 @@ def test_tokens_are_exchanged():
     assert received(cost) == {("all-to-all", "tokens exchanged with experts"): 2 * PER_TOKEN * TOKEN_BYTES * 7 / 8}
     _, cost = block_cost("train", OVER_DATA, ExpertMethod(EXCHANGE))
     assert received(cost)["all-to-all", "tokens exchanged with experts"] == 3 * PER_TOKEN * TOKEN_BYTES * 7 / 8
+
+
+@pytest.mark.parametrize(("axes", "own_experts"), [(("data",), 1), (("replica",), 2), ((), 8)])
+def test_the_busiest_device_of_skewed_experts(axes, own_experts):
+    """The mean of many draws of normal loads; where every device has all experts, the load is balanced."""
+    spread, shards = 0.25, EXPERTS // own_experts
+    loads = np.random.default_rng(0).normal(1, spread, size=(20000, shards, own_experts))
+    expected = loads.mean(-1).max(-1).mean() if shards > 1 else 1
+    compute = {"batch": ("replica", "data"), "experts": axes}
+    balanced, _ = block_cost("eval", compute, ExpertMethod(GATHER))
+    skewed, _ = block_cost("eval", compute, ExpertMethod(GATHER), spread=spread)
+    assert skewed.rows / balanced.rows == pytest.approx(expected, rel=0.01)
+    assert skewed.buffer_rows == balanced.buffer_rows
+
+
+def test_a_spread_changes_the_plan(make_config):
+    """A skewed load takes longer, and is not that of a step with another spread; no load has a negative one."""
+    config = {"model_config": "mixtral-8x7b", "hardware_slice": "v5p-64", "workload_batch": 32}
+    balanced, skewed = (make_plan(make_config(**config, workload_expert_load_spread=s)) for s in (0.0, 0.5))
+    assert skewed.cost.step_seconds > balanced.cost.step_seconds
+    assert skewed.workload.expert_load_spread == 0.5
+    with pytest.raises(ConfigError, match=r"workload\.expert_load_spread is -0\.1"):
+        make_plan(make_config(**config, workload_expert_load_spread=-0.1))
 
 
 @pytest.mark.parametrize(
