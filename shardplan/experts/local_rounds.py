@@ -15,6 +15,7 @@ from jax import Array
 from shardplan.experts.expert_weights import ExpertFunction, LocalWeights, SortedRows, apply_experts
 from shardplan.experts.rounds import sum_rounds
 from shardplan.experts.sorting import RowOrder, sort_by_expert, take_window
+from shardplan.experts.statistics.recording import record_rounds, records_rounds
 
 ROW_TILE = 512
 """Rows of a tile of the kernels of grouped matmuls: buffers have a multiple of it."""
@@ -108,6 +109,8 @@ def sum_local_experts(
     count = jnp.int32(1)
     if first_rows < most:
         count += -(-jnp.maximum(order.sizes.sum() - first_rows, 0) // OVERFLOW_ROWS)
+    if records_rounds():
+        record_rounds(order.sizes.sum(), first_rows, count)
     rounds = LocalRounds(per_token, first_rows, function)
     summed: Array = sum_rounds(rounds, count, order, (tokens, routing_weights, weights))
     return summed
