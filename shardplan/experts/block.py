@@ -3,7 +3,7 @@
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import haliax as hax
@@ -238,7 +238,7 @@ class DeviceProgram:
         if weights.down_bias is None or not self.mlp_axes:
             return weights
         is_first = jax.lax.axis_index(self.mlp_axes) == 0
-        return weights._replace(down_bias=jnp.where(is_first, weights.down_bias, 0))
+        return replace(weights, down_bias=jnp.where(is_first, weights.down_bias, 0))
 
 
 def _row_major(tokens: Array) -> Array:
