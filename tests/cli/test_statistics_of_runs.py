@@ -72,6 +72,17 @@ def test_a_run(expert_checkpoint, arguments, texts, tmp_path):
     assert again["run"]["steps"] == 2 and again["experts"] == first["experts"]
 
 
+def test_windows_of_an_extraction(expert_checkpoint, arguments, texts, tmp_path):
+    """Several share a sequence, which ends with padding; of the last sequences of the batch all is padding."""
+    *arguments, _ = (each for each in arguments if not each.startswith(("--workload.position", "--task.shard")))
+    windows = ("--task.kind=extraction", "--task.prefix=6", "--task.suffix=5", "--task.stride=7")
+    windows += ("--workload.position=32", "--data.max_documents=2")
+    done = run("eval", *arguments, *windows, "--expert_statistics=true")
+    assert done.returncode == 0, done.stderr
+    parts = [row[start : start + 11] for row in texts[1][:2] for start in range(0, len(row) - 10, 7)]
+    check_section(json.loads((tmp_path / "results" / "summary.json").read_text())["experts"], expert_checkpoint, parts)
+
+
 def test_a_run_that_had_none_at_first(arguments, tmp_path):
     """Its line says of how many windows the statistics are, or that there are none."""
     *without, _ = arguments
