@@ -40,6 +40,7 @@ class RoutedCall:
     weights: ExpertWeights[NamedArray]
     """With the dimensions that `ExpertWeights` names."""
     function: ExpertFunction
+    method: ExpertMethod | None = None
 
     @property
     def experts_per_token(self) -> int:
@@ -56,10 +57,11 @@ def routed_mlp(
     routing_weights: NamedArray,
     weights: ExpertWeights[NamedArray],
     function: ExpertFunction,
+    method: ExpertMethod | None = None,
 ) -> NamedArray:
     """Compute for each token the weighted sum of the outputs of its experts.
 
-    Within `replace_routed_mlp` something else computes it, by the method of a plan; otherwise tokens are gathered.
+    Within `replace_routed_mlp` something else computes it, by the method of a plan; otherwise `method` does.
 
     Args:
         Experts: axis of the experts, in their weights.
@@ -71,6 +73,7 @@ def routed_mlp(
         routing_weights: float32{..., k}, the factors of their outputs.
         weights: the weights of all experts.
         function: what experts compute besides matmuls.
+        method: how experts are computed; default: tokens are gathered.
 
     Returns:
         The axes of `x`, in their order.
@@ -93,12 +96,13 @@ def routed_mlp(
         routing_weights=routing_weights.rearrange(by_token).astype(jnp.float32),
         weights=arrays,
         function=function,
+        method=method,
     )
     return _replacement.get()(call).rearrange(axes)
 
 
 def compute_routed_mlp(call: RoutedCall, method: ExpertMethod | None = None) -> NamedArray:
-    """Compute a call of `routed_mlp` by a method; default: tokens are gathered. See there for errors."""
+    """Compute a call of `routed_mlp` by a method; default: by that of the call. See there for errors."""
     arrays, embed = call.weights, call.Embed
     program = DeviceProgram(
         token_axes=tuple(name for axis in call.x.axes[:-1] for name in _mesh_axes(axis)),
@@ -106,7 +110,7 @@ def compute_routed_mlp(call: RoutedCall, method: ExpertMethod | None = None) -> 
         mlp_axes=_mesh_axes(call.Mlp),
         experts=call.Experts.size,
         function=call.function,
-        method=method or ExpertMethod(),
+        method=method or call.method or ExpertMethod(),
     )
     if _mesh_axes(embed):
         raise ConfigError(
