@@ -268,8 +268,8 @@ def _router_logits(block: Any, x: NamedArray) -> NamedArray:
     experts = block.config.Experts.name
     with _unmapped(experts):
         gate = jax.tree.map(
-            lambda leaf: _mark_unsharded(hax.shard(leaf), experts) if isinstance(leaf, NamedArray) else leaf,
-            block.gate,
+            lambda leaf: _mark_unsharded(leaf, experts) if isinstance(leaf, NamedArray) else leaf,
+            hax.auto_sharded(block.gate),
             is_leaf=lambda leaf: isinstance(leaf, NamedArray),
         )
         logits: NamedArray = gate(x)
