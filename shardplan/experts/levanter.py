@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from haliax.jax_utils import named_call
-from haliax.partitioning import current_thread_local_mapping
+from haliax.partitioning import current_thread_local_mapping, physical_axis_name
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from levanter.models.mixtral import MixtralSparseMoeBlock
@@ -100,6 +100,10 @@ PARALLEL_CLASSES: dict[Any, Any] = {
 """Levanter's class of blocks -> the class of those that replace them."""
 
 
+LEVANTERS_CALLS: dict[Any, Any] = {original: original.__call__ for original in PARALLEL_CLASSES}
+"""Levanter's class of blocks -> its own forward method."""
+
+
 def with_expert_parallel(module: Any, method: ExpertMethod | HasExpertMethod) -> Any:
     """Return a Levanter model, with or without weights, whose experts are computed by `method`, or as a plan says.
 
@@ -138,6 +142,30 @@ def with_expert_parallel(module: Any, method: ExpertMethod | HasExpertMethod) ->
         if problem is not None:
             raise ConfigError(f"with_expert_parallel: {problem}")
     return replace_blocks(module, chosen)
+
+
+def patch_blocks(method: ExpertMethod | None) -> None:
+    """Let Levanter's own blocks compute experts as those that replace them do, where they can.
+
+    Args:
+        method: None for the default.
+    """
+    for original, compute in ((MixtralSparseMoeBlock, mixtral_block), (Qwen3MoeSparseMoeBlock, qwen3_moe_block)):
+        original.__call__ = _patched_call(LEVANTERS_CALLS[original], compute, method)
+
+
+def _patched_call(own: Any, compute: Any, method: ExpertMethod | None) -> Any:
+    """Return a forward method that calls `compute`, or `own` where that does not support the block or its sharding."""
+
+    def call(block: Any, x: NamedArray, *, key: Any = None) -> Result:
+        """Compute a block of experts."""
+        if why_not_replaceable(block) is None and physical_axis_name(block.config.Embed) is None:
+            result: Result = compute(block, x, method)
+            return result
+        other: Result = own(block, x, key=key)
+        return other
+
+    return named_call(call, name=own.__qualname__.partition(".")[0])
 
 
 def replace_blocks(module: Any, method: ExpertMethod | None) -> Any:

@@ -260,6 +260,11 @@ GIVEN_PLANS = {
         {"embed": ["data"], "vocab": ["model", "replica"], **TENSOR},
     ),
     "batch on nothing": (CUBE, {"position": ["data"], **TENSOR}, {"mlp": ["model", "replica", "data"]}),
+    "experts": (
+        CUBE,
+        {"batch": ["replica", "data"], "experts": ["data"], "mlp": ["model"]},
+        {"experts": ["data"], "mlp": ["model", "replica"]},
+    ),
 }
 
 
@@ -267,6 +272,7 @@ GIVEN_PLANS = {
     ("name", "family"),
     [
         ("yaml", "llama"),
+        ("experts", "mixtral"),
         *(
             pytest.param(name, family, marks=pytest.mark.whole)
             for name, family in (
@@ -275,9 +281,11 @@ GIVEN_PLANS = {
         ),
     ],
 )  # fmt: skip
-@pytest.mark.usefixtures("patched_levanter")
-def test_levanter_trains_with_the_plan(make_config, golden, tmp_path, name, family):
-    """Levanter's Trainer loads, shards and steps as planned, and has the same loss as without a plan."""
+def test_levanter_trains_with_the_plan(make_config, golden, tmp_path, request, name, family):
+    """Levanter's Trainer loads, shards and steps as planned, and has the same loss as Levanter's own model, unplanned.
+
+    The loss of a router is that of the whole batch.
+    """
     config = make_config(
         model_ref=golden / family,
         workload_kind="train",
@@ -298,7 +306,12 @@ def test_levanter_trains_with_the_plan(make_config, golden, tmp_path, name, fami
 
     untrained = init()
     with jax.set_mesh(Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1), MESH_AXES)):
-        unplanned = np.mean([float(eqx.filter_jit(mean_loss)(untrained, example)) for example in examples])
+        tokens, weights = (
+            hax.stack("batch", [getattr(each, key) for each in examples]) for key in ("tokens", "loss_weight")
+        )
+        batch = LmExample(tokens=tokens, loss_weight=weights, attn_mask=examples[0].attn_mask)
+        unplanned = float(eqx.filter_jit(mean_loss)(untrained, batch))
+    request.getfixturevalue("patched_levanter")
     trainer = decode_trainer(plan)
     assert trainer.microbatch_size == plan.workload.batch // plan.workload.microbatches
     trainer.tracker, trainer.id = levanter.tracker.NoopConfig(), name
