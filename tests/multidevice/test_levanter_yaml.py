@@ -21,6 +21,7 @@ from levanter.data.dataset import ListAsyncDataset
 from levanter.models.lm_model import LmExample
 from levanter.trainer import Trainer, TrainerConfig
 
+from shardplan.experts.method import ExpertMethod
 from shardplan.hardware.mesh_axes import MESH_AXES
 from shardplan.levanter_config.mesh_section import DCN_AXES
 from shardplan.levanter_config.trainer_section import parse_trainer_section
@@ -228,6 +229,22 @@ def test_printed_call_of_the_planned_attention(shrunken_config, attention, metho
     assert (f"#     layout = SequenceLayout({order})\n" in text) == bool(order)
     assert ("#     sequence = shard_sequence(example, layout)\n" in text) == bool(order)
     assert "attn_backend" not in text
+
+
+@pytest.mark.parametrize(
+    ("experts", "first", "replaced"),
+    [
+        (ExpertMethod(), "patch_levanter() first, as scripts/levanter_main.py does,", '"gather_tokens"'),
+        (ExpertMethod("exchange_tokens"), 'patch_levanter(ExpertMethod("exchange_tokens")) first', '"exchange_tokens"'),
+    ],
+)
+def test_printed_calls_of_the_planned_experts(shrunken_config, experts, first, replaced):
+    config = shrunken_config("mixtral-8x7b", hardware_slice="v5p-64", model_levanter_class="levanter")
+    plan = given_plan(config, (1, 8, 4), {"batch": ["data"], "experts": ["data"]}, {"experts": ["data"]})
+    assert "ExpertMethod" not in trainer_yaml(replace(plan, experts=None))
+    text = trainer_yaml(replace(plan, experts=experts))
+    assert first in " ".join(text.replace("\n#", "").split())
+    assert f"#     model = with_expert_parallel(model, ExpertMethod({replaced}))\n" in text
 
 
 def test_class_of_the_model_that_the_section_is_for(shrunken_config):
