@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from haliax.jax_utils import named_call
-from haliax.partitioning import current_thread_local_mapping, physical_axis_name
+from haliax.partitioning import current_thread_local_mapping
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from levanter.models.mixtral import MixtralSparseMoeBlock
@@ -155,11 +155,11 @@ def patch_blocks(method: ExpertMethod | None) -> None:
 
 
 def _patched_call(own: Any, compute: Any, method: ExpertMethod | None) -> Any:
-    """Return a forward method that calls `compute`, or `own` where that does not support the block or its sharding."""
+    """Return a forward method that calls `compute`, or `own` for a block that this does not support."""
 
     def call(block: Any, x: NamedArray, *, key: Any = None) -> Result:
         """Compute a block of experts."""
-        if why_not_replaceable(block) is None and physical_axis_name(block.config.Embed) is None:
+        if why_not_replaceable(block) is None:
             result: Result = compute(block, x, method)
             return result
         other: Result = own(block, x, key=key)

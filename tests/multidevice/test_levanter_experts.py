@@ -211,3 +211,27 @@ class BlockWithMore(MixtralSparseMoeBlock):
 def test_what_is_not_supported_is_refused(model, message):
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
         with_expert_parallel(model(), ExpertMethod(GATHER))
+
+
+@pytest.mark.usefixtures("patched_levanter")
+@pytest.mark.parametrize(
+    ("config", "mapping", "is_shardplans"),
+    [
+        (MIXTRAL, MAPPING, True),
+        (QWEN3, MAPPING, True),
+        (dataclasses.replace(MIXTRAL, dense_router_gradient=True), {"batch": BOTH}, False),
+    ],
+    ids=["mixtral", "qwen3_moe", "dense gradient"],
+)
+def test_blocks_of_a_patched_levanter(config, mapping, is_shardplans):
+    """Those that shardplan's block does not support stay Levanter's own."""
+    block, (x, _) = make_block(config), make_tokens(config)
+    calls = []
+
+    def record(call):
+        calls.append(call)
+        return call.x
+
+    with mesh_of(2, 4), hax.axis_mapping(mapping), replace_routed_mlp(record):
+        outputs, _ = eqx.filter_eval_shape(block, x)
+    assert outputs.axes == x.axes and bool(calls) == is_shardplans
