@@ -243,12 +243,12 @@ def accuracy() -> str:
         kinds = [abs(error) for e in errors for error in e.by_kind.values()]
         totals = [abs(e.received) for e in errors if e.received is not None]
         steps = [abs(e.step) for e in errors if e.step is not None]
-        numbers = [*_median_and_worst(sizes), _median_and_worst(kinds)[0], _median_and_worst(totals)[1]]
-        lines.append(row(family, len(errors), *numbers, *_median_and_worst(steps)))
+        numbers = [*median_and_worst(sizes), median_and_worst(kinds)[0], median_and_worst(totals)[1]]
+        lines.append(row(family, len(errors), *numbers, *median_and_worst(steps)))
     return "\n".join(lines)
 
 
-def _median_and_worst(errors: Sequence[float]) -> tuple[str, str]:
+def median_and_worst(errors: Sequence[float]) -> tuple[str, str]:
     """Return two cells of a table; dashes where no program has this error."""
     return (f"{statistics.median(errors):.1%}", f"{max(errors):.1%}") if errors else ("-", "-")
 

@@ -14,6 +14,7 @@ import os
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -44,8 +45,10 @@ from shardplan.cost.gspmd import DeviceCost
 from shardplan.cost.memory import estimate_memory
 from shardplan.cost.roofline import TaskSeconds, compute_seconds, step_tasks
 from shardplan.cost.sharding import ShardingAssignment
+from shardplan.experts.method import ExpertMethod
 from shardplan.hardware import Slice, parse_slice
 from shardplan.hardware.generations import GENERATIONS
+from shardplan.model.model_class import DECODER, LEVANTER
 from shardplan.model.registry import build_model
 from shardplan.plan.mapping import as_tuples
 from shardplan.plan.workload.workload import Workload
@@ -64,28 +67,46 @@ CASES = (
     "eval llama-3.1-70b 64 16 1x8x8 embed", "eval mixtral-8x7b 64 16 1x16x4 outputs",
     "train llama-3.1-8b 32 32 1x32x1 embed", "train mixtral-8x7b 64 16 1x16x4 outputs",
     "train qwen3-32b 64 64 1x32x2 outputs",
+    "eval mixtral-8x7b 32 32 4x8x1 experts", "eval qwen3-30b-a3b 32 32 2x16x1 experts",
+    "train qwen3-30b-a3b 32 32 1x32x1 experts",
 )  # fmt: skip
 """Plans that are compiled for every generation: tensor parallelism of 1, 2, 4 and 8; parameters gathered over the whole
 mesh (64 and 32 devices), over 8 and 16, along one dimension, along two at once, and not at all; three of them train,
-and two have experts. Plans that do not fit a generation are left out."""
+and two have experts by Levanter's own blocks. Three have experts sharded over 8, 16 and 32 devices, by the decoder.
+Plans that do not fit a generation are left out."""
 OUTPUTS = ("mlp", "head_size", "vocab")
 STORED = {
     "nothing": {},
     "embed": {"embed": ["data"]},
     "outputs": {axis: ["data"] for axis in OUTPUTS},
     "both": {"embed": ["data"], **{axis: ["replica"] for axis in OUTPUTS}},
+    "experts": {"embed": ["data"]},
 }
 """Name -> mesh axes that shard parameters beyond the compute mapping."""
 FITTED = tuple(name for name, row in GENERATIONS.items() if row.factors_of is None)
 """Generations that have factors of their own."""
 LINEAR = {"products": 1.0, "elementwise": 0.0, "copying": 0.0}
 """Factors in which the time of compute is linear -> their lower bounds."""
+SLICINGS = tuple(half / 2 for half in range(4, 17))
+"""Values of `slicing` that are tried."""
+TOKEN_WAITS = tuple(percent / 100 for percent in range(0, 101, 5))
+"""Values of `token_wait` that are tried."""
 VECTORS = tuple(map(float, range(1, 41)))
 """Values of `vectors` that are tried."""
 OVERLAPS = tuple(percent / 100 for percent in range(0, 101, 5))
 """Values of `overlap` that are tried."""
 DIGITS = 3
 """Number of decimal digits of the written factors."""
+
+
+class Blocks(StrEnum):
+    """How a program computes MLPs."""
+
+    DENSE = "dense"
+    GROUPED = "grouped matmuls"
+    """Experts by Levanter's own blocks."""
+    SHARDED = "sharded experts"
+    """Experts by the block of shardplan."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,13 +125,18 @@ class Observation:
         workload, hardware = Workload(**layout.workload), parse_slice(layout.slice)
         step = plan_step(build_model(layout.hf_config, workload.position), workload.resolve())
         compute, params = as_tuples(layout.compute), as_tuples(layout.params)
-        assignment = ShardingAssignment(layout.mesh, compute, params, step.merged_axes, step.activation_axes)
+        experts = ExpertMethod() if layout.experts is None else ExpertMethod(**layout.experts)
+        assignment = ShardingAssignment(
+            layout.mesh, compute, params, step.merged_axes, step.activation_axes, experts=experts
+        )
         return cls(record, step, assignment, hardware)
 
     @property
-    def has_experts(self) -> bool:
-        """Whether the program has grouped matmuls."""
-        return bool(self.step.expert_axes)
+    def blocks(self) -> Blocks:
+        """How the program computes MLPs."""
+        if self.record.layout.experts is not None:
+            return Blocks.SHARDED
+        return Blocks.GROUPED if self.step.expert_axes else Blocks.DENSE
 
     @property
     def compute_seconds(self) -> float:
@@ -175,14 +201,14 @@ class Group:
     factors: tuple[str, ...]
     quantity: str
     """Key of `ERRORS`: what the factors decide."""
-    with_experts: tuple[bool, ...]
-    """Programs that they are fitted to: those with experts, without, or both."""
+    blocks: tuple[Blocks, ...]
+    """Programs that they are fitted to."""
     values: tuple[Any, ...] | None = None
     """Values that are tried; None for a linear fit of all factors at once."""
 
     def cases(self, observations: Sequence[Observation]) -> list[Observation]:
         """The programs that the factors are fitted to."""
-        return [o for o in observations if o.has_experts in self.with_experts]
+        return [o for o in observations if o.blocks in self.blocks]
 
     def fit(self, factors: Calibration, cases: Sequence[Observation]) -> Calibration:
         """`factors` with the values of this group that have the least sum of squared errors."""
@@ -193,7 +219,7 @@ class Group:
         return min(candidates, key=lambda candidate: sum(error(o, candidate) ** 2 for o in cases))
 
 
-BOTH, DENSE, ROUTED = (False, True), (False,), (True,)
+BOTH, DENSE, ROUTED, SHARDED = (Blocks.DENSE, Blocks.GROUPED), (Blocks.DENSE,), (Blocks.GROUPED,), (Blocks.SHARDED,)
 FLAGS = (False, True)
 GROUPS = (
     Group(("gathers_become_sums_from",), "bytes", DENSE, (None, 64, 32, 16)),
@@ -203,6 +229,8 @@ GROUPS = (
     Group(("vectors",), "compute", ROUTED, VECTORS),
     Group(("overlap",), "step", DENSE, OVERLAPS),
     Group(("overlaps_sums",), "step", DENSE, FLAGS),
+    Group(("slicing",), "compute", SHARDED, SLICINGS),
+    Group(("token_wait",), "step", SHARDED, TOKEN_WAITS),
 )
 
 
@@ -261,13 +289,17 @@ def make_case(text: str, generation: str) -> Case:
     kind, model, devices, batch, sizes, stored = text.split()
     chips = int(devices) // GENERATIONS[generation].devices_per_chip
     slice_name = f"{generation}-{chips * GENERATIONS[generation].name_counts_per_chip}"
-    config = load(model, slice_name, kind, int(batch))
+    is_sharded = stored == "experts"
+    config = load(model, slice_name, kind, int(batch), model_class=DECODER if is_sharded else LEVANTER)
     hf_config, built = build(config)
     mesh = dict(zip(("replica", "data", "model"), map(int, sizes.split("x")), strict=True))
     compute = {"batch": [axis for axis in ("replica", "data") if mesh[axis] > 1]}
     compute |= {axis: ["model"] for axis in TENSOR_PARALLEL if mesh["model"] > 1}
+    if is_sharded:
+        compute["experts"] = ["data"]
     params = {axis: [*compute.get(axis, ()), *mesh_axes] for axis, mesh_axes in STORED[stored].items()}
-    plan = plan_given_mappings(config, built, mesh, compute, {**compute, **params})
+    experts = ExpertMethod() if is_sharded else None
+    plan = plan_given_mappings(config, built, mesh, compute, {**compute, **params}, experts=experts)
     return Case(f"{slice_name} {text}", plan, hf_config, options=plan.compiler_options)
 
 
@@ -347,7 +379,9 @@ TEMPLATE = """# The factors of the cost model
 Made by `python scripts/fit_planner.py`, which compiles a few plans for every generation and writes
 `shardplan/cost/calibration.json`. A factor multiplies a roofline: `products` the time of matmuls, `elementwise` that of
 elementwise work, `copying` that of gathered parameters which are copied, `vectors` that of matrix-vector products;
-`overlap` is the part of a matmul that gathers run behind. The others say what the compiler does
+`overlap` is the part of a matmul that gathers run behind. Of sharded experts, `slicing` multiplies the time to copy a
+layer's weights out of the stack of layers, and `token_wait` is the part of the transfers of tokens, in two parts, that
+nothing overlaps. The others say what the compiler does
 (`CompilerQuirks` in `shardplan/cost/sharding.py`). v3 has the factors of v4, because libtpu compiles no attention
 kernel in bfloat16 for it.
 

@@ -36,6 +36,8 @@ PLANNER = BENCHMARKS / "planner.json"
 """Programs of scripts/bench_planner.py."""
 PUBLISHED = BENCHMARKS / "published.json"
 """Programs of scripts/bench_published.py."""
+EXPERTS = BENCHMARKS / "experts.json"
+"""Programs of scripts/bench_experts.py."""
 CALIBRATION = BENCHMARKS / "calibration.json"
 """Programs of scripts/fit_planner.py, to which the factors of the cost model are fitted."""
 READING = ("verify/**/*", "hardware/*")
@@ -83,10 +85,14 @@ class Layout:
     def family(self) -> str:
         """The kind of program, by which errors are reported: ring attention, experts, or dense with the kind of step.
 
+        Experts are those of Levanter's own blocks, which are not sharded, or sharded ones.
+
         The price of a ring's hops is that of measured runs, which the compiler's cycles exceed (docs/log.md).
         """
         if self.attention["ring"] > 1 and self.attention["strategy"] in (Strategy.RING, Strategy.HYBRID):
             return "ring attention"
+        if self.experts is not None:
+            return "sharded experts"
         return "experts" if "num_experts_per_tok" in self.hf_config else f"dense {self.workload['kind']}"
 
     @cached_property

@@ -44,6 +44,11 @@ class Calibration:
     to that of their bytes at HBM bandwidth."""
     overlap: float = 1.0
     """Fraction of a matmul's time that a gather of its weights can overlap with."""
+    slicing: float = 2.0
+    """Time to copy the weights of a layer's experts out of the stack of all layers, relative to that of their bytes at
+    HBM bandwidth: they are read and written."""
+    token_wait: float = 0.5
+    """Part of the transfers of tokens to experts, if in several parts, that the compiler overlaps with nothing."""
     quirks: CompilerQuirks = field(default_factory=CompilerQuirks)
 
 

@@ -64,8 +64,6 @@ class Traffic:
     subject: str = ""
     """The parameter or named scope that it serves."""
     overlap: Overlap = Overlap.NONE
-    parts: int = 1
-    """Of `TOKEN_CHUNKS`: the number of parts."""
     distance: int = 1
     """Of a permutation along the mesh axes: how far each device sends."""
 

@@ -9,15 +9,18 @@ F elements of a token and of a hidden state, f shards of the latter, b bytes of 
 | exchange_tokens, g over shards of hidden states | T g | T g k | T (g - 1) D b, and T g k (e - 1) / e D b |
 | gather_weights | T | T k | (m E D F b) (1 - 1 / (e f)), once |
 
-Experts are taken to get equally many rows. Rows of kernels are those of the device, and half a tile for each of its
-experts, whose rows begin within a tile. Kernels take the longer of their FLOPs at peak and of the bytes that they read
-and write. A gradient computes the projections of tokens again, and has two matmuls for each of the block's.
+Experts get equally many rows, or as `workload.expert_load_spread` says; then these are the rows of the busiest device.
+Kernels compute whole tiles of rows, and one more for every expert, whose rows begin within a tile; they take the longer
+of their FLOPs at peak and of the bytes that they read and write (`shardplan.experts.tiles`). Before them, the weights of
+a layer are copied out of the stack of all layers. A gradient computes the projections of tokens again, and has two
+matmuls for each of the block's.
 """
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from statistics import NormalDist
 
 from shardplan.cost.collectives import (
     Overlap,
@@ -30,14 +33,14 @@ from shardplan.cost.collectives import (
 )
 from shardplan.cost.sharding import ShardingAssignment
 from shardplan.experts.method import ExpertStrategy
+from shardplan.experts.tiles import GroupedMatmul, buffer_rows, fastest_tiles
+from shardplan.hardware.generations import Generation
 from shardplan.plan.mapping import MeshAxes, mesh_size
 from shardplan.program.expert_kind import ExpertKind
 from shardplan.program.live_buffers import LiveBuffer
 from shardplan.program.named_arrays import TracedArray, size_of
 from shardplan.program.tasks import Task
 
-ROW_TILE = 512
-"""Rows of a tile of the kernels of grouped matmuls."""
 ACTIVATION_SLOWDOWN = 2.0
 """Time of activations, in float32, relative to that of their bytes at HBM bandwidth: 1.6 as compiled for v4, 2.2 for
 v5p (Mixtral)."""
@@ -71,6 +74,21 @@ class ExpertOperands:
 
 
 @dataclass(frozen=True)
+class KernelCalls:
+    """Equal calls of a kernel for grouped matmuls."""
+
+    matmul: GroupedMatmul
+    buffer_rows: float
+    """Rows of its arrays, by which its tiles are chosen."""
+    count: float
+
+    def seconds(self, generation: Generation) -> float:
+        """Seconds of all calls."""
+        tiles = fastest_tiles(replace(self.matmul, rows=self.buffer_rows), generation)
+        return self.count * self.matmul.seconds(tiles, generation)
+
+
+@dataclass(frozen=True)
 class ExpertWork:
     """What one device does for a block of experts in one execution, forward."""
 
@@ -92,7 +110,7 @@ class ExpertWork:
     gathered_tokens: float
     """Tokens of the device, and those that it gathers."""
     rows: float
-    """Rows of the device, if experts get equally many."""
+    """Rows of the busiest device."""
     buffer_rows: float
     """Rows of its buffers."""
     experts: float
@@ -118,11 +136,6 @@ class ExpertWork:
         return self.experts * self.kind.embed * self.hidden_bytes
 
     @property
-    def kernel_rows(self) -> float:
-        """Rows that kernels compute: half a tile more for every expert but an only one, in every part."""
-        return self.rows + (self.chunks * self.experts * ROW_TILE / 2 if self.experts > 1 else 0.0)
-
-    @property
     def hidden_buffer(self) -> float:
         """Bytes of the hidden states of one part of the tokens."""
         return self.buffer_rows / self.chunks * self.hidden_bytes
@@ -139,7 +152,7 @@ class ExpertWork:
 
     @property
     def rows_of_kernel(self) -> float:
-        """Rows that one call of a kernel has, if experts get equally many."""
+        """Rows that one call of a kernel has."""
         return self.rows / self.chunks
 
 
@@ -182,9 +195,10 @@ def expert_work(kind: ExpertKind, x: TracedArray, up: TracedArray, assignment: S
         most *= shards
     is_chunked = method.strategy is ExpertStrategy.GATHER_TOKENS and count % method.token_chunks == 0
     chunks = method.token_chunks if is_chunked else 1
-    buffer_rows = most
+    rows_of_buffers = most
     if method.strategy is not ExpertStrategy.GATHER_WEIGHTS:
-        buffer_rows = min(most, chunks * math.ceil(rows / chunks * method.buffer_factor / ROW_TILE) * ROW_TILE)
+        rows_of_buffers = min(most, chunks * buffer_rows(rows / chunks, method.buffer_factor))
+    rows = min(most, rows * busiest_part(kind, shards))
     return ExpertWork(
         kind=kind,
         itemsize=x.itemsize,
@@ -197,23 +211,50 @@ def expert_work(kind: ExpertKind, x: TracedArray, up: TracedArray, assignment: S
         summed_axes=tuple(axis for axis in shared if axis not in tokens_sharded),
         gathered_tokens=gathered,
         rows=rows,
-        buffer_rows=buffer_rows,
+        buffer_rows=rows_of_buffers,
         experts=kind.experts / shards,
         chunks=chunks,
         mlp=kind.mlp / mlp_shards,
     )
 
 
-def kernel_flops(task: Task, work: ExpertWork) -> float:
-    """FLOPs of the kernels in one execution."""
-    return _executed_products(task) * 2 * work.kernel_rows * work.kind.embed * work.mlp
+def busiest_part(kind: ExpertKind, shards: float) -> float:
+    """Return the rows of the busiest of `shards` devices with different experts, relative to their mean.
+
+    Loads of experts are taken to be independent and normal: those of the experts of a device add up, and the largest of
+    several sums is that of the order statistics of normals (Blom's approximation).
+
+    >>> skewed = ExpertKind(experts=8, experts_per_token=2, embed=4096, mlp=14336, load_spread=0.3)
+    >>> round(busiest_part(skewed, shards=8), 2), busiest_part(skewed, shards=1)
+    (1.43, 1.0)
+    """
+    if shards <= 1 or not kind.load_spread:
+        return 1.0
+    largest_of_normals = NormalDist().inv_cdf((shards - 0.375) / (shards + 0.25))
+    return 1 + kind.load_spread / math.sqrt(kind.experts / shards) * largest_of_normals
 
 
-def kernel_bytes(task: Task, work: ExpertWork) -> float:
-    """Bytes that the kernels of one execution read and write: of each matmul the rows, the matrices and the results."""
-    return _executed_products(task) * (
-        work.rows * (work.row_bytes + work.hidden_bytes) + work.chunks * work.matrix_bytes
-    )
+def kernel_calls(task: Task, work: ExpertWork) -> tuple[KernelCalls, ...]:
+    """The calls of kernels in all executions of a task: to hidden states, back from them, and for gradients of both."""
+    embed, mlp, projections = work.kind.embed, work.mlp, work.kind.matrices - 1
+
+    def calls(inner: float, columns: float, times: int, is_matrix_gradient: bool = False) -> KernelCalls:
+        matmul = GroupedMatmul(
+            work.rows_of_kernel, work.experts, int(inner), int(columns), work.itemsize, is_matrix_gradient
+        )
+        return KernelCalls(matmul, work.buffer_rows / work.chunks, times * work.chunks * task.executions)
+
+    to_hidden, from_hidden = calls(embed, mlp, projections), calls(mlp, embed, 1)
+    if not _is_gradient(task):
+        return to_hidden, from_hidden
+    gradients_of_rows = calls(embed, mlp, 1), calls(mlp, embed, projections)
+    gradients_of_matrices = calls(embed, mlp, projections, True), calls(mlp, embed, 1, True)
+    return to_hidden, *gradients_of_rows, *gradients_of_matrices
+
+
+def copies_of_weights(task: Task) -> int:
+    """How often a layer's weights are copied before kernels take them: in gradients they are transposed, too."""
+    return 2 if _is_gradient(task) else 1
 
 
 def moved_bytes(task: Task, work: ExpertWork) -> float:
@@ -247,7 +288,7 @@ def expert_traffic(task: Task, assignment: ShardingAssignment) -> Iterator[Traff
             all_gather_traffic(times * size + routing, assignment, axes, count, Purpose.TOKENS_FOR_EXPERTS),
             reduce_scatter_traffic(size, assignment, axes, count, Purpose.SUMS_OF_EXPERTS),
         ):
-            yield replace(traffic, overlap=Overlap.TOKEN_CHUNKS, parts=work.chunks) if work.chunks > 1 else traffic
+            yield replace(traffic, overlap=Overlap.TOKEN_CHUNKS) if work.chunks > 1 else traffic
     if work.summed_axes:
         shards = mesh_size(assignment.mesh, work.gathered_axes)
         yield all_reduce_traffic(size / shards, assignment, work.summed_axes, count, Purpose.SUMS_OF_EXPERTS)

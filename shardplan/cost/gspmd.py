@@ -50,10 +50,11 @@ class DeviceCost:
     """Of attention: bytes of the output of a hop, in float32."""
     has_kernel: bool = False
     """Of attention: whether a kernel computes it, on each device alone, and never writes scores to memory."""
-    kernel_flops: float = 0.0
-    """Of a block of experts: FLOPs of its kernels, with what tiles add."""
-    kernel_bytes: float = 0.0
-    """Of a block of experts: bytes that its kernels read and write."""
+    kernels: tuple[experts.KernelCalls, ...] = ()
+    """Of a block of experts: the calls of its kernels."""
+    sliced_weight_bytes: float = 0.0
+    """Of a block of experts: bytes of weights that are copied out of the stack of all layers, for kernels take whole
+    arrays."""
     converted_bytes: float = 0.0
     """Of a block of experts: bytes that are read and written to convert rows that its kernels write in float32."""
     unmasked_fraction: float = 1.0
@@ -83,12 +84,17 @@ def device_cost(task: Task, assignment: ShardingAssignment, lower_bound: DeviceC
     local = task.executions * sum(assignment.bytes(array, assignment.params) for array, _ in gathers)
     traffic = (*lower_bound.traffic, *_nonempty(rule(task, assignment)))
     matmul = local_matmul(task, assignment) if task.groups > 1 else lower_bound.matmul
+    sliced = 0.0
+    if task.kind == TaskKind.EXPERTS:
+        weights = sum(assignment.bytes(array, assignment.params) for array in experts.ExpertOperands.of(task).weights)
+        sliced = task.executions * experts.copies_of_weights(task) * weights
     return replace(
         lower_bound,
         matmul=matmul,
         memory_bytes=memory_bytes,
         reordered_weight_bytes=reordered,
         local_weight_bytes=local,
+        sliced_weight_bytes=sliced,
         traffic=traffic,
     )
 
@@ -130,8 +136,7 @@ def _expert_cost(task: Task, assignment: ShardingAssignment, traffic: tuple[Traf
         Matmul(count * experts.products(task), rows=work.rows, inner=work.kind.embed, columns=work.mlp),
         count * experts.moved_bytes(task, work),
         traffic,
-        kernel_flops=count * experts.kernel_flops(task, work),
-        kernel_bytes=count * experts.kernel_bytes(task, work),
+        kernels=experts.kernel_calls(task, work),
         converted_bytes=count * experts.converted_bytes(task, work) if assignment.quirks.wide_rows else 0.0,
     )
 

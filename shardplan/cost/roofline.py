@@ -85,9 +85,10 @@ def compute_seconds(task: Task, cost: DeviceCost, hardware: Slice, calibration: 
                 attention_seconds = max(attention_seconds, cost.unmasked_fraction * memory_seconds)
             return merge_seconds + attention_seconds
         case TaskKind.EXPERTS:
-            kernel_seconds = max(cost.kernel_flops / flops_rate, cost.kernel_bytes / bandwidth)
-            copied = cost.reordered_weight_bytes + cost.local_weight_bytes
-            return kernel_seconds + memory_seconds + (cost.converted_bytes + calibration.copying * copied) / bandwidth
+            kernel_seconds = sum(calls.seconds(hardware.generation) for calls in cost.kernels)
+            copied = calibration.copying * (cost.reordered_weight_bytes + cost.local_weight_bytes)
+            copied += calibration.slicing * cost.sliced_weight_bytes
+            return kernel_seconds + memory_seconds + (cost.converted_bytes + copied) / bandwidth
         case TaskKind.LOOKUP | TaskKind.SCATTER_ADD | TaskKind.RESHARD | TaskKind.COLLECTIVE:
             return memory_seconds
         case TaskKind.SELECTION | TaskKind.ELEMENTWISE:
@@ -184,7 +185,7 @@ def _overlap(traffic: Traffic, hops: float, calibration: Calibration) -> tuple[f
         case Overlap.REORDERED:
             return WAITED_PART, calibration.overlap
         case Overlap.TOKEN_CHUNKS:
-            return 1 / traffic.parts, calibration.overlap
+            return calibration.token_wait, calibration.overlap
         case Overlap.RING_HOPS:
             return 0.0, hops / (hops + 1)
         case _:

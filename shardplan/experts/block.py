@@ -3,7 +3,7 @@
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import haliax as hax
@@ -19,9 +19,11 @@ from jax.sharding import PartitionSpec
 
 from shardplan.errors import ConfigError
 from shardplan.experts.expert_weights import ExpertFunction, ExpertWeights, LocalWeights, gather_weights
-from shardplan.experts.local_rounds import buffer_rows, sum_local_experts
+from shardplan.experts.local_rounds import sum_local_experts
 from shardplan.experts.method import ExpertMethod, ExpertStrategy
 from shardplan.experts.strategies.exchange_tokens import exchange_tokens
+from shardplan.experts.tiles import buffer_rows
+from shardplan.hardware.generations import Generation
 
 
 @dataclass(frozen=True)
@@ -101,15 +103,22 @@ def routed_mlp(
     return _replacement.get()(call).rearrange(axes)
 
 
-def compute_routed_mlp(call: RoutedCall, method: ExpertMethod | None = None) -> NamedArray:
-    """Compute a call of `routed_mlp` by a method; default: by that of the call. See there for errors."""
+def compute_routed_mlp(
+    call: RoutedCall, method: ExpertMethod | None = None, generation: Generation | None = None
+) -> NamedArray:
+    """Compute a call of `routed_mlp`, which says what it raises.
+
+    Args:
+        method: default: that of the call.
+        generation: of the TPUs that compute it; default: kernels have the tiles that XLA takes by itself.
+    """
     arrays, embed = call.weights, call.Embed
     program = DeviceProgram(
         token_axes=tuple(name for axis in call.x.axes[:-1] for name in _mesh_axes(axis)),
         expert_axes=_mesh_axes(call.Experts),
         mlp_axes=_mesh_axes(call.Mlp),
         experts=call.Experts.size,
-        function=call.function,
+        function=replace(call.function, generation=generation),
         method=method or call.method or ExpertMethod(),
     )
     if _mesh_axes(embed):

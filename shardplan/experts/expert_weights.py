@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from shardplan.experts.grouped_matmul import grouped_matmul
+from shardplan.hardware.generations import Generation
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,8 @@ class ExpertFunction:
     """Computes the hidden states float32[rows, mlp] of the gate (None without one) and of the projection up."""
     weighs_inputs: bool = False
     """Whether a token is multiplied by its routing weight before its expert, rather than what the expert returns."""
+    generation: Generation | None = None
+    """Generation of the TPUs that compute it, which decides the tiles of kernels; None for other devices."""
 
 
 class ExpertWeights[Leaf](NamedTuple):
@@ -75,13 +78,14 @@ def apply_experts(rows: SortedRows, weights: LocalWeights, function: ExpertFunct
     experts = _expert_of_row(rows) if weights.up_bias is not None or weights.down_bias is not None else None
 
     def project(inputs: Array, matrices: Array, bias: Array | None) -> Array:
-        products = grouped_matmul(inputs, matrices, rows.expert_sizes).astype(jnp.float32)
+        products = grouped_matmul(inputs, matrices, rows.expert_sizes, function.generation).astype(jnp.float32)
         return products if bias is None else products + bias[experts].astype(jnp.float32)
 
     up = project(rows.tokens, weights.up, weights.up_bias)
     gate = None if weights.gate is None else project(rows.tokens, weights.gate, weights.gate_bias)
     hidden = function.activation(gate, up) * rows.weights[:, None]
-    outputs = grouped_matmul(hidden.astype(rows.tokens.dtype), weights.down, rows.expert_sizes)
+    hidden = hidden.astype(rows.tokens.dtype)
+    outputs = grouped_matmul(hidden, weights.down, rows.expert_sizes, function.generation)
     if weights.down_bias is None:
         return outputs
     bias = weights.down_bias[experts].astype(jnp.float32) * rows.weights[:, None]
@@ -91,7 +95,7 @@ def apply_experts(rows: SortedRows, weights: LocalWeights, function: ExpertFunct
 def _expert_of_row(rows: SortedRows) -> Array:
     """int32[rows]: the index of each row's expert; of the last expert for rows that hold nothing."""
     ends = jnp.cumsum(rows.expert_sizes)
-    indices = jnp.searchsorted(ends, jnp.arange(rows.tokens.shape[0]), side="right")
+    indices = jnp.searchsorted(ends, jnp.arange(rows.tokens.shape[0]), side="right", method="compare_all")
     return jnp.minimum(indices, len(rows.expert_sizes) - 1)
 
 

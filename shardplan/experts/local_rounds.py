@@ -5,7 +5,6 @@ weights; a row's output is added to the sum of its token. The first round has ro
 gets if experts get about equally many.
 """
 
-import math
 from dataclasses import dataclass
 
 import jax
@@ -15,10 +14,9 @@ from jax import Array
 from shardplan.experts.expert_weights import ExpertFunction, LocalWeights, SortedRows, apply_experts
 from shardplan.experts.rounds import sum_rounds
 from shardplan.experts.sorting import RowOrder, sort_by_expert, take_window
+from shardplan.experts.tiles import BUFFER_MULTIPLE
 
-ROW_TILE = 512
-"""Rows of a tile of the kernels of grouped matmuls: buffers have a multiple of it."""
-OVERFLOW_ROWS = 4 * ROW_TILE
+OVERFLOW_ROWS = 4 * BUFFER_MULTIPLE
 """Rows of the rounds after the first, which are empty while experts get about equally many rows."""
 
 
@@ -111,8 +109,3 @@ def sum_local_experts(
     rounds = LocalRounds(per_token, first_rows, function)
     summed: Array = sum_rounds(rounds, count, order, (tokens, routing_weights, weights))
     return summed
-
-
-def buffer_rows(balanced_rows: float, factor: float) -> int:
-    """Return the rows of a buffer: `factor` times those of balanced experts, as a multiple of `ROW_TILE`."""
-    return math.ceil(balanced_rows * factor / ROW_TILE) * ROW_TILE

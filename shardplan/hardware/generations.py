@@ -83,6 +83,8 @@ class Generation:
     """JAX's names for its devices, as in `jax.devices()[0].device_kind`."""
     spellings: tuple[str, ...] = ()
     """What users, clouds and JAX call it instead, in lower case and without separators."""
+    kernel_memory: int = 16 * 2**20
+    """Bytes of the core's memory (VMEM) that the compiler gives to a kernel unless an option says otherwise."""
     gathers_on_sparse_cores: bool = False
     """Whether plans ask the compiler to gather on the sparse cores, because gathers overlap nothing elsewhere."""
     factors_of: str | None = None
@@ -188,6 +190,7 @@ _V6E = Generation(
     cloud=CloudNames("v6e", "v2-alpha-tpuv6e", 8),
     device_kinds=("TPU v6 lite", "TPU v6e"),
     spellings=("v6", "6e", "v6lite", "trillium"),
+    kernel_memory=32 * 2**20,
     gathers_on_sparse_cores=True,
 )
 _TPU7X = Generation(
@@ -207,6 +210,7 @@ _TPU7X = Generation(
     cloud=CloudNames("tpu7x", None, 4),
     device_kinds=("TPU7x",),
     spellings=("v7", "v7x", "7x", "tpu7", "ironwood"),
+    kernel_memory=32 * 2**20,
 )
 GENERATIONS = {row.name: row for row in (_V3, _V4, _V5E, _V5P, _V6E, _TPU7X)}
 

@@ -17,6 +17,8 @@ class ExpertKind:
     has_bias: bool = False
     weighs_inputs: bool = False
     """Whether tokens are multiplied by their routing weights before their experts."""
+    load_spread: float = 0.0
+    """Standard deviation of the numbers of rows of the experts, relative to their mean."""
 
     @property
     def matrices(self) -> int:

@@ -34,13 +34,17 @@ _gradient_p.multiple_results = True
 
 
 @contextmanager
-def mark_experts() -> Iterator[None]:
-    """Make every block of routed experts one operation."""
-    with replace_routed_mlp(_mark):
+def mark_experts(load_spread: float = 0.0) -> Iterator[None]:
+    """Make every block of routed experts one operation.
+
+    Args:
+        load_spread: see `ExpertKind`.
+    """
+    with replace_routed_mlp(partial(_mark, load_spread=load_spread)):
         yield
 
 
-def _mark(call: RoutedCall) -> NamedArray:
+def _mark(call: RoutedCall, load_spread: float) -> NamedArray:
     weights = call.weights
     kind = ExpertKind(
         experts=call.Experts.size,
@@ -50,6 +54,7 @@ def _mark(call: RoutedCall) -> NamedArray:
         has_gate=weights.gate is not None,
         has_bias=weights.down_bias is not None,
         weighs_inputs=call.function.weighs_inputs,
+        load_spread=load_spread,
     )
     tokens = call.x.array, call.chosen.array, call.routing_weights.array
     return hax.named(_compute(kind, *tokens, weights.map(lambda each: each.array)), call.x.axes)

@@ -66,7 +66,7 @@ def trace_step(model: Model, workload: Workload) -> Trace:
     mesh = AbstractMesh((1,) * len(mesh_axes), mesh_axes, axis_types=(AxisType.Auto,) * len(mesh_axes))
     with (
         jax.sharding.use_abstract_mesh(mesh), _without_optimization(), one_block_of_tokens(),
-        mark_attention(model.is_decoder), mark_experts(),
+        mark_attention(model.is_decoder), mark_experts(workload.expert_load_spread),
     ):  # fmt: skip
         jaxpr = jax.make_jaxpr(step)(arrays)
     _check_names(split_checkpointing(workload.gradient_checkpointing)[1], jaxpr.jaxpr)

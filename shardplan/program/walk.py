@@ -296,11 +296,11 @@ class _Sequence:
 
     def _copied(self, loop: Operation) -> list[LiveBuffer]:
         """Stacks of stored parameters that the loop takes slices of, and contracts along one dimension."""
-        contracted = {
-            self.arrays[operand].weight
-            for operation in loop.body if operation.kind == OperationKind.CONTRACTION and len(operation.contracted) == 1
-            for operand in operation.operands
-        }  # fmt: skip
+        contracted = set()
+        for operation in loop.body:
+            is_plain = operation.kind == OperationKind.CONTRACTION and len(operation.contracted) == 1
+            if is_plain or operation.experts is not None:
+                contracted |= {self.arrays[operand].weight for operand in operation.operands}
         stacks = [self.arrays[stack] for stack, _ in loop.slices if self.fusion.base_of(stack) in self.stored]
         copied = contracted - {None}
         return [self._make_buffer(BufferRole.COPIED_STACK, array) for array in stacks if array.weight in copied]

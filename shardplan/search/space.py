@@ -20,7 +20,7 @@ that a token chooses parameters by (experts). The user's pins and forbidden mapp
 import math
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import product
 from operator import itemgetter
@@ -48,6 +48,10 @@ from shardplan.program.tasks import ExpertAxes, Step, Task, TaskKind
 
 MINOR_PART = 0.01
 """Part of the bytes of a model's parameters below which those with a logical axis are small."""
+
+MAX_TOKEN_WAIT = 0.5
+"""Part of the transfers of tokens that devices wait for, above which tokens are gathered all at once: kernels for parts
+of the tokens take longer, and more than the rest of the transfers gains."""
 
 
 class AttentionMethod(NamedTuple):
@@ -252,9 +256,14 @@ class Space:
         step = self.step
         return ShardingAssignment(
             mesh, compute, params, step.merged_axes, step.activation_axes, self.quirks, attention,
-            ExpertMethod() if experts is None else ExpertMethod(experts),
+            self._expert_method(experts),
             shard_counts={} if shard_counts is None else shard_counts,
         )  # fmt: skip
+
+    def _expert_method(self, strategy: ExpertStrategy | None) -> ExpertMethod:
+        """Return the method for a strategy: in parts where the compiler overlaps the transfers of one with another."""
+        method = ExpertMethod() if strategy is None else ExpertMethod(strategy)
+        return replace(method, token_chunks=1) if self.calibration.token_wait > MAX_TOKEN_WAIT else method
 
     def methods_for(self, mesh: MeshShape, position_axes: MeshAxes) -> list[KindMethods | None]:
         """Possible methods of each kind of attention if positions are sharded over the mesh axes `position_axes`.

@@ -1,5 +1,7 @@
 """The block of routed experts on several devices, against a dense sum over all experts in float64."""
 
+from functools import partial
+
 import haliax as hax
 import jax
 import jax.numpy as jnp
@@ -9,7 +11,7 @@ from haliax import NamedArray
 from jax.sharding import Mesh
 
 from shardplan.errors import ConfigError
-from shardplan.experts import expert_weights, local_rounds
+from shardplan.experts import expert_weights, local_rounds, tiles
 from shardplan.experts.block import compute_routed_mlp, replace_routed_mlp, routed_mlp
 from shardplan.experts.expert_weights import ExpertFunction, ExpertWeights
 from shardplan.experts.grouped_matmul import grouped_matmul
@@ -35,7 +37,7 @@ SIZES = {"experts": 40, "embed": 12, "mlp": 24, "batch": 8, "position": 60, "cho
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
-    monkeypatch.setattr(local_rounds, "ROW_TILE", 8)
+    monkeypatch.setattr(tiles, "BUFFER_MULTIPLE", 8)
     monkeypatch.setattr(local_rounds, "OVERFLOW_ROWS", 64)
 
 
@@ -167,14 +169,14 @@ def test_rows_that_hold_nothing_never_reach_a_result(monkeypatch, strategy):
     def spoil(rows, sizes):
         return jnp.where(jnp.arange(len(rows))[:, None] < sizes.sum(), rows, jnp.nan)
 
-    @jax.custom_vjp
-    def spoiled_matmul(rows, matrices, sizes):
+    @partial(jax.custom_vjp, nondiff_argnums=(3,))
+    def spoiled_matmul(rows, matrices, sizes, generation):
         return spoil(grouped_matmul(rows, matrices, sizes), sizes)
 
-    def forward(rows, matrices, sizes):
-        return spoiled_matmul(rows, matrices, sizes), (rows, matrices, sizes)
+    def forward(rows, matrices, sizes, generation):
+        return spoiled_matmul(rows, matrices, sizes, generation), (rows, matrices, sizes)
 
-    def backward(residuals, gradient):
+    def backward(generation, residuals, gradient):
         rows, matrices, sizes = residuals
         pull_back = jax.vjp(lambda rows, matrices: grouped_matmul(rows, matrices, sizes), rows, matrices)[1]
         to_rows, to_matrices = pull_back(gradient)

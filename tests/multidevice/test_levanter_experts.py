@@ -17,7 +17,7 @@ from levanter.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeSparseMoeBlock
 
 from shardplan.checkpoint.mapping.state_dict_program import trace_program
 from shardplan.errors import ConfigError
-from shardplan.experts import local_rounds
+from shardplan.experts import local_rounds, tiles
 from shardplan.experts.block import replace_routed_mlp
 from shardplan.experts.levanter import has_parallel_experts, restore_blocks, with_expert_parallel
 from shardplan.experts.method import ExpertMethod, ExpertStrategy
@@ -39,7 +39,7 @@ VOCAB, BATCH = hax.Axis("vocab", 32), hax.Axis("batch", 8)
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
-    monkeypatch.setattr(local_rounds, "ROW_TILE", 8)
+    monkeypatch.setattr(tiles, "BUFFER_MULTIPLE", 8)
     monkeypatch.setattr(local_rounds, "OVERFLOW_ROWS", 16)
 
 

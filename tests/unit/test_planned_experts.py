@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from shardplan.cost.experts import work_of
@@ -14,6 +15,7 @@ from shardplan.execution import specialize
 from shardplan.experts.levanter import has_parallel_experts
 from shardplan.experts.method import ExpertMethod, ExpertStrategy
 from shardplan.experts.planned_model import with_own_experts
+from shardplan.experts.tiles import TileShape
 from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.model_class import DECODER, LEVANTER
 from shardplan.model.registry import build_model
@@ -31,14 +33,15 @@ OVER_ALL = {**OVER_DATA, "expert_mlp": ("replica",)}
 GATHER, EXCHANGE, WEIGHTS = ExpertStrategy
 
 
-def traced_step(kind):
+def traced_step(kind, spread=0.0):
     model = build_model(read_config("mixtral-8x7b", None), 4096)
-    return plan_step(model, Workload(kind, 64, 4096, "float32" if kind == "train" else "bfloat16", "bfloat16"))
+    dtype = "float32" if kind == "train" else "bfloat16"
+    return plan_step(model, Workload(kind, 64, 4096, dtype, "bfloat16", expert_load_spread=spread))
 
 
-def block_cost(kind, compute, method, params=None):
+def block_cost(kind, compute, method, params=None, spread=0.0):
     """The work of a device for a block, and the cost of all blocks: of the gradient in training."""
-    step = traced_step(kind)
+    step = traced_step(kind, spread)
     assignment = ShardingAssignment(MESH, compute, params or {}, step.merged_axes, step.activation_axes, experts=method)
     task = [each for each in step.tasks if each.kind == TaskKind.EXPERTS][-1]
     return work_of(task, assignment), device_cost(task, assignment)
@@ -83,6 +86,29 @@ def test_tokens_are_exchanged():
     assert received(cost)["all-to-all", "tokens exchanged with experts"] == 3 * PER_TOKEN * TOKEN_BYTES * 7 / 8
 
 
+@pytest.mark.parametrize(("axes", "own_experts"), [(("data",), 1), (("replica",), 2), ((), 8)])
+def test_the_busiest_device_of_skewed_experts(axes, own_experts):
+    """The mean of many draws of normal loads; where every device has all experts, the load is balanced."""
+    spread, shards = 0.25, EXPERTS // own_experts
+    loads = np.random.default_rng(0).normal(1, spread, size=(20000, shards, own_experts))
+    expected = loads.mean(-1).max(-1).mean() if shards > 1 else 1
+    compute = {"batch": ("replica", "data"), "experts": axes}
+    balanced, _ = block_cost("eval", compute, ExpertMethod(GATHER))
+    skewed, _ = block_cost("eval", compute, ExpertMethod(GATHER), spread=spread)
+    assert skewed.rows / balanced.rows == pytest.approx(expected, rel=0.01)
+    assert skewed.buffer_rows == balanced.buffer_rows
+
+
+def test_a_spread_changes_the_plan(make_config):
+    """A skewed load takes longer, and is not that of a step with another spread; no load has a negative one."""
+    config = {"model_config": "mixtral-8x7b", "hardware_slice": "v5p-64", "workload_batch": 32}
+    balanced, skewed = (make_plan(make_config(**config, workload_expert_load_spread=s)) for s in (0.0, 0.5))
+    assert skewed.cost.step_seconds > balanced.cost.step_seconds
+    assert skewed.workload.expert_load_spread == 0.5
+    with pytest.raises(ConfigError, match=r"workload\.expert_load_spread is -0\.1"):
+        make_plan(make_config(**config, workload_expert_load_spread=-0.1))
+
+
 @pytest.mark.parametrize(
     ("compute", "method", "params"),
     [
@@ -96,8 +122,11 @@ def test_weights_are_gathered(compute, method, params):
     assert (work.rows, work.experts) == (TOKENS * PER_TOKEN / DEVICES, EXPERTS)
     weights = 3 * EXPERTS * EMBED * MLP * 2 * 7 / 8
     assert sum(size for (kind, _), size in received(cost).items() if kind == "all-gather") == weights
-    # rows of all but the first expert begin within a tile of 512
-    assert work.kernel_rows == work.rows + EXPERTS * 512 / 2 * work.chunks
+    # rows of all but the first expert begin within a tile; all matrices are read for each part of the tokens
+    for calls in cost.kernels:
+        assert calls.matmul.rows * calls.count == work.rows * calls.count / work.chunks
+        tiles = TileShape(512, calls.matmul.inner, calls.matmul.columns)
+        assert calls.matmul.row_tiles(tiles) == work.rows / work.chunks / 512 + EXPERTS - 1
 
 
 def test_gradients_of_weights_are_summed_over_other_tokens():

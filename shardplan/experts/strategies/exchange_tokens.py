@@ -1,8 +1,10 @@
 """The exchange of tokens: every device sends its rows to the devices of their experts, and gets the outputs back.
 
 Rows travel by ragged all-to-all, so that no more is sent than there is; they arrive sorted by expert, and within an
-expert by the device that they come from. XLA has no such collective for CPUs (https://github.com/jax-ml/jax/issues/34755):
-there, devices gather all rows and take those that are theirs.
+expert by the device that they come from. Their routing weights travel with them and are multiplied into hidden states,
+so that the gradient of a weight does not need the output of its row, which would be computed and sent again. XLA has no
+such collective for CPUs (https://github.com/jax-ml/jax/issues/34755): there, devices gather all rows
+and take those that are theirs.
 """
 
 from dataclasses import dataclass
@@ -48,20 +50,22 @@ class ExchangeRounds:
     buffer_rows: int
     function: ExpertFunction
 
-    def __call__(self, index: int | Array, sizes: Array, operands: tuple[Array, LocalWeights]) -> Array:
-        """Return [rows, embed]: the outputs of this device's rows, sorted by expert; 0 for rows of other rounds.
+    def __call__(self, index: int | Array, sizes: Array, operands: tuple[Array, Array, LocalWeights]) -> Array:
+        """Return [rows, embed]: the weighted outputs of this device's rows, by expert; 0 for rows of other rounds.
 
         Args:
             sizes: int32[devices, experts], the rows that each device has for each expert.
-            operands: rows sorted by expert, [rows, embed], and the weights of the experts of this device.
+            operands: rows sorted by expert, [rows, embed], their routing weights float32[rows], and the weights of the
+                experts of this device.
         """
-        rows, weights = operands
+        rows, factors, weights = operands
         slices = find_slices(sizes, jax.lax.axis_index(self.axes), index * self.buffer_rows, self.buffer_rows)
         buffer = jax.lax.empty((self.buffer_rows, rows.shape[1]), rows.dtype)
         inputs = ragged_all_to_all(rows, buffer, slices.there, self.axes)
+        weights_of_rows = ragged_all_to_all(factors, jnp.zeros(self.buffer_rows), slices.there, self.axes)
         expert_sizes = slices.there.recv_sizes.reshape(len(sizes), -1).sum(0)
         # what is computed of rows that hold nothing, and their gradients, are not sent
-        outputs = apply_experts(SortedRows(inputs, jnp.ones(self.buffer_rows), expert_sizes), weights, self.function)
+        outputs = apply_experts(SortedRows(inputs, weights_of_rows, expert_sizes), weights, self.function)
         return ragged_all_to_all(outputs, jnp.zeros_like(rows), slices.back, self.axes)
 
 
@@ -91,16 +95,13 @@ def exchange_tokens(
     buffer_rows = min(buffer_rows, count * devices * min(per_token, len(weights.up)))
     count_of_rounds = jnp.maximum(1, -(-received.max() // buffer_rows)).astype(jnp.int32)
     compute = ExchangeRounds(axes, buffer_rows, function)
-    rows = tokens[order.rows // per_token]
-    if function.weighs_inputs:
-        rows = (rows * routing_weights.reshape(-1)[order.rows, None]).astype(rows.dtype)
-        routing_weights = jnp.ones_like(routing_weights)
-    outputs = sum_rounds(compute, count_of_rounds, sizes, (rows, weights))
+    operands = tokens[order.rows // per_token], routing_weights.reshape(-1)[order.rows], weights
+    outputs = sum_rounds(compute, count_of_rounds, sizes, operands)
     place = jnp.zeros_like(order.rows).at[order.rows].set(jnp.arange(order.rows.size, dtype=jnp.int32))
     place = place.reshape(count, per_token)
     summed = jnp.zeros(tokens.shape, jnp.float32)
     for choice in range(per_token):  # an axis of choices would be one of the two that tiles are made of
-        summed += outputs[place[:, choice]].astype(jnp.float32) * routing_weights[:, choice, None]
+        summed += outputs[place[:, choice]].astype(jnp.float32)
     return summed.astype(tokens.dtype)
 
 
@@ -140,6 +141,8 @@ def ragged_all_to_all(operand: Array, output: Array, slices: Slices, axes: tuple
     """Send slices of the rows of `operand` to other devices, and return `output` with the slices that arrive.
 
     Args:
+        operand: [rows, ...].
+        output: [rows, ...], of any number of rows.
         axes: mesh axes of the devices.
     """
 
@@ -169,4 +172,5 @@ def _gather_and_take(operand: Array, output: Array, slices: Slices, axes: tuple[
     found = is_in.argmax(0)
     sender = found // (len(begins) // devices)
     taken = operands[sender, jnp.clip(begins[found] + rows - places[found], 0, len(operand) - 1)]
-    return jnp.where(is_in.any(0)[:, None], taken, output)
+    is_received = is_in.any(0).reshape(-1, *(1,) * (output.ndim - 1))
+    return jnp.where(is_received, taken, output)

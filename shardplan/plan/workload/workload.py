@@ -21,6 +21,8 @@ AUTO_POSITION = -1
 """The position in a configuration that leaves it to the windows."""
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 100.0
 """Between these, float32 logits say enough of the probabilities of tokens."""
+MAX_LOAD_SPREAD = 4.0
+"""Largest spread of the loads of experts; one of 256 experts that has all tokens is a spread of 16, and no model."""
 MIN_POSITION = 2
 """Fewest tokens of a sequence: a single one predicts nothing."""
 
@@ -56,6 +58,9 @@ class Workload:
     logit_blocks: int | None = None
     """Of eval and score: blocks of positions whose logits are in memory in turn. Default: for score within 256 MiB per
     device, for eval one, or so many if that fits or is faster."""
+    expert_load_spread: float = 0.0
+    """Of routed experts: the standard deviation of their numbers of tokens, relative to the mean; 0 for equally many.
+    Estimates and verdicts are for the device with most tokens."""
 
     def __post_init__(self) -> None:
         if self.param_dtype is None:
@@ -141,6 +146,11 @@ class Workload:
         problem = checkpointing_problem("workload.gradient_checkpointing", self.gradient_checkpointing)
         if problem is not None:
             yield problem
+        if not 0 <= self.expert_load_spread <= MAX_LOAD_SPREAD:  # also if it is no number
+            yield (
+                f"workload.expert_load_spread is {self.expert_load_spread:g}; it must be 0 (all experts have equally "
+                f"many tokens) to {MAX_LOAD_SPREAD:g}"
+            )
         yield from self.score_problems()
 
     def score_problems(self) -> Iterator[str]:

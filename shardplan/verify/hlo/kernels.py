@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from shardplan.experts.tiles import GroupedMatmul, TileShape
 from shardplan.hardware.generations import Generation
 from shardplan.verify.hlo.module import ArrayShape, Computation, Instruction, Module
 from shardplan.verify.verdict import OmissionKind
@@ -14,6 +15,8 @@ KERNEL_PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
 """Kernel of splash attention -> its products of position x position x head size (q k^T and p v; the gradients)."""
 GROUPED_MATMUL = re.compile(r"^ragged-dot-|(^|_)t?gmm(_|\.|$)")
 """Names of the kernels of grouped matmuls: those of XLA, and `gmm` and `tgmm` of megablox."""
+TILES = re.compile(r'ragged_dot_tiling="([\d,]+)"')
+"""The tiles of a grouped matmul of XLA, in its attributes."""
 PRODUCTS = ("convolution", "dot")
 """Opcodes of matmuls."""
 
@@ -61,7 +64,13 @@ def kernels(
 def kernel_seconds(
     instruction: Instruction, computation: Computation, generation: Generation, work: KernelWork
 ) -> float:
-    """Seconds of a kernel, the larger of its FLOPs and of reading and writing its arrays; 0 for an unknown one."""
+    """Seconds of a kernel, the larger of its FLOPs and of reading and writing its arrays; 0 for an unknown one.
+
+    Of a grouped matmul whose tiles are known these are the FLOPs of its tiles, and each array as often as it is read.
+    """
+    tiles = TILES.search(instruction.attributes.get("frontend_attributes", ""))
+    if tiles:
+        return _grouped_matmul(instruction, computation, work).seconds(TileShape.parse(tiles[1]), generation)
     flops = _kernel_flops(instruction, computation, work)
     if not flops:
         return 0.0
@@ -117,6 +126,20 @@ def _root(module: Module, instruction: Instruction) -> Instruction:
 
 def _operands(instruction: Instruction, computation: Computation) -> list[ArrayShape]:
     return [array for name in instruction.operands for array in computation.instructions[name].arrays]
+
+
+def _grouped_matmul(instruction: Instruction, computation: Computation, work: KernelWork) -> GroupedMatmul:
+    """The grouped matmul that a kernel of XLA computes."""
+    left, right = [array for array in _operands(instruction, computation) if array.dtype in FLOATS][-2:]
+    result = instruction.arrays[0]
+    is_matrix_gradient = len(result.dims) == 3
+    groups = (result if is_matrix_gradient else right).dims[0]
+    rows = float(left.dims[0])
+    if work.routed_rows is not None:
+        rows = min(rows, work.routed_rows)
+    return GroupedMatmul(
+        rows, groups, left.dims[1], result.dims[-1], left.bytes // math.prod(left.dims), is_matrix_gradient
+    )
 
 
 def _kernel_flops(instruction: Instruction, computation: Computation, work: KernelWork) -> float:

@@ -1,0 +1,126 @@
+"""Tiles of the kernels of grouped matmuls: how many rows, inner elements and columns they multiply at a time. Pure.
+
+XLA's kernel for `ragged_dot` goes over tiles of columns, within each over tiles of rows, and within each of these over
+the inner dimension; that for the gradient of the matrices goes over their tiles, and within each over tiles of rows. A
+tile of rows in which groups meet is computed once for each of them, so that tiles of many rows cost FLOPs where groups
+are small; tiles of few rows or columns read the other operand more often. The fastest tiles are those with the shortest
+roofline among those that fit in the memory of the core.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+from typing import NamedTuple
+
+from shardplan.hardware.generations import Generation
+
+BUFFER_MULTIPLE = 512
+"""Buffers of rows have a multiple of it, so that tiles of any number of rows divide them."""
+ROWS = (128, 256, 512)
+"""Numbers of rows that a tile may have."""
+SIDES = (256, 512, 1024, 2048)
+"""Inner elements and columns that a tile may have, besides all of them."""
+SUM_BYTES = 4
+"""Bytes of an element that is summed up."""
+USABLE_PART = 0.7
+"""Part of the kernel's memory that tiles may fill: beside them the compiler keeps values of its own there, up to a
+quarter of it on v5p (tests/compiler/test_tiles.py)."""
+
+
+class TileShape(NamedTuple):
+    """The shape of a tile."""
+
+    rows: int
+    inner: int
+    columns: int
+
+    def __str__(self) -> str:
+        """The value of XLA's attribute `ragged_dot_tiling`."""
+        return f"{self.rows},{self.inner},{self.columns}"
+
+    @classmethod
+    def parse(cls, text: str) -> "TileShape":
+        """Read what `str` writes.
+
+        >>> TileShape.parse("512,1024,128").columns
+        128
+        """
+        rows, inner, columns = map(int, text.split(","))
+        return cls(rows, inner, columns)
+
+
+@dataclass(frozen=True)
+class GroupedMatmul:
+    """One call of a kernel: [rows, inner] times [groups, inner, columns], or the gradient of these matrices."""
+
+    rows: float
+    """Rows that hold something."""
+    groups: float
+    inner: int
+    columns: int
+    itemsize: int = 2
+    """Bytes of an element of all arrays."""
+    is_matrix_gradient: bool = False
+    """Whether [inner, rows] times [rows, columns] is computed, for the rows of each group."""
+
+    def row_tiles(self, tiles: TileShape) -> float:
+        """TileShape of rows that are computed: those of the rows, and one more for every group but the first."""
+        return max(self.rows / tiles.rows, 1.0) + self.groups - 1
+
+    def flops(self, tiles: TileShape) -> float:
+        """FLOPs of the tiles, including those of what they hold beyond the rows of a group and the matrices."""
+        inner = math.ceil(self.inner / tiles.inner) * tiles.inner
+        columns = math.ceil(self.columns / tiles.columns) * tiles.columns
+        return 2 * self.row_tiles(tiles) * tiles.rows * inner * columns
+
+    def bytes(self, tiles: TileShape) -> float:
+        """Bytes that are read from and written to HBM."""
+        rows = self.row_tiles(tiles) * tiles.rows
+        inputs, outputs, matrices = rows * self.inner, rows * self.columns, self.groups * self.inner * self.columns
+        inner_tiles, column_tiles = math.ceil(self.inner / tiles.inner), math.ceil(self.columns / tiles.columns)
+        if self.is_matrix_gradient:
+            elements = column_tiles * inputs + inner_tiles * outputs + matrices
+        else:
+            # a tile with all inner elements of a matrix stays while the tiles of rows are of the same group
+            reads_of_matrices = 1.0 if inner_tiles == 1 else self.row_tiles(tiles) / self.groups
+            elements = column_tiles * inputs + reads_of_matrices * matrices + outputs
+        return self.itemsize * elements
+
+    def core_bytes(self, tiles: TileShape) -> float:
+        """Bytes in the memory of the core: two tiles of each array, and the sums."""
+        rows, inner, columns = tiles
+        summed = inner * columns if self.is_matrix_gradient else rows * columns
+        return 2 * self.itemsize * (rows * inner + inner * columns + rows * columns) + SUM_BYTES * summed
+
+    def seconds(self, tiles: TileShape, generation: Generation) -> float:
+        """The longer of its FLOPs at peak and of its bytes at HBM bandwidth."""
+        return max(self.flops(tiles) / generation.flops, self.bytes(tiles) / generation.hbm_bandwidth)
+
+
+@lru_cache(maxsize=4096)
+def fastest_tiles(matmul: GroupedMatmul, generation: Generation) -> TileShape:
+    """Return the fastest tiles that fit in the memory of the core, of equally fast ones the largest.
+
+    >>> from shardplan.hardware.generations import GENERATIONS
+    >>> of_mixtral = GroupedMatmul(rows=32768, groups=1, inner=4096, columns=14336)
+    >>> print(fastest_tiles(of_mixtral, GENERATIONS["v5p"]))
+    512,1024,1024
+    """
+    limit = USABLE_PART * generation.kernel_memory
+    fitting = [tiles for tiles in _possible_tiles(matmul) if matmul.core_bytes(tiles) <= limit]
+    return min(fitting, key=lambda tiles: (matmul.seconds(tiles, generation), -math.prod(tiles)))
+
+
+def _possible_tiles(matmul: GroupedMatmul) -> Iterator[TileShape]:
+    inner, columns = (
+        (*(side for side in SIDES if side < size), size) for size in (int(matmul.inner), int(matmul.columns))
+    )
+    for shape in product(ROWS, inner, columns):
+        yield TileShape(*shape)
+
+
+def buffer_rows(balanced_rows: float, factor: float) -> int:
+    """Return the rows of a buffer: `factor` times those of balanced experts, as a multiple of `BUFFER_MULTIPLE`."""
+    return math.ceil(balanced_rows * factor / BUFFER_MULTIPLE) * BUFFER_MULTIPLE
