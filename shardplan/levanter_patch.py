@@ -1,25 +1,42 @@
-"""Makes Levanter's own scripts stream and save checkpoints as shardplan does, and compute right losses."""
+"""Makes Levanter's own scripts stream and save checkpoints as shardplan does, and compute right losses and experts."""
 
 import sys
+from typing import Any
 
+import jax
+import levanter.tracker
 from levanter.compat.hf_checkpoints import HFCheckpointConverter as LevanterConverter
 
 import shardplan.decoder.section  # noqa: F401  # registers its type of `model` sections
 from shardplan.checkpoint.load import HFCheckpointConverter
-from shardplan.errors import ConfigError
+from shardplan.errors import ConfigError, check_argument
+from shardplan.experts.levanter import HasExpertMethod, patch_blocks
+from shardplan.experts.method import ExpertMethod
 from shardplan.model.logits.levanter_loss import FUSED_LOSS, LEVANTERS_FUSED_LOSS, fused_loss
 from shardplan.model.soft_cap import cap_gemma2_logits
 
+LEVANTERS_JIT_LOG = levanter.tracker.jit_log
+"""Levanter's own function that logs values of a compiled step."""
 
-def patch_levanter() -> None:
+
+def patch_levanter(experts: ExpertMethod | HasExpertMethod | None = None) -> None:
     """Make Levanter, used as it is, stream and save checkpoints as shardplan does, and compute right losses.
 
-    Sections `model: {type: shardplan_decoder, ...}` are then understood. Call it before a script of Levanter runs;
+    Experts of its Mixtral and Qwen3-MoE are computed by shardplan's blocks, so that they can be sharded. Sections
+    `model: {type: shardplan_decoder, ...}` are then understood. Call it before a script of Levanter runs;
     `scripts/levanter_main.py` does so.
+
+    Args:
+        experts: how experts are computed, or a plan that says so; default: tokens are gathered.
 
     Raises:
         ConfigError: this version of Levanter computes its losses in another way.
     """
+    if experts is not None:
+        remedy = "ExpertMethod('gather_tokens'), or a plan"
+        check_argument("patch_levanter", "experts", experts, (ExpertMethod, HasExpertMethod), remedy)
+    patch_blocks(experts if isinstance(experts, ExpertMethod | None) else experts.experts)
+    levanter.tracker.jit_log = _log_without_gradient
     LevanterConverter.load_pretrained = HFCheckpointConverter.load_pretrained
     LevanterConverter.save_pretrained = HFCheckpointConverter.save_pretrained
     cap_gemma2_logits()
@@ -32,3 +49,11 @@ def patch_levanter() -> None:
         is_levanters = getattr(module, "__name__", "").startswith("levanter.")
         if is_levanters and vars(module).get(FUSED_LOSS) is LEVANTERS_FUSED_LOSS:
             setattr(module, FUSED_LOSS, fused_loss)
+
+
+def _log_without_gradient(metrics: Any, *, step: int | None = None) -> None:
+    """Log values of a compiled step as Levanter does, also where it computes gradients.
+
+    Levanter's Mixtral logs how tokens are routed, and a callback cannot be differentiated.
+    """
+    LEVANTERS_JIT_LOG(jax.lax.stop_gradient(metrics), step=step)

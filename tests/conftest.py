@@ -68,8 +68,9 @@ MODEL_TYPES = sorted(path.name for path in GOLDEN.iterdir())
 @pytest.fixture
 def patched_levanter(monkeypatch):
     """Levanter as `shardplan.patch_levanter` makes it, until the end of the test."""
+    from levanter import tracker
     from levanter.compat.hf_checkpoints import HFCheckpointConverter
-    from levanter.models import loss
+    from levanter.models import loss, mixtral, qwen3_moe
 
     from shardplan import levanter_patch
     from shardplan.model.logits.levanter_loss import FUSED_LOSS
@@ -77,6 +78,9 @@ def patched_levanter(monkeypatch):
     for name in ("load_pretrained", "save_pretrained"):
         monkeypatch.setattr(HFCheckpointConverter, name, getattr(HFCheckpointConverter, name))
     monkeypatch.setattr(loss, FUSED_LOSS, getattr(loss, FUSED_LOSS, None), raising=False)
+    monkeypatch.setattr(tracker, "jit_log", tracker.jit_log)
+    for block in (mixtral.MixtralSparseMoeBlock, qwen3_moe.Qwen3MoeSparseMoeBlock):
+        monkeypatch.setattr(block, "__call__", block.__call__)
     levanter_patch.patch_levanter()
 
 

@@ -1,4 +1,4 @@
-"""The model as it runs under a plan: its attention kernel, sequence parallelism and gradient checkpointing."""
+"""The model as it runs under a plan: its attention kernel, its blocks of experts and gradient checkpointing."""
 
 import dataclasses
 from typing import Any
@@ -10,6 +10,7 @@ from shardplan.cost.attention import with_kernels
 from shardplan.cost.calibration import compiler_quirks
 from shardplan.cost.sharding import ShardingAssignment
 from shardplan.errors import ConfigError
+from shardplan.experts.levanter import has_replaceable_experts, with_expert_parallel
 from shardplan.hardware import parse_slice
 from shardplan.model.levanter_compat import LIBTPU_RELEASE
 from shardplan.model.registry import Model, abstract_module
@@ -25,7 +26,7 @@ RETIRED_OPTION = "xla_tpu_enable_async_collective_fusion_fuse_all_gather"
 
 
 def specialize(model: Model, plan: Plan) -> Model:
-    """Return `model` with the attention and the gradient checkpointing of `plan`.
+    """Return `model` with the attention, the blocks of experts and the gradient checkpointing of `plan`.
 
     Raises:
         ConfigError: the plan was edited, and its kernel cannot compute attention with its mappings; the plan has an
@@ -56,6 +57,8 @@ def specialize(model: Model, plan: Plan) -> Model:
     template = abstract_module(config, model.vocab)
     if plan.attention.is_sequence_parallel and model.uses_levanter_attention:
         template = with_sequence_parallel(template, plan)
+    if has_replaceable_experts(template):
+        template = with_expert_parallel(template, plan)
     return dataclasses.replace(model, config=config, template=template)
 
 

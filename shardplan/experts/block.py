@@ -43,6 +43,7 @@ class RoutedCall:
     weights: ExpertWeights[NamedArray]
     """With the dimensions that `ExpertWeights` names."""
     function: ExpertFunction
+    method: ExpertMethod | None = None
 
     @property
     def experts_per_token(self) -> int:
@@ -59,10 +60,11 @@ def routed_mlp(
     routing_weights: NamedArray,
     weights: ExpertWeights[NamedArray],
     function: ExpertFunction,
+    method: ExpertMethod | None = None,
 ) -> NamedArray:
     """Compute for each token the weighted sum of the outputs of its experts.
 
-    Within `replace_routed_mlp` something else computes it, by the method of a plan; otherwise tokens are gathered.
+    Within `replace_routed_mlp` something else computes it, by the method of a plan; otherwise `method` does.
 
     Args:
         Experts: axis of the experts, in their weights.
@@ -74,6 +76,7 @@ def routed_mlp(
         routing_weights: float32{..., k}, the factors of their outputs.
         weights: the weights of all experts.
         function: what experts compute besides matmuls.
+        method: how experts are computed; default: tokens are gathered.
 
     Returns:
         The axes of `x`, in their order.
@@ -96,6 +99,7 @@ def routed_mlp(
         routing_weights=routing_weights.rearrange(by_token).astype(jnp.float32),
         weights=arrays,
         function=function,
+        method=method,
     )
     return _replacement.get()(call).rearrange(axes)
 
@@ -106,7 +110,7 @@ def compute_routed_mlp(
     """Compute a call of `routed_mlp`, which says what it raises.
 
     Args:
-        method: default: tokens are gathered.
+        method: default: that of the call.
         generation: of the TPUs that compute it; default: kernels have the tiles that XLA takes by itself.
     """
     arrays, embed = call.weights, call.Embed
@@ -116,7 +120,7 @@ def compute_routed_mlp(
         mlp_axes=_mesh_axes(call.Mlp),
         experts=call.Experts.size,
         function=replace(call.function, generation=generation),
-        method=method or ExpertMethod(),
+        method=method or call.method or ExpertMethod(),
     )
     if _mesh_axes(embed):
         raise ConfigError(

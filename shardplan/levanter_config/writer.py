@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from shardplan.experts.method import ExpertMethod
 from shardplan.hardware import parse_slice
 from shardplan.hardware.mesh_axes import DCN_AXES
 from shardplan.hardware.multislice import slices_by_axis
@@ -130,6 +131,8 @@ def _settings_outside_trainer(plan: Plan) -> Iterator[str]:
             f"Call shardplan.patch_levanter() first, as scripts/levanter_main.py does: with {vocab} sharded, "
             f"Levanter's own loss is silently wrong. A plan without it: --pin {vocab}="
         )
+    if plan.experts is not None and not is_decoder:
+        yield from _expert_settings(plan.experts)
     if parse_slice(plan.hardware.slice).is_cpu:
         return  # Levanter's attention on CPUs is no kernel, and correct under any sharding
     if plan.attention.is_sequence_parallel and is_decoder:
@@ -176,6 +179,18 @@ def _attention_settings(plan: Plan) -> Iterator[str]:
     )
     yield "    sequence = shard_sequence(example, layout)"
     yield "    losses = next_token_losses(model, sequence)"
+
+
+def _expert_settings(experts: ExpertMethod) -> Iterator[str]:
+    """Yield lines of comment about the calls that replace Levanter's blocks of experts."""
+    method = f'ExpertMethod("{experts.strategy}")'
+    is_default = experts == ExpertMethod()
+    yield from _wrap(
+        "Use the experts of shardplan.experts, as planned: with sharded experts Levanter's own blocks fail. Call "
+        f"shardplan.patch_levanter({'' if is_default else method}) first"
+        f"{', as scripts/levanter_main.py does' if is_default else ''}, or replace the blocks of a model:"
+    )
+    yield f"    model = with_expert_parallel(model, {method})"
 
 
 def _method_text(attention: AttentionPlan) -> str:

@@ -33,6 +33,8 @@ class FindingKind(StrEnum):
     """The batch is not divisible by its shards, or not sharded."""
     DUPLICATE = "duplicate"
     """A mesh axis is on two dimensions of one array."""
+    EXPERTS = "experts"
+    """Levanter's blocks of experts fail under the mapping."""
     HEADS = "heads"
     """The axis of all heads is mapped, which the query, key and value projections do not have."""
     INDIVISIBLE = "indivisible"

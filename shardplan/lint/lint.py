@@ -8,6 +8,7 @@ from typing import Any
 
 from shardplan.config import PlanConfig
 from shardplan.errors import ConfigError
+from shardplan.experts.planned_model import with_own_experts
 from shardplan.hardware import Slice, parse_slice
 from shardplan.levanter_config.model_section import NO_MODEL_SECTION, ModelSection
 from shardplan.levanter_config.trainer_section import DEFAULT_TRAIN_BATCH_SIZE, TrainerSection
@@ -95,7 +96,7 @@ def target_of(
     hardware = parse_slice(config.hardware.slice)
     if model is not None:
         return LintTarget(config, model, inspect_model(model), hardware, model_section, extras)
-    model = model_from_config(config)
+    model = with_own_experts(model_from_config(config))  # which Levanter runs
     for key, size in model_section.sizes.items():
         own = getattr(model.config, key, size)
         if own != size:

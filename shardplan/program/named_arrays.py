@@ -32,7 +32,17 @@ class AxisPart:
         return f"{self.of}."
 
 
-AxisName = str | AxisCopy | AxisPart
+@dataclass(frozen=True)
+class UnshardedAxis:
+    """A logical axis of an array that does not follow its mapping, such as the experts in a router of Levanter."""
+
+    of: "AxisName"
+
+    def __str__(self) -> str:
+        return f"{self.of}*"
+
+
+AxisName = str | AxisCopy | AxisPart | UnshardedAxis
 Factor = tuple[AxisName | None, int]
 """A logical axis, or None where the name is not known, and its size."""
 Dim = tuple[Factor, ...]
@@ -72,7 +82,7 @@ class TracedArray:
 
     @cached_property
     def logical_axes(self) -> tuple[str, ...]:
-        """The names among `axes` that a mapping may have: no copies and parts."""
+        """The names among `axes` that a mapping may have: no `AxisCopy` and its like."""
         return tuple(name for name in self.axes if isinstance(name, str))
 
     @cached_property
@@ -87,14 +97,14 @@ class TracedArray:
 
 
 def base_axis(name: AxisName) -> str:
-    """Return the logical axis that `name` is, or is a copy or a part of."""
+    """Return the logical axis that `name` is, or that it stands for."""
     while not isinstance(name, str):
         name = name.of
     return name
 
 
 def mapped(name: AxisName | None, mapping: AxisMapping) -> MeshAxes:
-    """The mesh axes that shard a logical axis; none for a copy or a part of one, which no mapping shards."""
+    """The mesh axes that shard a logical axis; none for an `AxisCopy` and its like, which no mapping shards."""
     return mapping.get(name, ()) if isinstance(name, str) else ()
 
 

@@ -15,11 +15,12 @@ from jax.sharding import AbstractMesh, AxisType
 from levanter.layers.rotary import DefaultRotaryEmbeddingsConfig, Llama3RotaryEmbeddingsConfig
 
 from shardplan.errors import ConfigError, nearest
+from shardplan.experts.planned_model import make_module
 from shardplan.hardware.mesh_axes import MESH_AXES
 from shardplan.model.inspect import axes_of, named_leaves
 from shardplan.model.logits.levanter_loss import one_block_of_tokens
 from shardplan.model.parameter_dtypes import with_dtypes
-from shardplan.model.registry import Model, abstract_module
+from shardplan.model.registry import Model
 from shardplan.plan.workload.checkpointing import RING_RESIDUALS, split_checkpointing
 from shardplan.plan.workload.workload import Workload
 from shardplan.program.layer_attention import attention_calls
@@ -149,7 +150,7 @@ def _template(model: Model, checkpointing: str) -> Any:
         settings["rope"] = DefaultRotaryEmbeddingsConfig()
     names = {each.name for each in fields(model.config)}
     config = replace(model.config, **{name: value for name, value in settings.items() if name in names})
-    return abstract_module(config, model.vocab)
+    return make_module(model, config)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from shardplan.cost.calibration import usable_bytes
 from shardplan.cost.memory import estimate_memory
 from shardplan.cost.roofline import step_tasks
 from shardplan.errors import InfeasibleError
+from shardplan.experts.planned_model import with_planned_experts
 from shardplan.hardware import GIB
 from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.registry import Model, build_model
@@ -98,9 +99,10 @@ def model_in_folder(config: PlanConfig, folder: Folder | None) -> Model:
 def build_configured(config: PlanConfig, hf_config: dict[str, Any]) -> Model:
     """Build the model of a config.json, without weights, for the positions of the workload.
 
-    Where no number of positions is set, a model with fewer than the default is built for as many as it has.
+    Where no number of positions is set, a model with fewer than the default is built for as many as it has. Experts of
+    Levanter's classes are computed by shardplan's blocks, so that plans shard them.
     """
-    return build_model(hf_config, config.workload.position, shorten=_has_default_position(config))
+    return with_planned_experts(build_model(hf_config, config.workload.position, shorten=_has_default_position(config)))
 
 
 def fit_position[C: PlanConfig](config: C, model: Model) -> C:

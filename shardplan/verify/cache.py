@@ -28,8 +28,10 @@ SEQUENCE_CODE = (
     "program/attention_kind", "program/marked_attention", "runtime/private_jax",
 )  # fmt: skip
 """Further such modules, used if the plan shards positions, and always by the decoder."""
-DECODER_CODE = ("decoder/**/*", "experts/**/*")
+DECODER_CODE = ("decoder/**/*",)
 """Further such modules, used by the decoder."""
+EXPERT_CODE = ("experts/**/*",)
+"""Further such modules, used if the plan has a method of experts, and always by the decoder."""
 FACTS_CODE = (
     "cost/*", "decoder/**/*", "experts/**/*", "model/**/*", "positions/*", "program/**/*", "steps/*",
     "verify/model_facts",
@@ -76,7 +78,13 @@ def _program_code(case: Case) -> tuple[str, ...]:
     """Glob patterns of the modules that make the program of a case."""
     is_decoder = class_of(case.hf_config) == DECODER
     uses_own_attention = is_decoder or case.plan.attention.is_sequence_parallel
-    return (*CODE, *(SEQUENCE_CODE if uses_own_attention else ()), *(DECODER_CODE if is_decoder else ()))
+    uses_own_experts = is_decoder or case.plan.experts is not None
+    return (
+        *CODE,
+        *(SEQUENCE_CODE if uses_own_attention else ()),
+        *(DECODER_CODE if is_decoder else ()),
+        *(EXPERT_CODE if uses_own_experts else ()),
+    )
 
 
 def _model(case: Case) -> dict[str, Any]:

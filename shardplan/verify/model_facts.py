@@ -49,11 +49,14 @@ def compute_facts(case: Case) -> ModelFacts:
     """
     # JAX and Levanter, which take seconds to import
     from shardplan.cost.roofline import model_flops
+    from shardplan.experts.planned_model import with_planned_experts
     from shardplan.model.registry import build_model
     from shardplan.search.given_plan import check_model
 
     plan, workload = case.plan, case.plan.workload
     model = build_model(case.hf_config, workload.position)
+    if plan.experts is not None:
+        model = with_planned_experts(model)
     check_model(plan, model)
     flops = model_flops(model, workload.resolve()) if case.program == CompiledProgram.STEP else 0.0
     rows = _rows_of_blocks(plan, model)

@@ -18,6 +18,7 @@ from shardplan.execution.device_mesh import make_mesh
 from shardplan.execution.layout_forward import planned_forward
 from shardplan.execution.planned_attention import planned_attention
 from shardplan.execution.planned_experts import planned_experts
+from shardplan.experts.planned_model import with_planned_experts
 from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.model_class import LEVANTER
 from shardplan.model.registry import build_model
@@ -41,12 +42,14 @@ def run(
     change_plan=None,
     attention=None,
     experts=None,
+    plans_experts=False,
     **workload,
 ):
     """Stream a model as planned on `mesh` (replica, data, model), and call `compute` with it.
 
     Args:
         compute: takes the module, its model, the plan, the device mesh and the tokens.
+        plans_experts: whether shardplan's blocks compute the experts of Levanter's class, as in commands.
         workload: further keys of the configuration.
 
     Returns:
@@ -67,6 +70,7 @@ def run(
     )
     folder = open_folder(config.model.ref)
     model = build_model(read_config(None, folder, config.model_class), config.workload.position)
+    model = with_planned_experts(model) if plans_experts else model
     model = dataclasses.replace(model, **(change_model or {}))
     plan = make_plan(config, model)
     plan = dataclasses.replace(

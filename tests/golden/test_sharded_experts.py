@@ -4,9 +4,10 @@ import itertools
 
 import numpy as np
 import pytest
-from test_logits import SHARDED_POSITIONS, UNSHARDED, deviation
+from test_logits import SHARDED_POSITIONS, TOLERANCE, UNSHARDED, deviation
 
 from shardplan.experts.method import ExpertMethod, ExpertStrategy
+from shardplan.model.model_class import LEVANTER
 from shardplan.plan.attention_plan import AttentionPlan
 
 EXPERTS = {
@@ -22,6 +23,8 @@ MESHES = {
 }
 """Devices that share experts -> the mesh, and how experts and their hidden states are sharded in computations."""
 RING = AttentionPlan("ring", 1, 4)
+TOGETHER = {"position": ["model"], "experts": ["model"]}
+"""Experts over the devices that share a sequence."""
 
 
 def cases():
@@ -57,3 +60,26 @@ def test_logits_with_sharded_positions(golden, make_config, name, strategy):
     changes = {"change_plan": {**SHARDED_POSITIONS, "experts": ["model"]}, "attention": RING}
     found = deviation(families, make_config, name, (1, 2, 4), experts=ExpertMethod(strategy), **changes)
     assert found <= tolerance(families / name)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "sharded", "strategy", "attention"),
+    [
+        ((2, 4, 1), {"experts": ["data"], "mlp": ["replica"]}, ExpertStrategy.EXCHANGE_TOKENS, None),
+        (
+            (1, 2, 4),
+            {"batch": ["data"], "position": ["model"], "experts": ["model"]},
+            ExpertStrategy.GATHER_TOKENS,
+            RING,
+        ),
+    ],
+    ids=["sharded batch", "sharded positions"],
+)
+def test_logits_of_levanters_mixtral(golden, make_config, mesh, sharded, strategy, attention):
+    """Its blocks are replaced, and its attention where positions are sharded, and nothing else is patched."""
+    mapping = {**UNSHARDED, "batch": ["replica", "data"], "position": [], **sharded}
+    found = deviation(
+        golden, make_config, "mixtral", mesh, change_plan=mapping, attention=attention,
+        experts=ExpertMethod(strategy, 0.5), model_levanter_class=LEVANTER, plans_experts=True,
+    )  # fmt: skip
+    assert found <= TOLERANCE

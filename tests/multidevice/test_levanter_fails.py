@@ -27,6 +27,8 @@ BATCH = 8
         ({"stored": {"mlp": "data", "embed": "data"}}, "DuplicateSpecError"),
         ({"stored": {"mlp": ["model", "data"]}}, None),
         ({"model": 8, "shared": {"kv_head": "model"}}, "IndivisibleError"),
+        ({"family": "mixtral", "shared": {"experts": "model"}}, "ValueError"),
+        ({"family": "mixtral", "shared": {"mlp": "model"}, "stored": {"experts": "data"}}, None),
     ],
     ids=str,
 )
@@ -37,7 +39,12 @@ def test_levanter_fails_where_the_lint_reports_errors(golden, make_config, mappi
         "param_mapping": mapping.get("stored", {"embed": "data"}),
     }
     trainer = {"train_batch_size": BATCH, "mesh": mesh}
-    config = make_config(model_ref=golden / "llama", hardware_slice="cpu-8", workload_batch=BATCH, workload_position=8)
+    config = make_config(
+        model_ref=golden / mapping.get("family", "llama"),
+        hardware_slice="cpu-8",
+        workload_batch=BATCH,
+        workload_position=8,
+    )
     target = target_of(config)
     assert bool(lint_trainer(trainer, target).errors) == (error is not None)
     raised = None

@@ -21,6 +21,7 @@ from levanter.data.dataset import ListAsyncDataset
 from levanter.models.lm_model import LmExample
 from levanter.trainer import Trainer, TrainerConfig
 
+from shardplan.experts.method import ExpertMethod
 from shardplan.hardware.mesh_axes import MESH_AXES
 from shardplan.levanter_config.mesh_section import DCN_AXES
 from shardplan.levanter_config.trainer_section import parse_trainer_section
@@ -230,6 +231,22 @@ def test_printed_call_of_the_planned_attention(shrunken_config, attention, metho
     assert "attn_backend" not in text
 
 
+@pytest.mark.parametrize(
+    ("experts", "first", "replaced"),
+    [
+        (ExpertMethod(), "patch_levanter() first, as scripts/levanter_main.py does,", '"gather_tokens"'),
+        (ExpertMethod("exchange_tokens"), 'patch_levanter(ExpertMethod("exchange_tokens")) first', '"exchange_tokens"'),
+    ],
+)
+def test_printed_calls_of_the_planned_experts(shrunken_config, experts, first, replaced):
+    config = shrunken_config("mixtral-8x7b", hardware_slice="v5p-64", model_levanter_class="levanter")
+    plan = given_plan(config, (1, 8, 4), {"batch": ["data"], "experts": ["data"]}, {"experts": ["data"]})
+    assert "ExpertMethod" not in trainer_yaml(replace(plan, experts=None))
+    text = trainer_yaml(replace(plan, experts=experts))
+    assert first in " ".join(text.replace("\n#", "").split())
+    assert f"#     model = with_expert_parallel(model, ExpertMethod({replaced}))\n" in text
+
+
 def test_class_of_the_model_that_the_section_is_for(shrunken_config):
     """Levanter's programs gather all keys where positions of the decoder are sharded."""
     settings = {"hardware_slice": "v4-16", "workload_batch": 1, "workload_position": 2048}
@@ -260,6 +277,11 @@ GIVEN_PLANS = {
         {"embed": ["data"], "vocab": ["model", "replica"], **TENSOR},
     ),
     "batch on nothing": (CUBE, {"position": ["data"], **TENSOR}, {"mlp": ["model", "replica", "data"]}),
+    "experts": (
+        CUBE,
+        {"batch": ["replica", "data"], "experts": ["data"], "mlp": ["model"]},
+        {"experts": ["data"], "mlp": ["model", "replica"]},
+    ),
 }
 
 
@@ -267,6 +289,7 @@ GIVEN_PLANS = {
     ("name", "family"),
     [
         ("yaml", "llama"),
+        ("experts", "mixtral"),
         *(
             pytest.param(name, family, marks=pytest.mark.whole)
             for name, family in (
@@ -275,9 +298,11 @@ GIVEN_PLANS = {
         ),
     ],
 )  # fmt: skip
-@pytest.mark.usefixtures("patched_levanter")
-def test_levanter_trains_with_the_plan(make_config, golden, tmp_path, name, family):
-    """Levanter's Trainer loads, shards and steps as planned, and has the same loss as without a plan."""
+def test_levanter_trains_with_the_plan(make_config, golden, tmp_path, request, name, family):
+    """Levanter's Trainer loads, shards and steps as planned, and has the same loss as Levanter's own model, unplanned.
+
+    The loss of a router is that of the whole batch.
+    """
     config = make_config(
         model_ref=golden / family,
         workload_kind="train",
@@ -298,7 +323,12 @@ def test_levanter_trains_with_the_plan(make_config, golden, tmp_path, name, fami
 
     untrained = init()
     with jax.set_mesh(Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1), MESH_AXES)):
-        unplanned = np.mean([float(eqx.filter_jit(mean_loss)(untrained, example)) for example in examples])
+        tokens, weights = (
+            hax.stack("batch", [getattr(each, key) for each in examples]) for key in ("tokens", "loss_weight")
+        )
+        batch = LmExample(tokens=tokens, loss_weight=weights, attn_mask=examples[0].attn_mask)
+        unplanned = float(eqx.filter_jit(mean_loss)(untrained, batch))
+    request.getfixturevalue("patched_levanter")
     trainer = decode_trainer(plan)
     assert trainer.microbatch_size == plan.workload.batch // plan.workload.microbatches
     trainer.tracker, trainer.id = levanter.tracker.NoopConfig(), name

@@ -11,6 +11,7 @@ import shardplan
 from shardplan.attention import with_sequence_parallel
 from shardplan.config import load_config
 from shardplan.errors import ConfigError
+from shardplan.experts.levanter import with_expert_parallel
 
 CONFIG = load_config(model={"ref": "x"})
 A_PLAN = "pass a plan, from shardplan.make_plan(config) or shardplan.Plan.load('plan.json')"
@@ -87,6 +88,14 @@ def mesh():
         (
             lambda: with_sequence_parallel(None, "ring"),
             "with_sequence_parallel: method is 'ring'; pass Method('ring'), or a plan",
+        ),
+        (
+            lambda: with_expert_parallel(None, "gather_tokens"),
+            "with_expert_parallel: method is 'gather_tokens'; pass ExpertMethod('gather_tokens'), or a plan",
+        ),
+        (
+            lambda: shardplan.patch_levanter("gather_tokens"),
+            "patch_levanter: experts is 'gather_tokens'; pass ExpertMethod('gather_tokens'), or a plan",
         ),
     ],
 )

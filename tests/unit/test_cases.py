@@ -12,7 +12,7 @@ from shardplan.config.given_plan import load_given_plan
 from shardplan.errors import ConfigError
 from shardplan.search.make_plan import make_plan
 from shardplan.search.result.compiler_options import CURATED
-from shardplan.verify.cache import CODE, DECODER_CODE, SEQUENCE_CODE, normalize_code
+from shardplan.verify.cache import CODE, DECODER_CODE, EXPERT_CODE, SEQUENCE_CODE, normalize_code
 from shardplan.verify.select_cases import build_cases
 
 LLAMA = ["--model.config=llama-3.1-8b", "--hardware.slice=v5p-16", "--workload.position=1024"]
@@ -88,7 +88,7 @@ def test_normalized_code_has_no_comments_docstrings_and_imports():
     assert normalize_code(code) != normalize_code(same.replace("1", "2"))
 
 
-@pytest.mark.parametrize("pattern", [*CODE, *SEQUENCE_CODE, *DECODER_CODE])
+@pytest.mark.parametrize("pattern", [*CODE, *SEQUENCE_CODE, *DECODER_CODE, *EXPERT_CODE])
 def test_modules_that_decide_a_compile_exist(pattern):
     """A renamed module would otherwise no longer be a part of the digest that names a cached result."""
     assert list(Path(shardplan.__file__).parent.glob(f"{pattern}.py"))

@@ -1,6 +1,7 @@
 """What a plan says of routed experts: work, traffic and choices, against calculations by hand."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,16 +11,19 @@ from shardplan.cost.gspmd import device_cost
 from shardplan.cost.roofline import model_flops
 from shardplan.cost.sharding import ShardingAssignment
 from shardplan.errors import ConfigError
+from shardplan.execution import specialize
+from shardplan.experts.levanter import has_parallel_experts
 from shardplan.experts.method import ExpertMethod, ExpertStrategy
+from shardplan.experts.planned_model import with_own_experts
 from shardplan.experts.tiles import TileShape
 from shardplan.model.huggingface.hf_config import read_config
-from shardplan.model.model_class import LEVANTER
+from shardplan.model.model_class import DECODER, LEVANTER
 from shardplan.model.registry import build_model
 from shardplan.plan.plan import Plan
 from shardplan.plan.workload.workload import Workload
 from shardplan.program.step_trace import plan_step
 from shardplan.program.tasks import TaskKind
-from shardplan.search.make_plan import make_plan
+from shardplan.search.make_plan import make_plan, model_from_config
 
 TOKENS, DEVICES, LAYERS, EXPERTS, PER_TOKEN, EMBED, MLP = 64 * 4096, 32, 32, 8, 2, 4096, 14336
 """Mixtral 8x7B, 64 sequences on 32 devices."""
@@ -156,6 +160,37 @@ def test_a_plan_names_how_experts_are_computed(make_config):
     assert any(f"experts by {others[plan.experts.strategy]} instead" in reason for reason in plan.search.reasons)
     dense = make_plan(make_config(model_config="llama-3.1-8b", hardware_slice="v5p-16", workload_batch=8))
     assert dense.experts is None and "experts" not in dense.to_json()
+
+
+def test_experts_of_levanters_class_are_planned_as_the_decoders(make_config):
+    """Both have the same blocks, and Levanter's class keeps its parameters and their axes."""
+    plans = []
+    for name in (DECODER, LEVANTER):
+        config = make_config(
+            model_config="mixtral-8x7b", hardware_slice="v5p-64", workload_batch=32, model_levanter_class=name
+        )
+        plans.append(make_plan(config))
+    decoder, levanter = plans
+    assert levanter.mesh == decoder.mesh and levanter.experts == decoder.experts
+    assert levanter.compute_mapping["experts"] == decoder.compute_mapping["experts"]
+    assert levanter.cost.step_seconds == pytest.approx(decoder.cost.step_seconds, rel=0.01)
+    assert levanter.memory.peak == pytest.approx(decoder.memory.peak, rel=0.01)
+    [gate] = [each for each in levanter.parameters if each.path.endswith("block_sparse_moe.gate.weight")]
+    assert {*gate.axes} == {"layers", "embed", "experts"} and not any("*" in axis for axis in levanter.model.axes)
+
+
+def test_levanters_own_experts_are_planned_as_before(make_config):
+    """Experts are not sharded in computations; a plan of before that has no method runs with Levanter's own blocks."""
+    config = make_config(
+        model_config="mixtral-8x7b", hardware_slice="v5p-64", workload_batch=32, model_levanter_class=LEVANTER
+    )
+    planned = model_from_config(config)
+    own = with_own_experts(planned)
+    plan = make_plan(config, own)
+    assert plan.experts is None and not plan.compute_mapping.get("experts")
+    for model in (own, planned):
+        assert not has_parallel_experts(specialize(model, plan).template)
+        assert has_parallel_experts(specialize(model, replace(plan, experts=ExpertMethod())).template)
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,10 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 OF_OTHERS = (
     "The TPU is already in use", "could not determine TPU", "PyTorch was not found", "RESOURCE_EXHAUSTED",
-    "DuplicateSpecError", "is partitioned", "Resource axis", "DEADLINE_EXCEEDED", "Timeout (",
+    "DuplicateSpecError", "is partitioned", "Resource axis", "DEADLINE_EXCEEDED", "Timeout (", "IO callbacks",
+    "Axis experts",
 )  # fmt: skip
-"""Beginnings of the messages of Python, JAX, libtpu and transformers."""
+"""Beginnings of the messages of Python, JAX, Haliax, libtpu and transformers."""
 MESSAGES = [message for message in re.findall(r"^### `(.+)`$", PAGE, re.MULTILINE) if not message.startswith(OF_OTHERS)]
 
 

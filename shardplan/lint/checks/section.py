@@ -236,6 +236,21 @@ def check_loss(s: Subject) -> Findings:
         )
 
 
+def check_experts(s: Subject) -> Findings:
+    """Find sharded experts, with which Levanter's own blocks of experts fail."""
+    sharded = [axis for axis in sorted(s.step.expert_axes) if s.devices(s.compute.get(axis, ())) > 1]
+    if sharded:
+        yield Finding(
+            Severity.ERROR,
+            FindingKind.EXPERTS,
+            s.keys(sharded),
+            f"computations shard {names_text(sharded)}: Levanter's own blocks of experts fail (ValueError: Axis "
+            f"{sharded[0]} has different sizes)",
+            f"leave {names_text(sharded)} unsharded in computations, or call shardplan.patch_levanter() first",
+            axes=frozenset({*sharded, *MESH_AXES}),
+        )
+
+
 def check_loading(s: Subject) -> Findings:
     """Find a checkpoint too large for Levanter's loader, which shards tensors over every mesh axis but `replica`."""
     replicas, available = s.section.mesh["replica"], s.hardware.generation.hbm_gib
@@ -264,5 +279,6 @@ OTHERS: tuple[Callable[[Subject], Findings], ...] = (
     check_replicated_batch,
     check_attention,
     check_loss,
+    check_experts,
     check_loading,
 )

@@ -29,7 +29,7 @@ from shardplan.program.naming.elementwise_rules import (
 from shardplan.program.naming.expert_rules import experts, experts_gradient
 from shardplan.program.naming.lookup_rules import gather, scatter_add
 from shardplan.program.naming.matmul_rules import convolve, dot, ragged_dot
-from shardplan.program.naming.sharding_rules import collective, constrain
+from shardplan.program.naming.sharding_rules import collective, constrain, name_activation
 
 
 @dataclass(frozen=True)
@@ -82,9 +82,8 @@ ROWS = (
     Primitive(("mul", "div"), is_scaling=True),
     Primitive(("convert_element_type",), is_cast=True, is_rewrite=True),
     Primitive(("pvary", "reshard", "tie")),
-    Primitive(
-        ("copy", "copy_p", "name", "optimization_barrier", "reduce_precision", "stop_gradient"), is_view=True
-    ),
+    Primitive(("copy", "copy_p", "optimization_barrier", "reduce_precision", "stop_gradient"), is_view=True),
+    Primitive(("name",), name_activation, is_view=True),
     Primitive(("broadcast_in_dim",), broadcast, is_view=True, result_dimensions=lambda p: p["broadcast_dimensions"]),
     Primitive(
         ("transpose",), transpose, is_view=True, is_rewrite=True,

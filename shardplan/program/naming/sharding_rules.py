@@ -3,9 +3,10 @@
 from dataclasses import replace
 from typing import Any
 
+from shardplan.experts.levanter import UNSHARDED
 from shardplan.hardware import CollectiveKind
 from shardplan.hardware.mesh_axes import MESH_AXES
-from shardplan.program.named_arrays import TracedArray, adopt_names, dims_of_spec, shape_of
+from shardplan.program.named_arrays import TracedArray, UnshardedAxis, adopt_names, dims_of_spec, shape_of
 from shardplan.program.naming.axis_naming import AxisNaming, Rule, RuleResult, itemsize_of
 from shardplan.program.naming.elementwise_rules import elementwise
 from shardplan.program.operations import OperationKind
@@ -16,6 +17,20 @@ def constrain(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) -> R
     array = arrays[0]
     dims = dims_of_spec(equation.params["sharding"].spec, shape_of(array))
     return OperationKind.ELEMENTWISE, [adopt_names(array, dims)], {}
+
+
+def name_activation(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) -> RuleResult:
+    """An activation that gets a name, which may say that no mapping shards one of its axes."""
+    kind, results, fields = elementwise(naming, equation, arrays)
+    name = equation.params["name"]
+    if name.startswith(UNSHARDED):
+        axis = name.removeprefix(UNSHARDED)
+        dims = (
+            tuple((UnshardedAxis(axis) if factor == axis else factor, size) for factor, size in dim)
+            for dim in results[0].dims
+        )
+        results = [replace(results[0], dims=tuple(dims))]
+    return kind, results, fields
 
 
 def collective(kind: CollectiveKind) -> Rule:

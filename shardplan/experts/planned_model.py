@@ -1,0 +1,30 @@
+"""Which blocks compute the routed experts of a model of Levanter: shardplan's, which a plan can shard, or its own.
+
+Models are built with Levanter's own blocks. A search for a plan replaces them, where it can.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from shardplan.experts.levanter import has_parallel_experts, has_replaceable_experts, replace_blocks, restore_blocks
+from shardplan.model.registry import Model, abstract_module
+
+
+def with_planned_experts(model: Model) -> Model:
+    """Return a model whose experts a plan can shard; the same model if it has no block that can be replaced."""
+    if not has_replaceable_experts(model.template):
+        return model
+    return replace(model, template=replace_blocks(model.template, None))
+
+
+def with_own_experts(model: Model) -> Model:
+    """Return a model whose experts are computed by blocks of its class."""
+    if not has_parallel_experts(model.template):
+        return model
+    return replace(model, template=restore_blocks(model.template))
+
+
+def make_module(model: Model, config: Any) -> Any:
+    """Make the module of a model with another configuration, with the blocks of experts that the model has."""
+    module = abstract_module(config, model.vocab)
+    return replace_blocks(module, None) if has_parallel_experts(model.template) else module
