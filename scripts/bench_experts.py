@@ -11,19 +11,22 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-from bench_planner import Bench, build, error_text, median_and_worst, row
+from bench_planner import Bench, error_text, median_and_worst, row
 from planner_record import EXPERTS, CompiledResult, Errors, errors_by_family, read_records
 
 from shardplan import config as configuration
 from shardplan.config import PlanConfig
 from shardplan.experts.method import ExpertMethod, ExpertStrategy
 from shardplan.hardware import GIB
+from shardplan.model.huggingface.hf_config import read_config
+from shardplan.model.registry import Model
 from shardplan.plan.plan import Plan
 from shardplan.search.given_plan import plan_given_mappings
-from shardplan.search.make_plan import make_plan, rank_plans
+from shardplan.search.make_plan import build_configured, make_plan, rank_plans
 from shardplan.verify.case import Case
 
 POSITION = 4096
@@ -80,6 +83,12 @@ def load(text: str) -> tuple[PlanConfig, str]:
     if kind == "train":
         settings["workload.microbatches"] = 1
     return configuration.parse_config([f"--{key}={value}" for key, value in settings.items()]), " ".join(others)
+
+
+def build(config: PlanConfig) -> tuple[dict[str, Any], Model]:
+    """The config.json of the model, and the model: for training of Mixtral, Levanter's with blocks of shardplan."""
+    hf_config = read_config(config.model.config, None, config.model_class)
+    return hf_config, build_configured(config, hf_config)
 
 
 def planned(texts: Sequence[str]) -> list[Case]:

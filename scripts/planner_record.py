@@ -19,6 +19,7 @@ from typing import Any
 from shardplan import config as configuration
 from shardplan.config.sections import CompilerConfig
 from shardplan.experts.method import ExpertMethod
+from shardplan.experts.planned_model import with_planned_experts
 from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.registry import Model, build_model
 from shardplan.plan.attention_plan import AttentionPlan, Strategy
@@ -63,7 +64,7 @@ class Layout:
     changes: dict[str, Any] = field(default_factory=dict)
     """Keys of config.json in which the model differs from the bundled one."""
     experts: dict[str, Any] | None = None
-    """How routed experts are computed; None for a model without, and for Levanter's classes."""
+    """How routed experts are computed; None for a model without, and for Levanter's own blocks."""
 
     @classmethod
     def of(cls, case: Case) -> "Layout":
@@ -102,6 +103,8 @@ class Layout:
         sections = {"model": {"config": self.model}, "hardware": {"slice": self.slice}, "workload": vars(workload)}
         config = configuration.load_config(**sections)
         model = _model(json.dumps(self.hf_config), workload.position)
+        if self.experts is not None:
+            model = with_planned_experts(model)
         attention = AttentionPlan(**self.attention)
         experts = None if self.experts is None else ExpertMethod(**self.experts)
         return plan_given_mappings(config, model, self.mesh, self.compute, self.params, attention, experts)
