@@ -287,8 +287,18 @@ def llama_config(make_config):
 @pytest.fixture(scope="session")
 def checkpoint(golden, tmp_path_factory) -> Path:
     """The golden Llama, its tokens as text, and a tokenizer that maps the words t0 ... t255 to the tokens 0 ... 255."""
-    folder = tmp_path_factory.mktemp("checkpoint") / "llama"
-    shutil.copytree(golden / "llama", folder)
+    return with_text(golden / "llama", tmp_path_factory.mktemp("checkpoint") / "llama")
+
+
+@pytest.fixture(scope="session")
+def expert_checkpoint(golden, tmp_path_factory) -> Path:
+    """The same of the golden Qwen3 MoE, which has 72 tokens."""
+    return with_text(golden.with_name("families") / "qwen3_moe", tmp_path_factory.mktemp("checkpoint") / "qwen3_moe")
+
+
+def with_text(source: Path, folder: Path) -> Path:
+    """Copy a golden checkpoint to a folder with its tokens as text, and with their tokenizer."""
+    shutil.copytree(source, folder)
     word_tokenizer(0).save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     tokens = np.load(folder / "golden.npz")["tokens"]

@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 from shardplan.errors import ConfigError
@@ -61,6 +61,7 @@ def write_report(
     verdicts: "Sequence[tuple[Case, Verdict]]",
     judgements: "Sequence[Judgement]" = (),
     repair: "RepairPanel | None" = None,
+    experts: "Mapping[str, Any] | None" = None,
 ) -> None:
     """Write the page of a plan to the path `target`.
 
@@ -68,12 +69,15 @@ def write_report(
         verdicts: on the plan, and on others beside it.
         judgements: verdicts that were read from a file.
         repair: of a hand-written layout, of which `plan` is the prediction.
+        experts: the section `experts` of the summary of an evaluation.
     """
     from shardplan.report.page.judgement import judge
     from shardplan.report.page.page import plan_page
+    from shardplan.report.page.panels.experts import experts_panel
 
     judged = [judge(case.label, case.plan, verdict) for case, verdict in verdicts]
-    write_text("report", target, plan_page(plan, [*judged, *judgements], repair))
+    panel = experts_panel(experts) if experts is not None and experts["layers"] else None
+    write_text("report", target, plan_page(plan, [*judged, *judgements], repair, panel))
 
 
 def show_plan(plan: Plan, json_target: str | None) -> None:

@@ -27,7 +27,7 @@ from shardplan.plan.workload.workload import AUTO_POSITION, Workload, raise_firs
 
 SHARED_KEYS = (
     "hardware", "mesh", "workload", "pin", "forbid", "load", "checksum", "task", "tracker", "gate",
-    "deadline", "verify", "precision_study",
+    "deadline", "verify", "precision_study", "expert_statistics",
 )  # fmt: skip
 """Sections and keys that all processes of a run must have alike."""
 
@@ -210,6 +210,8 @@ class MonitoringConfig:
     """Write a trace of a few steps, for xprof, to this folder."""
     profile_all: bool = False
     """Have every process write such a trace, not only process 0."""
+    expert_statistics: bool = False
+    """Measure how evenly tokens are routed to experts, layer by layer: for summary.json, the report and the tracker."""
 
 
 @dataclass(frozen=True)

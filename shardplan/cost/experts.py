@@ -11,8 +11,8 @@ F elements of a token and of a hidden state, f shards of the latter, b bytes of 
 
 Experts get equally many rows, or as `workload.expert_load_spread` says; then these are the rows of the busiest device.
 Kernels compute whole tiles of rows, and one more for every expert, whose rows begin within a tile; they take the longer
-of their FLOPs at peak and of the bytes that they read and write (`shardplan.experts.tiles`). Before them, the weights of
-a layer are copied out of the stack of all layers. A gradient computes the projections of tokens again, and has two
+of their FLOPs at peak and of the bytes that they read and write (`shardplan.experts.tiles`). Before them, a layer's
+weights are copied out of the stack of all layers. A gradient computes the projections of tokens again, and has two
 matmuls for each of the block's.
 """
 

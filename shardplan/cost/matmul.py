@@ -33,6 +33,12 @@ class Matmul:
         streamed = min(_pad(rows, SUBLANES) * _pad(columns, LANES), _pad(columns, SUBLANES) * _pad(rows, LANES))
         return 2 * self.count * _pad(inner, LANES) * streamed
 
+    @property
+    def kernel_flops(self) -> float:
+        """FLOPs in a kernel of attention, in which head sizes are padded, whichever matrix they are columns of."""
+        inner, columns = _pad(math.ceil(self.inner), LANES), _pad(math.ceil(self.columns), LANES)
+        return 2 * self.count * self.rows * inner * columns
+
 
 def _pad(size: int, unit: int) -> int:
     return -(-size // unit) * unit

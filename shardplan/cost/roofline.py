@@ -77,8 +77,9 @@ def compute_seconds(task: Task, cost: DeviceCost, hardware: Slice, calibration: 
             copied = cost.reordered_weight_bytes + cost.local_weight_bytes
             return calibration.products * matmul_seconds + calibration.copying * copied / bandwidth
         case TaskKind.ATTENTION:
+            flops = cost.matmul.kernel_flops if cost.has_kernel else cost.matmul.flops
             products = KERNEL_PRODUCTS_OF_GRADIENTS if task.is_backward and cost.has_kernel else 1.0
-            attention_seconds = products * cost.unmasked_fraction * cost.matmul.flops / flops_rate
+            attention_seconds = products * cost.unmasked_fraction * flops / flops_rate
             hop_seconds = MEASURED_HOP_SECONDS.get(hardware.generation.name, COMPILED_HOP_SECONDS)
             merge_seconds = cost.ring_hops * (hop_seconds + MERGE_PASSES * cost.hop_output_bytes / bandwidth)
             if not cost.has_kernel:

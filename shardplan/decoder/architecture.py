@@ -73,6 +73,8 @@ class Architecture(LmConfig):
     """Levanter's attention backend, used where no plan computes attention."""
     flash_attention_block_size: int | None = None
     gradient_checkpointing: Any = True
+    expert_statistics: bool = False
+    """Whether the mean loss comes with statistics of routed experts, for the trackers of Levanter's Trainer."""
 
     @property
     def num_layers(self) -> int:

@@ -20,6 +20,7 @@ from levanter.models.lm_model import LmExample, LmHeadModel
 from levanter.models.loss import maybe_fused_next_token_loss
 
 from shardplan.decoder.architecture import Architecture
+from shardplan.decoder.expert_layers import training_metrics
 from shardplan.decoder.names import Rule, Shape, StoredTensor, evaluate, stored_tensors
 from shardplan.decoder.parameter_rules import parameter_rules, stored_constants
 from shardplan.decoder.parts.attention import POSITION
@@ -27,6 +28,7 @@ from shardplan.decoder.parts.block import RepeatedLayers
 from shardplan.decoder.parts.linear import INITIAL_SCALE, Linear
 from shardplan.decoder.parts.norm import Norm
 from shardplan.decoder.parts.rotary import Positions
+from shardplan.experts.statistics.recording import fold_layers, record_routing
 from shardplan.model.attention.chunked_mask import indices_in_documents
 from shardplan.model.logits.logit_blocks import prepare_head, project_to_vocab
 
@@ -120,7 +122,7 @@ class Decoder(ModuleWithStateDictSerialization, LmHeadModel[Architecture]):
         x = hax.auto_sharded(self._embed(input_ids, indices))
         positions = Positions.of(indices)
         for segment in self.segments:
-            x = segment.fold(x, mask, positions, config.kernel)
+            x = fold_layers(segment, x, mask, positions, config.kernel)
         if self.norm is not None:
             x = self.norm(x)
         if self.project_out is not None:
@@ -162,12 +164,24 @@ class Decoder(ModuleWithStateDictSerialization, LmHeadModel[Architecture]):
         activations = self.activations(input_ids, attn_mask, key=key, pos_ids=pos_ids)
         return project_to_vocab(activations, prepare_head(self, self.settings.logit_soft_cap), self.Embed)
 
-    def compute_next_token_loss(self, example: LmExample, **settings: Any) -> jax.Array | NamedArray:
+    def compute_next_token_loss(
+        self, example: LmExample, **settings: Any
+    ) -> jax.Array | NamedArray | tuple[jax.Array | NamedArray, dict[str, Any]]:
         """Compute the loss of every next token as Levanter's models do, with the bias and the soft cap of the head.
+
+        With `expert_statistics` the mean over all tokens, the loss of Levanter's Trainer, comes with metrics.
 
         Args:
             settings: keyword arguments of Levanter's `LmHeadModel.compute_next_token_loss`.
         """
+        is_mean = settings.get("reduction", hax.mean) is hax.mean and settings.get("reduction_axis") is None
+        if not (self.settings.expert_statistics and is_mean):
+            return self._next_token_loss(example, settings)
+        with record_routing() as recording:
+            loss = self._next_token_loss(example, settings)
+        return loss, training_metrics(self.settings.segments, recording.segments)
+
+    def _next_token_loss(self, example: LmExample, settings: dict[str, Any]) -> jax.Array | NamedArray:
         settings["logit_soft_cap"] = self.settings.logit_soft_cap
         bias = self.lm_head_bias
         if bias is None:

@@ -16,6 +16,7 @@ from levanter.layers.attention import AttentionBackend
 from levanter.models.lm_model import LmConfig
 
 from shardplan.decoder.config import DecoderConfig
+from shardplan.decoder.expert_layers import has_experts
 from shardplan.errors import ConfigError
 from shardplan.model.huggingface.hf_config import check_config, read_config
 from shardplan.model.huggingface.text_part import read_text_part
@@ -45,13 +46,15 @@ class DecoderSection(LmConfig):
     """Levanter's attention backend, used where no plan computes attention."""
     flash_attention_block_size: int | None = None
     gradient_checkpointing: bool | ScanCheckpointPolicy | str = True
+    expert_statistics: bool = False
+    """Log statistics of routed experts at every step of training, as `train/moe/layer_00/load_max_over_mean`."""
 
     def __new__(cls, **given: Any) -> DecoderConfig:
         """Make the configuration that the keys describe.
 
         Raises:
             ConfigError: there is no config.json, the decoder has no family for it, or the model has fewer positions
-                than `max_seq_len`.
+                than `max_seq_len`, or no routed experts for statistics.
         """
         keys = {field.name: given.get(field.name, field.default) for field in dataclasses.fields(cls)}
         reference, positions = keys["reference_checkpoint"], keys.pop("max_seq_len")
@@ -59,6 +62,11 @@ class DecoderSection(LmConfig):
         if positions is not None and not 0 < positions <= config.max_seq_len:
             raise ConfigError(
                 f"model.max_seq_len is {positions}, and the model has {config.max_seq_len} positions; use at most that"
+            )
+        if keys["expert_statistics"] and not has_experts(config.segments):
+            raise ConfigError(
+                f"model.expert_statistics is true, and a {config.family} of this config.json has no routed experts; "
+                "leave it out"
             )
         return dataclasses.replace(config, max_seq_len=positions or config.max_seq_len, **keys)
 
@@ -94,6 +102,7 @@ def _encode(config: DecoderConfig) -> dict[str, Any]:
         "attn_backend": None if config.attn_backend is None else config.attn_backend.value,
         "flash_attention_block_size": config.flash_attention_block_size,
         "gradient_checkpointing": dataclasses.asdict(policy) if isinstance(policy, ScanCheckpointPolicy) else policy,
+        "expert_statistics": config.expert_statistics,
     }
 
 

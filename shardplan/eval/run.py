@@ -24,13 +24,14 @@ from shardplan.checkpoint.session import Session, prepare
 from shardplan.config.command_flags import LoadingConfig, MonitoringConfig
 from shardplan.config.given_plan import load_given_plan
 from shardplan.errors import ConfigError, SlowError
+from shardplan.eval.experts.run_records import ExpertRecords, check_has_experts
 from shardplan.eval.loop.inputs import InputsAhead
 from shardplan.eval.loop.lanes import Lanes, find_lanes
 from shardplan.eval.loop.loop import Loop, Scored, step_deadline
 from shardplan.eval.loop.shards import Shards
 from shardplan.eval.loop.statistics import LoopStatistics
 from shardplan.eval.run_monitor import RunMonitor, open_monitor
-from shardplan.eval.run_results.folder import ResultsFolder, digest_of, read_windows
+from shardplan.eval.run_results.folder import EXPERTS, ResultsFolder, digest_of, read_windows
 from shardplan.eval.task import EvaluationTask
 from shardplan.eval.texts.encoding import make_tokenizer
 from shardplan.eval.texts.reader import Source, SpecialTokens, make_source, special_tokens
@@ -39,6 +40,7 @@ from shardplan.eval.texts.tokenizer import check_tokens, read_tokenizer
 from shardplan.eval.windows import Windows
 from shardplan.eval.workers import count_tokens, make_rows, open_workers
 from shardplan.execution import specialize
+from shardplan.execution.recorded_program import with_expert_records
 from shardplan.monitoring.memory import COMPILED, LOADED
 from shardplan.plan.mapping import mesh_size
 from shardplan.plan.plan import Plan
@@ -93,6 +95,8 @@ def run_evaluation(
     task.check_workload(config.workload)
     deadlines = monitoring.deadline
     session = prepare(config, given, deadlines.loading)
+    if monitoring.expert_statistics:
+        check_has_experts(session.model)
     plan = session.plan
     task.check_workload(plan.workload)  # whose positions may be fewer: those that the model has
     results, name = ResultsFolder(output, task.schema), f"{session.folder.ref}/tokenizer.json"
@@ -122,6 +126,9 @@ def run_evaluation(
             _warn_of_padding(windows, plan)
         model = specialize(session.model, plan)
         program = task.program(model, plan, session.mesh, windows)
+        experts = None
+        if monitoring.expert_statistics:
+            experts, program = ExpertRecords(model, results), with_expert_records(program, plan)
         lanes = find_lanes(program)
         shards = _make_shards(windows, task, lanes)
         ranges = [_windows_of(windows, *shards.range(shard)) for shard in range(shards.count)]
@@ -130,7 +137,7 @@ def run_evaluation(
         if not remaining:
             if is_first_process():
                 print_note("all windows have results already: nothing is loaded or computed")
-            return _finish(results, store, task, plan, LoopStatistics(), None, windows, processes)
+            return _finish(results, store, task, plan, LoopStatistics(), None, windows, processes, experts)
         total = windows.count(windows.sequences).windows
         with open_monitor(monitoring, output, plan, processes) as monitor:
             started = time.perf_counter()
@@ -140,7 +147,8 @@ def run_evaluation(
             monitor.audit(module)
             monitor.record_memory(LOADED)
             with processes.phase("compiling", deadlines.compiling):
-                loop = Loop(module, program, plan.compiler_options, task.outputs, lanes)
+                find_tokens = None if experts is None else windows.find_tokens
+                loop = Loop(module, program, plan.compiler_options, task.outputs, lanes, find_tokens)
             monitor.record_memory(COMPILED)
             with (
                 shared_progress(total, "evaluating", "windows") as progress,
@@ -157,7 +165,10 @@ def run_evaluation(
                 for step in loop.run(inputs, _until_stopped(remaining, monitor, stops), windows.count):
                     progress.update(step.count.windows)
                     advance(progress.done, f"step {loop.statistics.steps}")
-                    monitor.record_step(loop.statistics, progress.done, total)
+                    metrics = {} if experts is None else experts.add(step.records)
+                    monitor.record_step(loop.statistics, progress.done, total, metrics)
+                    if experts is not None and step.ends_shard:
+                        experts.end_shard(*ranges[step.shard])
                     _write(results, windows, shards, step.shard, step.lanes)
             processes.wait_for_all("written")
             if is_first_process():
@@ -168,7 +179,7 @@ def run_evaluation(
             raise error
         if monitor.is_stopped:
             return None
-        return _finish(results, store, task, plan, loop.statistics, load, windows, processes)
+        return _finish(results, store, task, plan, loop.statistics, load, windows, processes, experts)
 
 
 def _read_tokenizer(name: str, folder: Folder) -> tuple[bytes, SpecialTokens]:
@@ -297,11 +308,13 @@ def _finish(
     load: dict[str, Any] | None,
     windows: Windows,
     processes: ProcessGroup,
+    experts: ExpertRecords | None,
 ) -> dict[str, Any]:
     """In process 0, merge the results of all windows, and write and return the summary.
 
     Args:
         statistics, load: of this run; without `load`, all results were there, and those of the run before are kept.
+        experts: how tokens were routed to experts, if that is to be measured.
     """
     summary: dict[str, Any] = {}
 
@@ -309,14 +322,19 @@ def _finish(
         before = results.read_summary() if load is None else None
         if before is not None:
             summary.update(before)
+            if experts is not None and EXPERTS not in before:
+                print_note("no statistics of experts: these results were computed without; name another output folder")
             return
-        results.merge(windows.count(windows.sequences).windows)
+        all_windows = windows.count(windows.sequences).windows
+        results.merge(all_windows)
         summary.update(task.summarize(store, plan, read_windows(results.ref)))
         summary["run"] = {
             **asdict(statistics),
             "windows_per_second": statistics.windows_per_second,
             "tokens_per_second": statistics.tokens_per_second,
         }
+        if experts is not None:
+            summary[EXPERTS] = experts.summarize(all_windows)
         summary.update(load=load, task=asdict(task.config), plan=plan.to_json(), versions=plan.versions)
         results.write_summary(summary)
 

@@ -4,7 +4,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -91,14 +91,18 @@ class RunMonitor:
             warn_of_excess(self._plan, stage, use)
             self._records.write(MEMORY, describe_memory(self._plan, self._stages))
 
-    def record_step(self, statistics: LoopStatistics, done: int, total: int) -> None:
+    def record_step(
+        self, statistics: LoopStatistics, done: int, total: int, metrics: Mapping[str, Any] | None = None
+    ) -> None:
         """Track a finished step, and judge the speed once the run is warm.
 
         Args:
             done: windows that have results, those of earlier runs included.
             total: windows of the run.
+            metrics: further metrics of the step.
         """
-        self._tracker.log(step_metrics(statistics, self._plan, done, total), step=statistics.timed_steps)
+        tracked = {**step_metrics(statistics, self._plan, done, total), **(metrics or {})}
+        self._tracker.log(tracked, step=statistics.timed_steps)
         self._profile.on_step(statistics.timed_steps)
         if statistics.timed_steps == 0:
             self.record_memory(STEPPED)

@@ -11,7 +11,7 @@
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -28,6 +28,10 @@ class Rows:
     """The arguments of the program after the model, each [sequence, position]; int32 tokens first."""
     windows: Mapping[str, np.ndarray]
     """Column -> [window, ...], in the order of the windows; a task chooses the columns."""
+
+    def with_input(self, array: np.ndarray) -> "Rows":
+        """Return the sequences with one more argument of the program, [sequence, position]."""
+        return replace(self, inputs=(*self.inputs, array))
 
 
 class SequenceJob(Protocol):
@@ -68,3 +72,6 @@ class Windows(Protocol):
             first: number of their first window.
             scores: output of the program -> [sequence, position].
         """
+
+    def find_tokens(self, rows: Rows) -> np.ndarray:
+        """Return bool[sequence, position]: which elements of sequences are tokens of windows; others are padding."""

@@ -5,6 +5,7 @@ from typing import Any
 
 import haliax as hax
 import jax.numpy as jnp
+import numpy as np
 from haliax import NamedArray
 from levanter.models.lm_model import LmExample
 
@@ -17,6 +18,7 @@ from shardplan.attention.sequence import (
 )
 from shardplan.model.registry import Model
 from shardplan.plan.plan import Plan
+from shardplan.positions.pattern import PADDING
 from shardplan.positions.sequence_layout import SequenceLayout
 from shardplan.positions.sequence_order import SequenceOrder
 from shardplan.steps.forward import Forward, SequenceForward
@@ -34,6 +36,12 @@ class LayoutForward:
     """The forward pass on positions in the order of a layout, for sequences of one window."""
 
     layout: SequenceLayout
+
+    def in_layer_order(self, is_token: NamedArray) -> NamedArray:
+        """Return bool[batch, position] in the order of the layout; False for its padding."""
+        position, order = is_token.axes[-1].name, self.layout.positions()
+        taken = is_token.take(position, hax.named(jnp.asarray(np.where(order == PADDING, 0, order)), position))
+        return taken & hax.named(jnp.asarray(order != PADDING), position)
 
     def activations(
         self, model: Model, module: Any, tokens: NamedArray, window_starts: NamedArray | None

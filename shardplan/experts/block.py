@@ -21,6 +21,7 @@ from shardplan.errors import ConfigError
 from shardplan.experts.expert_weights import ExpertFunction, ExpertWeights, LocalWeights, gather_weights
 from shardplan.experts.local_rounds import sum_local_experts
 from shardplan.experts.method import ExpertMethod, ExpertStrategy
+from shardplan.experts.statistics.recording import device_rows_spec, is_recording, take_device_rows, with_device_rows
 from shardplan.experts.strategies.exchange_tokens import exchange_tokens
 from shardplan.experts.tiles import buffer_rows
 from shardplan.hardware.generations import Generation
@@ -129,14 +130,16 @@ def compute_routed_mlp(
     program.check()
     x, chosen, routing_weights = call.x, call.chosen, call.routing_weights
     inputs = DeviceInputs(x.array, chosen.array, routing_weights.array, arrays.map(lambda each: each.array))
-    run = program.run
+    run: Callable[[DeviceInputs[Array]], Any] = with_device_rows(program.run) if is_recording() else program.run
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.empty:
         # a device needs all inputs and outputs of its experts, whatever shards their axis
         weight_specs = arrays.map(lambda each: _spec(each, {call.Experts.name, call.Mlp.name}))
         specs = DeviceInputs(_spec(x), _spec(chosen), _spec(routing_weights), weight_specs)
-        run = jax.shard_map(run, mesh=mesh, in_specs=(specs,), out_specs=specs.x, check_vma=False)
-    return hax.named(run(inputs), x.axes)
+        out_specs = (specs.x, device_rows_spec(mesh)) if is_recording() else specs.x
+        run = jax.shard_map(run, mesh=mesh, in_specs=(specs,), out_specs=out_specs, check_vma=False)
+    outputs = run(inputs)
+    return hax.named(take_device_rows(outputs) if is_recording() else outputs, x.axes)
 
 
 _replacement: ContextVar[Callable[[RoutedCall], NamedArray]] = ContextVar("routed_mlp", default=compute_routed_mlp)
@@ -248,7 +251,7 @@ class DeviceProgram:
         if weights.down_bias is None or not self.mlp_axes:
             return weights
         is_first = jax.lax.axis_index(self.mlp_axes) == 0
-        return weights._replace(down_bias=jnp.where(is_first, weights.down_bias, 0))
+        return replace(weights, down_bias=jnp.where(is_first, weights.down_bias, 0))
 
 
 def _row_major(tokens: Array) -> Array:

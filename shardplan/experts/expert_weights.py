@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -24,10 +25,11 @@ class ExpertFunction:
     """Generation of the TPUs that compute it, which decides the tiles of kernels; None for other devices."""
 
 
-class ExpertWeights[Leaf](NamedTuple):
+class ExpertWeights[Leaf](eqx.Module):
     """The weights of experts: named arrays of all experts, or plain arrays of those of one device, or their specs.
 
-    Inputs come before outputs, as grouped matmuls take them.
+    Inputs come before outputs, as grouped matmuls take them. Levanter's checkpoints would take a generic named tuple
+    for a plain one.
     """
 
     gate: Leaf | None

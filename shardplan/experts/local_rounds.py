@@ -14,6 +14,7 @@ from jax import Array
 from shardplan.experts.expert_weights import ExpertFunction, LocalWeights, SortedRows, apply_experts
 from shardplan.experts.rounds import sum_rounds
 from shardplan.experts.sorting import RowOrder, sort_by_expert, take_window
+from shardplan.experts.statistics.recording import record_rounds, records_rounds
 from shardplan.experts.tiles import BUFFER_MULTIPLE
 
 OVERFLOW_ROWS = 4 * BUFFER_MULTIPLE
@@ -106,6 +107,8 @@ def sum_local_experts(
     count = jnp.int32(1)
     if first_rows < most:
         count += -(-jnp.maximum(order.sizes.sum() - first_rows, 0) // OVERFLOW_ROWS)
+    if records_rounds():
+        record_rounds(order.sizes.sum(), first_rows, count)
     rounds = LocalRounds(per_token, first_rows, function)
     summed: Array = sum_rounds(rounds, count, order, (tokens, routing_weights, weights))
     return summed

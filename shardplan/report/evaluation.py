@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.text import Text
 
 from shardplan.config.sections import EvaluationKind
+from shardplan.report.experts import experts_line
 from shardplan.report.extraction.table import print_extraction
 from shardplan.report.losses import print_losses
 from shardplan.report.text import print_wrapped
@@ -17,6 +18,8 @@ def print_evaluation(summary: Mapping[str, Any], out: Console) -> None:
     """Print the summary of an evaluation; see `shardplan.eval.run.run_evaluation`."""
     print_task = {EvaluationKind.LOSS: print_losses, EvaluationKind.EXTRACTION: print_extraction}
     print_task[EvaluationKind(summary["task"]["kind"])](summary, out)
+    if "experts" in summary:
+        print_wrapped(experts_line(summary["experts"]), out)
     for line in _speed_lines(summary):
         print_wrapped(line, out)
 

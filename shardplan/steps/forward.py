@@ -52,6 +52,9 @@ def cast_for_compute(module: Any, dtype: str) -> Any:
 class Forward(Protocol):
     """Runs the layers of a model, with positions in any order; results are in the order of the sequence."""
 
+    def in_layer_order(self, is_token: NamedArray) -> NamedArray:
+        """Return bool[batch, position] in the order in which layers have positions; False for their padding."""
+
     def activations(
         self, model: Model, module: Any, tokens: NamedArray, window_starts: NamedArray | None
     ) -> NamedArray:
@@ -81,6 +84,10 @@ class Forward(Protocol):
 
 class SequenceForward:
     """The forward pass on positions in the order of the sequence."""
+
+    def in_layer_order(self, is_token: NamedArray) -> NamedArray:
+        """Return an array of tokens as it is."""
+        return is_token
 
     def activations(
         self, model: Model, module: Any, tokens: NamedArray, window_starts: NamedArray | None

@@ -2,6 +2,8 @@
 
 import json
 
+import numpy as np
+import numpy_qwen3_moe
 import pytest
 from conftest import transformers_losses
 from fault_runs import free_port
@@ -43,10 +45,15 @@ POSITIONS = ("--pin", "position=data", "batch=")
     ("mesh", "pins"),
     [({"replica": 1, "data": 8, "model": 1}, POSITIONS), *WHOLE],
 )
-def test_two_processes(checkpoint, tmp_path, mesh, pins):
-    """They agree on the plan and on programs although the order of their sets differs, as they are started apart."""
+def test_two_processes(expert_checkpoint, tmp_path, mesh, pins):
+    """They agree on the plan and on programs although the order of their sets differs, as they are started apart.
+
+    Statistics of experts are those of the tokens of both.
+    """
+    checkpoint = expert_checkpoint
     sizes = [text for axis, size in mesh.items() for text in (f"--mesh.{axis}", size)]
-    argv = arguments(checkpoint, checkpoint / "text.jsonl", tmp_path / "r", *sizes, *pins)
+    statistics = ("--expert_statistics", "true", "--tracker.kind", "json")
+    argv = arguments(checkpoint, checkpoint / "text.jsonl", tmp_path / "r", *sizes, *pins, *statistics)
     first, second = start(argv, argv, start_process=fork_apart)
     assert (first[0], second[0]) == (0, 0), first[2] + second[2]
     # only the first process prints
@@ -56,6 +63,11 @@ def test_two_processes(checkpoint, tmp_path, mesh, pins):
     assert results["total"]["loss_per_token"] == pytest.approx(transformers_losses(checkpoint).mean(), abs=2e-6)
     assert results["plan"]["mesh"] == mesh
     assert results["plan"]["compute_mapping"].get("position", []) == (["data"] if pins else [])
+    tokens = np.load(checkpoint / "golden.npz")["tokens"]
+    routing = [numpy_qwen3_moe.run(checkpoint, row)[1] for row in tokens]
+    for layer, of_rows in zip(results["experts"]["layers"], zip(*routing, strict=True), strict=True):
+        chosen = np.concatenate([chosen for _, chosen in of_rows])
+        assert layer["load"] == numpy_qwen3_moe.loads(chosen, 8).tolist()
 
 
 def test_processes_with_other_texts(checkpoint, tmp_path):

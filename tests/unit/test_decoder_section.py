@@ -4,21 +4,26 @@ import dataclasses
 import json
 
 import draccus
+import jax
 import pytest
 from conftest import ROOT
+from haliax import Axis, NamedArray
 from haliax.nn.scan import ScanCheckpointPolicy
 from levanter.compat.hf_checkpoints import HFCompatConfig
 from levanter.main.eval_lm import EvalLmConfig
 from levanter.main.train_lm import TrainLmConfig
+from levanter.utils.jax_utils import leaf_key_paths
 
 from shardplan import HFCheckpointConverter
 from shardplan.decoder.config import DecoderConfig
 from shardplan.decoder.section import DecoderSection
 from shardplan.errors import ConfigError
 from shardplan.model.huggingface.hf_config import read_config
+from shardplan.model.registry import abstract_module
 from shardplan.model.section_model import build_section_model
 
 CHECKPOINT = str(ROOT / "tests" / "golden" / "families" / "gemma3_text")
+MIXTURE = str(ROOT / "tests" / "golden" / "families" / "qwen3_moe")
 KEYS = json.loads((ROOT / "tests" / "golden" / "families" / "gpt_neox" / "config.json").read_text())
 
 
@@ -62,6 +67,10 @@ def test_what_levanter_logs_is_the_same_section():
         ),
         ({"hf_config": {"model_type": "gptneox"}}, "model_type 'gptneox' is not supported; did you mean 'gpt_neox'"),
         ({"hf_config": {**KEYS, "alibi": True}}, "alibi True: a 'gpt_neox' has no such key"),
+        (
+            {"hf_config": KEYS, "expert_statistics": True},
+            "is true, and a gpt_neox of this config.json has no routed experts; leave it out",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused(section, problem):
@@ -84,3 +93,13 @@ def test_levanter_finds_its_own_models_beside_it():
 def test_the_lint_builds_the_model_of_a_section():
     model = build_section_model({"type": "shardplan_decoder", "hf_config": KEYS}, 80, 32)
     assert (model.type, model.vocab.size, model.positions, model.is_decoder) == ("gpt_neox", 80, 64, True)
+
+
+def test_levanter_names_every_parameter_of_experts():
+    """Its checkpoints have a tree of names with the structure of the model."""
+    config = decode(reference_checkpoint=MIXTURE, expert_statistics=True)
+    module = abstract_module(config, Axis("vocab", 72))
+    assert config.expert_statistics and draccus.encode(config)["expert_statistics"]
+    names = leaf_key_paths(module, is_leaf=lambda leaf: isinstance(leaf, NamedArray))
+    assert jax.tree.structure(names) == jax.tree.structure(module, is_leaf=lambda leaf: isinstance(leaf, NamedArray))
+    assert "segments.0.stacked.layers.0.mlp.experts.gate" in jax.tree.leaves(names)

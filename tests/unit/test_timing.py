@@ -414,6 +414,20 @@ def test_attention_kernels_of_several_sequences():
     assert result.kernel_seconds == pytest.approx(kernel_seconds(2, 1))
 
 
+@pytest.mark.parametrize(("of_keys", "of_values"), [(128, 128), (64, 64), (192, 128), (256, 256)])
+def test_head_sizes_are_padded_in_attention_kernels(of_keys, of_values):
+    """Of 4 heads and 512 positions; the matrix unit holds 128 elements of a head at a time."""
+    text = f"""ENTRY %main (q: bf16[4,512,64], k: bf16[4,512,64], v: bf16[4,512,64]) -> bf16[4] {{
+  %q = bf16[4,512,{of_keys}] parameter(0)
+  %k = bf16[4,512,{of_keys}] parameter(1)
+  %v = bf16[4,512,{of_values}] parameter(2)
+  ROOT %splash_mha_fwd = bf16[4,512,{of_values}] custom-call(%q, %k, %v), custom_call_target="tpu_custom_call"
+}}"""
+    padded = {64: 128, 128: 128, 192: 256, 256: 256}
+    flops = 2 * 4 * 512 * 512 * (padded[of_keys] + padded[of_values])
+    assert timing(text, "v4-8", (1, 4, 1), hbm_bandwidth=1e18).kernel_seconds == pytest.approx(flops / FLOPS)
+
+
 def grouped_matmul(
     name: str, rows: int, inside_of_a_fusion: bool = False, kernel_work: KernelWork = ALL_WORK
 ) -> Timing:

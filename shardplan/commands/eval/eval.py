@@ -3,10 +3,10 @@
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardplan.commands.inputs import input_paths
 from shardplan.commands.output import check_outputs, show_plan, side_stream, write_json, write_report
@@ -21,6 +21,8 @@ from shardplan.runtime.signals.stop_signal import set_on_sigterm
 
 if TYPE_CHECKING:
     from shardplan.eval.texts.store import TextStore
+    from shardplan.verify.case import Case
+    from shardplan.verify.verdict import Verdict
 
 STOPPED = "stopped after a whole shard; the same command goes on from there (results in {})"
 
@@ -43,6 +45,12 @@ def main(argv: Sequence[str]) -> None:
     from shardplan.runtime.devices import is_first_process
     from shardplan.runtime.progress import print_note
 
+    def report(plan: Plan, verdicts: "Sequence[tuple[Case, Verdict]]", experts: Mapping[str, Any] | None) -> None:
+        if config.report is not None and is_first_process():
+            write_report(config.report, plan, verdicts, experts=experts)
+
+    reported: list[tuple[Plan, Sequence[tuple[Case, Verdict]]]] = []
+
     def output(plan: Plan) -> None:
         if is_first_process():
             show_plan(plan, config.json)
@@ -53,8 +61,8 @@ def main(argv: Sequence[str]) -> None:
             with open(os.devnull, "w") as nowhere:
                 out = side_stream(config.json)
                 verdicts = [show_verdict(config, plan, out if is_first_process() else nowhere)]
-        if config.report is not None and is_first_process():
-            write_report(config.report, plan, verdicts)
+        report(plan, verdicts, None)
+        reported.append((plan, verdicts))
         if verdicts:
             check_fits(verdicts[0][1])
 
@@ -76,6 +84,8 @@ def main(argv: Sequence[str]) -> None:
         print_note(STOPPED.format(config.output))
         return
     print_evaluation(summary, console(side_stream(config.json)))
+    if "experts" in summary:
+        report(*reported[0], summary["experts"])
     if config.task.kind is EvaluationKind.EXTRACTION:
         draw_extraction(config.output, summary, store)
     print_note(f"results written to {config.output}")

@@ -98,7 +98,7 @@ class ExpertsConfig:
         def bias(*axes: Axis) -> NamedArray | None:
             return hax.zeros(axes) if self.has_bias else None
 
-        weights = ExpertWeights(
+        weights: ExpertWeights[NamedArray] = ExpertWeights(
             gate=random(gate, experts, embed, mlp),
             up=random(up, experts, embed, mlp),
             down=random(down, experts, mlp, embed),

@@ -18,6 +18,7 @@ from haliax import Axis, NamedArray
 from haliax.jax_utils import named_call
 
 from shardplan.decoder.parts.linear import INITIAL_SCALE
+from shardplan.experts.statistics.recording import is_recording, record_router
 from shardplan.model.parameter_dtypes import Float32Module
 
 
@@ -117,11 +118,20 @@ class Router(Float32Module):
             case Scoring.SOFTMAX_OF_CHOSEN:
                 scores = products
         chosen, weights = self._choose(_with_last(scores, scores_axis))
+        if is_recording():
+            record_router(_with_last(self._probabilities(products, scores), scores_axis), chosen)
         if config.scoring is Scoring.SOFTMAX_OF_CHOSEN:
             weights = hax.nn.softmax(weights, config.Choices)
         if config.is_normalised:
             weights = weights / hax.maximum(hax.sum(weights, config.Choices), config.min_sum)
         return Routing(chosen, weights if config.scale == 1.0 else weights * config.scale)
+
+    def _probabilities(self, products: NamedArray, scores: NamedArray) -> NamedArray:
+        """Return how probable the router finds each expert, for statistics: scores that add up to 1."""
+        axis = self.config.Scores
+        if self.config.scoring is Scoring.SIGMOID:
+            return scores / hax.sum(scores, axis)
+        return hax.nn.softmax(products, axis)
 
     def _choose(self, scores: NamedArray) -> Routing:
         """Return the experts with the best scores, of those in the best groups, and their scores.

@@ -160,6 +160,13 @@ class ExtractionWindows:
             columns[name] = pa.FixedSizeListArray.from_arrays(flat, type=kind)
         return pa.table(columns, schema)
 
+    def find_tokens(self, rows: Rows) -> np.ndarray:
+        """Return which elements of sequences are tokens of windows that have results."""
+        is_token = np.zeros((len(rows.inputs[0]), self.position), bool)
+        by_window = np.repeat(rows.windows["is_valid"], self.window_tokens)
+        is_token[:, : self.per_sequence * self.window_tokens] = by_window.reshape(len(is_token), -1)
+        return is_token
+
 
 @dataclass(frozen=True)
 class ExtractionJob:

@@ -22,6 +22,8 @@ from shardplan.eval.loop.lanes import Lanes
 from shardplan.eval.loop.statistics import LoopStatistics, StepTimer
 from shardplan.eval.windows import Count, Rows
 from shardplan.execution.aot_program import Program
+from shardplan.execution.recorded_program import RecordedResults
+from shardplan.experts.statistics.layer_record import LayerRecord
 
 STEPS_AHEAD = 2
 """Steps that are given to the devices before the results of an earlier one are fetched."""
@@ -58,6 +60,10 @@ class FinishedStep:
 
     Empty after every other step.
     """
+    ends_shard: bool
+    """Whether it is the last step of its shard."""
+    records: Sequence[tuple[LayerRecord, ...]]
+    """How tokens were routed to experts, as `RoutingRecording.segments` has it; empty unless the program returns it."""
 
 
 @dataclass(frozen=True)
@@ -87,12 +93,21 @@ class _PendingStep(NamedTuple):
     number: int
     """Number of the step in the shard."""
     scores: tuple[NamedArray, ...]
+    records: Sequence[tuple[LayerRecord, ...]]
 
 
 class Loop:
     """Runs a program over the sequences of shards."""
 
-    def __init__(self, module: Any, program: Program, options: Mapping[str, str], outputs: Sequence[str], lanes: Lanes):
+    def __init__(
+        self,
+        module: Any,
+        program: Program,
+        options: Mapping[str, str],
+        outputs: Sequence[str],
+        lanes: Lanes,
+        find_tokens: Callable[[Rows], np.ndarray] | None = None,
+    ):
         """Compile the program.
 
         Args:
@@ -101,7 +116,10 @@ class Loop:
             options: compiler options, as in `Plan.compiler_options`.
             outputs: names of the results.
             lanes: the lanes of the program.
+            find_tokens: returns bool[sequence, position], the elements that are no padding, which the program takes
+                as its last argument; None for a program that does not.
         """
+        self._find_tokens = find_tokens
         self._module, self._outputs, self._inputs = module, outputs, program.arguments[1:]
         self._shape, self._lanes = self._inputs[0].array.shape, lanes
         self.statistics = LoopStatistics()
@@ -124,6 +142,8 @@ class Loop:
         for number in shards:
             rows = self._wait_for_rows(inputs.take(number), pending)
             inputs.check(rows)
+            if self._find_tokens is not None:
+                rows = {lane: each.with_input(self._find_tokens(each)) for lane, each in rows.items()}
             inputs.start_next()
             shard = _OpenShard(number, inputs.shards.steps_of(number), rows)
             for step in range(shard.steps):
@@ -148,11 +168,11 @@ class Loop:
 
     def _start_step(self, shard: _OpenShard, step: int) -> _PendingStep:
         """Give a step to the devices, and have its results copied to the host once they are there."""
-        scores = self._step(self._module, *self._place(shard.rows, step))
-        for array in scores:
-            array.array.copy_to_host_async()
+        scores, records = self._step(self._module, *self._place(shard.rows, step))
+        for array in jax.tree.leaves((scores, records)):
+            array.copy_to_host_async()
         self.statistics.steps += 1
-        return _PendingStep(shard, step, scores)
+        return _PendingStep(shard, step, scores, records)
 
     def _finish_step(self, step: _PendingStep, inputs: InputsAhead, count: Callable[[int], Count]) -> FinishedStep:
         """Wait for the results of a step, and take them into the results of its shard."""
@@ -166,7 +186,8 @@ class Loop:
         scored = _count(count, inputs.shards.step_ranges(shard.number, step.number))
         self._timer.add(scored, time.perf_counter())
         is_last = step.number == shard.steps - 1
-        return FinishedStep(shard.number, scored, shard.join() if is_last else {})
+        records = jax.tree.map(lambda array: np.asarray(array.addressable_data(0)), step.records)
+        return FinishedStep(shard.number, scored, shard.join() if is_last else {}, is_last, records)
 
     def _place(self, rows: Mapping[int, Rows], step: int) -> list[NamedArray]:
         """Put the inputs of a step on the devices of this process."""
@@ -189,19 +210,23 @@ class Loop:
 
 
 def _with_whole_rows(program: Program) -> Program:
-    """Return the program with a tuple of results whose rows are sharded like the rows of tokens.
+    """Return the program with a tuple of results whose rows are sharded like the rows of tokens, and its records.
 
-    Each lane has all of its positions on every device, so that one process can write it, and nothing else is
-    replicated.
+    Each process has all records. Each lane has all of its positions on every device, so that one process can write it,
+    and nothing else is replicated.
     """
     tokens = program.arguments[1]
     # not by Haliax, which in some versions leaves the sharding of axes without a mapping to the compiler
     by_row = NamedSharding(program.mesh, PartitionSpec(tokens.array.sharding.spec[0], None))
+    replicated = NamedSharding(program.mesh, PartitionSpec())
 
-    def function(*arguments: Any) -> tuple[NamedArray, ...]:
-        results = program.function(*arguments)
+    def function(*arguments: Any) -> RecordedResults:
+        returned = program.function(*arguments)
+        results, records = returned if isinstance(returned, RecordedResults) else RecordedResults(returned, [])
         several = [each.rearrange(tokens.axes) for each in (results if isinstance(results, tuple) else (results,))]
-        return tuple(hax.named(jax.lax.with_sharding_constraint(each.array, by_row), each.axes) for each in several)
+        constrain = jax.lax.with_sharding_constraint
+        by_lane = tuple(hax.named(constrain(each.array, by_row), each.axes) for each in several)
+        return RecordedResults(by_lane, jax.tree.map(lambda array: constrain(array, replicated), records))
 
     return replace(program, function=function)
 

@@ -104,6 +104,15 @@ class LossWindows:
         }
         return pa.table(columns, SCHEMA)
 
+    def find_tokens(self, rows: Rows) -> np.ndarray:
+        """Return which elements of sequences are tokens; the windows of a sequence leave no gap before its padding."""
+        first, ends = rows.windows["index"], rows.windows["index"] + rows.windows["tokens"] + 1
+        row = first // self.position
+        lengths = np.zeros(len(rows.inputs[0]), np.int64)
+        np.maximum.at(lengths, row, ends - row * self.position)
+        is_token: np.ndarray = np.arange(self.position) < lengths[:, None]
+        return is_token
+
 
 @dataclass(frozen=True)
 class LossJob:

@@ -4,6 +4,7 @@
 |---|---|
 | run.json | what determines the results; a run with other texts, tokenizer, task, weights or types is refused |
 | parts/FIRST-LAST.parquet | the windows FIRST to LAST |
+| experts/FIRST-LAST.json | how the tokens of these windows were routed, where statistics of experts were asked for |
 | windows.parquet | all windows, once all parts are there |
 | summary.json | totals |
 
@@ -32,6 +33,7 @@ from shardplan.storage.stream import FileStream, Sink
 from shardplan.storage.writing import PARTIAL_SUFFIX, OutputFolder
 
 RUN, PARTS, WINDOWS, SUMMARY = "run.json", "parts", "windows.parquet", "summary.json"
+EXPERTS = "experts"
 READ_BYTES = 2**20
 """Bytes that are read from a file of results at a time."""
 DIGESTS = ("texts", "checkpoint")
@@ -39,7 +41,7 @@ DIGESTS = ("texts", "checkpoint")
 DIGEST = re.compile("[0-9a-f]{64}")
 SHOWN = 5
 """Most names in a message."""
-PART = re.compile(r"(\d{12})-(\d{12})\.parquet")
+PART, EXPERT_RECORD = re.compile(r"(\d{12})-(\d{12})\.parquet"), re.compile(r"(\d{12})-(\d{12})\.json")
 
 
 class ResultsFolder:
@@ -119,6 +121,21 @@ class ResultsFolder:
         if first < last:
             self._write_table(_part(first, last), tables)
 
+    def write_experts(self, first: int, last: int, records: Mapping[str, Any]) -> None:
+        """Write how the tokens of the windows from `first` to `last` were routed to experts."""
+        self._write(f"{EXPERTS}/{first:012d}-{last:012d}.json", json_bytes(records))
+
+    def read_experts(self) -> Iterator[tuple[int, int, dict[str, Any]]]:
+        """Yield the first window of each such record, the one after its last, and the record.
+
+        Of records with windows in common, which runs on other devices write, the first one counts.
+        """
+        end, folder = 0, self._folder.open_for_reading()
+        for first, last in self._ranges(EXPERTS, EXPERT_RECORD):
+            if first >= end:
+                end = last
+                yield first, last, json.loads(read_bytes(folder, f"{EXPERTS}/{first:012d}-{last:012d}.json") or b"{}")
+
     def merge(self, total: int) -> None:
         """Write all parts into one file, in the order of the windows.
 
@@ -151,9 +168,9 @@ class ResultsFolder:
         """Write the summary."""
         self._write(SUMMARY, json_bytes(summary))
 
-    def _ranges(self) -> list[tuple[int, int]]:
+    def _ranges(self, subfolder: str = PARTS, pattern: re.Pattern[str] = PART) -> list[tuple[int, int]]:
         """Return the first window of each part, and the one after its last, in order."""
-        return sorted((int(m[1]), int(m[2])) for name in self._names(PARTS) if (m := PART.fullmatch(name)))
+        return sorted((int(m[1]), int(m[2])) for name in self._names(subfolder) if (m := pattern.fullmatch(name)))
 
     def _names(self, subfolder: str = "") -> list[str]:
         """Return the names of the files in the folder or a subfolder; none if it does not exist."""

@@ -17,6 +17,7 @@ from jax import Array
 from shardplan.experts.expert_weights import ExpertFunction, LocalWeights, SortedRows, apply_experts
 from shardplan.experts.rounds import sum_rounds
 from shardplan.experts.sorting import sort_by_expert, window_sizes
+from shardplan.experts.statistics.recording import record_rounds, records_rounds
 
 
 class Slices(NamedTuple):
@@ -94,6 +95,8 @@ def exchange_tokens(
     received = sizes.reshape(devices, devices, -1).sum((0, 2))
     buffer_rows = min(buffer_rows, count * devices * min(per_token, len(weights.up)))
     count_of_rounds = jnp.maximum(1, -(-received.max() // buffer_rows)).astype(jnp.int32)
+    if records_rounds():
+        record_rounds(received[jax.lax.axis_index(axes)], buffer_rows, count_of_rounds)
     compute = ExchangeRounds(axes, buffer_rows, function)
     operands = tokens[order.rows // per_token], routing_weights.reshape(-1)[order.rows], weights
     outputs = sum_rounds(compute, count_of_rounds, sizes, operands)

@@ -11,6 +11,7 @@ from shardplan.report.page.colours import SCALE
 from shardplan.report.page.judgement import Judgement, own_judgement
 from shardplan.report.page.labels import kind_text
 from shardplan.report.page.panels.candidates import candidates_panel
+from shardplan.report.page.panels.experts import ExpertsPanel
 from shardplan.report.page.panels.headline import make_headline
 from shardplan.report.page.panels.memory import memory_panel
 from shardplan.report.page.panels.parameters import parameter_rows
@@ -31,12 +32,18 @@ from shardplan.report.plan.tables import MEMORY_PARTS, workload_text
 from shardplan.report.templating import environment, script_hash, template_text
 
 
-def plan_page(plan: Plan, judgements: Sequence[Judgement], repair: RepairPanel | None = None) -> str:
+def plan_page(
+    plan: Plan,
+    judgements: Sequence[Judgement],
+    repair: RepairPanel | None = None,
+    experts: ExpertsPanel | None = None,
+) -> str:
     """Return the page of a plan.
 
     Args:
         judgements: verdicts of the compiler, on the plan and on others that it is compared with.
         repair: of a hand-written layout, of which `plan` is the prediction.
+        experts: of an evaluation that has measured how tokens were routed.
     """
     judgement = own_judgement(plan, judgements)
     tilings, timeline, roofline = tilings_of(plan), timeline_panel(plan, judgement), roofline_panel(plan)
@@ -63,6 +70,7 @@ def plan_page(plan: Plan, judgements: Sequence[Judgement], repair: RepairPanel |
         candidates=candidates_panel(plan, judgements),
         parameters=parameter_rows(plan),
         repair=repair,
+        experts=experts,
         parts=MEMORY_PARTS,
         yaml=repair.section if repair is not None else trainer_yaml(plan),
         compiler_options=repair.compiler_options if repair is not None else plan.compiler_options,

@@ -11,8 +11,11 @@ from shardplan.verify.hlo.module import ArrayShape, Computation, Instruction, Mo
 from shardplan.verify.verdict import OmissionKind
 
 FLOATS = ("bf16", "f16", "f32")
-KERNEL_PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
-"""Kernel of splash attention -> its products of position x position x head size (q k^T and p v; the gradients)."""
+KERNEL_PRODUCTS = {"fwd": (1, 1), "dq": (2, 1), "dkv": (2, 2)}
+"""Kernel of splash attention -> its products of position x position x head size: those with the head size of queries
+and keys (q k^T, and the gradients of q and k), and those with that of values (p v, and the gradients of p and v)."""
+LANES = 128
+"""Head sizes are padded to a multiple of it in the matrix unit."""
 GROUPED_MATMUL = re.compile(r"^ragged-dot-|(^|_)t?gmm(_|\.|$)")
 """Names of the kernels of grouped matmuls: those of XLA, and `gmm` and `tgmm` of megablox."""
 TILES = re.compile(r'ragged_dot_tiling="([\d,]+)"')
@@ -148,9 +151,12 @@ def _kernel_flops(instruction: Instruction, computation: Computation, work: Kern
     matrices = [array.dims for array in operands if array.dtype in FLOATS and len(array.dims) >= 2]
     kernel = next((kernel for kernel in KERNEL_PRODUCTS if f"splash_mha_{kernel}" in instruction.name), None)
     if kernel is not None:
-        # q[..., heads, position, head_size] is first, then k of the same rank with its own heads and positions
-        q, k = [dims for dims in matrices if len(dims) >= 3][:2]
-        return 2 * KERNEL_PRODUCTS[kernel] * math.prod(q) * k[-2] * work.attended_fraction
+        # q[..., heads, position, head_size] is first, then k and v of the same rank with their own heads and positions
+        q, k, v = [dims for dims in matrices if len(dims) >= 3][:3]
+        scores = math.prod(q[:-1]) * k[-2]
+        padded = [math.ceil(dims[-1] / LANES) * LANES for dims in (q, v)]
+        sizes = sum(count * size for count, size in zip(KERNEL_PRODUCTS[kernel], padded, strict=True))
+        return 2 * scores * sizes * work.attended_fraction
     if GROUPED_MATMUL.search(instruction.name) and len(matrices) >= 2:
         # [m, k] x [groups, k, n] -> [m, n] and its transposes: a row meets one group; m k, k n, m n are the sizes
         arrays = (*matrices[-2:], instruction.arrays[0].dims)

@@ -1,0 +1,62 @@
+"""The layers of a decoder that have routed experts, by their number, and what is recorded of them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from levanter.metrics import Metric, ReductionType
+
+from shardplan.decoder.parts.experts import ExpertsConfig
+from shardplan.decoder.parts.segments import Segment
+from shardplan.experts.statistics.layer_record import LayerRecord
+from shardplan.experts.statistics.metrics import layer_metrics
+
+REDUCTIONS = {
+    "buffer_use": ReductionType.MAX, "overflow_rows": ReductionType.SUM, "further_rounds": ReductionType.SUM,
+}  # fmt: skip
+"""Metric of a layer -> how Levanter's Trainer joins those of microbatches; others are means."""
+
+
+def expert_layers(segments: Sequence[Segment]) -> list[list[range]]:
+    """Return, for each segment and each layer with experts in its block, the numbers of that layer's repetitions."""
+    numbers, first = [], 0
+    for segment in segments:
+        size, end = len(segment.layers), first + segment.num_layers
+        has_experts = [i for i, layer in enumerate(segment.layers) if isinstance(layer.mlp, ExpertsConfig)]
+        numbers.append([range(first + i, end, size) for i in has_experts])
+        first = end
+    return numbers
+
+
+def has_experts(segments: Sequence[Segment]) -> bool:
+    """Whether any layer has routed experts."""
+    return any(expert_layers(segments))
+
+
+def records_by_layer(segments: Sequence[Segment], records: Sequence[Sequence[LayerRecord]]) -> dict[int, LayerRecord]:
+    """Return the number of each layer with experts -> its record.
+
+    Args:
+        records: `RoutingRecording.segments`, of a forward pass.
+    """
+    by_layer = {}
+    for numbers_of_segment, segment_records in zip(expert_layers(segments), records, strict=True):
+        for numbers, stacked in zip(numbers_of_segment, segment_records, strict=True):
+            for repetition, number in enumerate(numbers):
+                by_layer[number] = LayerRecord(*(array[repetition] for array in stacked))
+    return dict(sorted(by_layer.items()))
+
+
+def training_metrics(segments: Sequence[Segment], records: Sequence[Sequence[LayerRecord]]) -> dict[str, Any]:
+    """Return the metrics of layers with experts, as a loss function returns them to Levanter's Trainer.
+
+    Args:
+        records: as for `records_by_layer`.
+    """
+    values = layer_metrics(records_by_layer(segments, records), jnp)
+    metrics = {}
+    for name, value in values.items():
+        reduction = REDUCTIONS.get(name.rpartition("/")[2], ReductionType.MEAN)
+        metrics[name] = Metric.from_value(jax.lax.stop_gradient(jnp.asarray(value, jnp.float32)), reduction)
+    return metrics

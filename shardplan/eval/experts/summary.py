@@ -1,0 +1,23 @@
+"""The section `experts` of a summary: one entry for each layer with routed experts."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from shardplan.experts.statistics.layer_record import LayerRecord, layer_figures
+
+
+def describe_experts(records: Mapping[int, LayerRecord], windows: int, all_windows: int) -> dict[str, Any]:
+    """Return the section: the numbers of windows, and the number, the counts and the figures of each layer.
+
+    The figures are those of `shardplan.experts.statistics.layer_record.layer_figures`.
+
+    Args:
+        records: number of a layer -> the record of all steps.
+        windows: those that were recorded.
+        all_windows: those of the run; more if a start of it had no statistics.
+    """
+    layers = []
+    for number, record in records.items():
+        figures = {name: value.item() for name, value in layer_figures(record).items()}
+        layers.append({"layer": number, "tokens": int(record.tokens), "load": record.load.tolist(), **figures})
+    return {"windows": windows, "all_windows": all_windows, "layers": layers}

@@ -1,0 +1,44 @@
+"""A program that also returns how its tokens were routed to experts."""
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from haliax import NamedArray
+
+from shardplan.execution.aot_program import Program
+from shardplan.execution.layout_forward import planned_forward
+from shardplan.experts.statistics.layer_record import LayerRecord
+from shardplan.experts.statistics.recording import record_routing
+from shardplan.plan.plan import Plan
+
+
+class RecordedResults(NamedTuple):
+    """The results of a recorded program."""
+
+    results: Any
+    """Those of the program without records."""
+    records: list[tuple[LayerRecord, ...]]
+    """As `RoutingRecording.segments` has them."""
+
+
+def with_expert_records(program: Program, plan: Plan) -> Program:
+    """Let the program of a step return `RecordedResults`.
+
+    It has one more argument, bool[batch, position], sharded like tokens: which of them count.
+
+    Args:
+        program: its second argument are the tokens.
+        plan: the plan that the program was made for.
+    """
+    forward, tokens = planned_forward(plan), program.arguments[1]
+    struct = jax.ShapeDtypeStruct(tokens.array.shape, jnp.bool_, sharding=tokens.array.sharding)
+
+    def recorded(module: Any, *inputs: NamedArray) -> RecordedResults:
+        *inputs_of_step, is_token = inputs
+        with record_routing(forward.in_layer_order(is_token)) as recording:
+            results = program.function(module, *inputs_of_step)
+        return RecordedResults(results, recording.segments)
+
+    return replace(program, function=recorded, arguments=(*program.arguments, NamedArray(struct, tokens.axes)))

@@ -1,0 +1,1 @@
+"""Statistics of routed experts: what a forward pass records, and the figures that it gives."""

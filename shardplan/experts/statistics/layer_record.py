@@ -1,0 +1,98 @@
+"""What is recorded of a layer with routed experts, and the figures that it gives. Imports no JAX.
+
+Records of several steps are added up. All figures follow from the sums, so that those of a run are not means of those
+of its steps: a step with twice as many tokens counts twice.
+"""
+
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+class LayerRecord(NamedTuple):
+    """What is recorded of one layer: arrays, of NumPy or of JAX, which may have leading dimensions of layers.
+
+    A row is a token for one of its experts.
+    """
+
+    load: Any
+    """int[experts]: the rows of each expert, of tokens that count: padding does not."""
+    tokens: Any
+    """int[]: the tokens that count."""
+    entropy: Any
+    """float[]: sum over these tokens of the entropy of the router's probabilities, in nats."""
+    largest_rows: Any
+    """int[]: rows of the device that has most, padding included; summed over steps."""
+    mean_rows: Any
+    """float[]: rows of a device in the mean, padding included; summed over steps."""
+    buffer_use: Any
+    """float[]: most rows of a device, relative to those of its buffer; above 1 rows overflowed."""
+    overflow_rows: Any
+    """int[]: rows of all devices that did not fit in the buffers."""
+    further_rounds: Any
+    """int[]: rounds that the slowest device needed for them."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the record as JSON."""
+        return {name: value.tolist() for name, value in zip(self._fields, self, strict=True)}
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> "LayerRecord":
+        """Read a record that `to_json` returned."""
+        return cls(*(np.asarray(values[name]) for name in cls._fields))
+
+    @classmethod
+    def from_arrays(cls, arrays: "LayerRecord") -> "LayerRecord":
+        """Return the record of one step with numbers that are wide enough to be added up over a run."""
+        wide = {"i": np.int64, "f": np.float64}
+        return cls(*(np.asarray(array, wide[np.asarray(array).dtype.kind]) for array in arrays))
+
+
+def add_records(first: LayerRecord, second: LayerRecord) -> LayerRecord:
+    """Return the record of the steps of two records of one layer."""
+    added = LayerRecord(*(one + other for one, other in zip(first, second, strict=True)))
+    return added._replace(buffer_use=np.maximum(first.buffer_use, second.buffer_use))
+
+
+def layer_figures(record: LayerRecord, xp: ModuleType = np) -> dict[str, Any]:
+    """Return the figures of a layer by name, each a scalar.
+
+    | name | figure |
+    |---|---|
+    | load_max_over_mean | rows of the busiest expert, relative to the mean of all experts |
+    | load_min_over_mean | rows of the expert that has fewest, relative to the mean |
+    | load_spread | standard deviation of the experts' rows, relative to the mean: `workload.expert_load_spread` |
+    | load_entropy | entropy in nats of the rows' distribution over experts; log(experts) if all have equally many |
+    | router_entropy | entropy in nats of the router's probabilities of a token, in the mean over tokens |
+    | device_rows_max_over_mean | rows of the busiest device, relative to the mean of devices |
+    | buffer_use | most rows of a device, relative to those of its buffer |
+    | overflow_rows | rows that did not fit in the buffers |
+    | further_rounds | rounds for them |
+
+    >>> record = LayerRecord(*map(np.array, ([6, 2, 0, 0], 4, 4 * np.log(2), 6, 4.0, 0.75, 0, 0)))
+    >>> {name: round(float(value), 3) for name, value in layer_figures(record).items() if "max" in name}
+    {'load_max_over_mean': 3.0, 'device_rows_max_over_mean': 1.5}
+
+    Args:
+        xp: the module with functions for the record's arrays, `numpy` or `jax.numpy`.
+    """
+    rows = xp.maximum(record.load.sum(), 1)
+    parts = record.load / rows
+    entropy = -(parts * xp.log(xp.where(parts > 0, parts, 1.0))).sum()
+    return {
+        "load_max_over_mean": record.load.max() * len(record.load) / rows,
+        "load_min_over_mean": record.load.min() * len(record.load) / rows,
+        "load_spread": parts.std() * len(record.load),
+        "load_entropy": entropy,
+        "router_entropy": record.entropy / xp.maximum(record.tokens, 1),
+        "device_rows_max_over_mean": record.largest_rows / record.mean_rows,
+        "buffer_use": record.buffer_use,
+        "overflow_rows": record.overflow_rows,
+        "further_rounds": record.further_rounds,
+    }
+
+
+def expert_loads(record: LayerRecord, xp: ModuleType = np) -> Any:
+    """Return float[experts]: the part of all rows that each expert gets."""
+    return record.load / xp.maximum(record.load.sum(), 1)

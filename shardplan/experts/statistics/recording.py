@@ -1,0 +1,197 @@
+"""Records how tokens are routed while a forward pass is traced.
+
+Nothing is recorded outside of `record_routing`, and nothing is added to a program then. Within it, the parts of a model
+hand over what only they know: routers their probabilities and choices, and device programs their rows and buffers.
+Layers run in loops, and devices in `jax.shard_map`: what is recorded inside leaves them as further outputs, so that it
+can be differentiated around, recomputed for gradients, and returned by the program.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from haliax import NamedArray
+from haliax.nn.scan import Stacked
+from jax import Array
+from jax.scipy.special import entr
+from jax.sharding import Mesh, PartitionSpec
+
+from shardplan.experts.statistics.layer_record import LayerRecord
+
+
+class RouterRecord(NamedTuple):
+    """What a router has done; see `LayerRecord`."""
+
+    load: Array
+    tokens: Array
+    entropy: Array
+
+
+class DeviceRows(NamedTuple):
+    """The rows of a device in a layer, each [1]; or of all devices, each [device]."""
+
+    rows: Array
+    """int32."""
+    buffer_use: Array
+    """float32: largest use of a buffer; above 1 rows did not fit."""
+    overflow_rows: Array
+    """int32."""
+    further_rounds: Array
+    """int32."""
+
+
+@dataclass
+class RoutingRecording:
+    """What is recorded in a forward pass."""
+
+    is_token: NamedArray | None = None
+    """bool with the axes of the tokens: which of them count; None for all."""
+    segments: list[tuple[LayerRecord, ...]] = field(default_factory=list)
+    """Of each loop over layers, the layers with experts in its block: records [repetition, ...]."""
+    routers: list[RouterRecord] = field(default_factory=list)
+    devices: list[DeviceRows] = field(default_factory=list)
+    """Of layers outside of loops, or in one repetition, in the order of the model; so are `routers`."""
+
+    def layers(self) -> tuple[LayerRecord, ...]:
+        """Return the records of layers outside of loops, or of one repetition."""
+        return tuple(_join(router, rows) for router, rows in zip(self.routers, self.devices, strict=True))
+
+
+_recording: ContextVar[RoutingRecording | None] = ContextVar("routing_recording", default=None)
+_rounds: ContextVar[list[DeviceRows] | None] = ContextVar("device_rounds", default=None)
+"""Within the program of a device: what it has computed so far."""
+
+
+def is_recording() -> bool:
+    """Whether the forward pass that is traced is recorded."""
+    return _recording.get() is not None
+
+
+@contextmanager
+def record_routing(is_token: NamedArray | None = None) -> Iterator[RoutingRecording]:
+    """Record the forward passes that are traced within the block.
+
+    Args:
+        is_token: bool with the axes of the tokens: which of them count; None for all.
+    """
+    recording = RoutingRecording(is_token)
+    token = _recording.set(recording)
+    try:
+        yield recording
+    finally:
+        _recording.reset(token)
+
+
+def fold_layers(layers: Stacked, x: NamedArray, *arguments: Any) -> NamedArray:
+    """Apply a loop over layers, as `layers.fold(x, *arguments)`; what they record becomes an output of the loop."""
+    recording = _recording.get()
+    if recording is None:
+        folded: NamedArray = layers.fold(x, *arguments)
+        return folded
+
+    def apply(block: Any, x: NamedArray, *arguments: Any) -> tuple[NamedArray, tuple[LayerRecord, ...]]:
+        with record_routing(recording.is_token) as of_block:
+            x = block(x, *arguments)
+        return x, of_block.layers()
+
+    x, records = layers.scan_via(apply)(x, *arguments)
+    recording.segments.append(records)
+    return x
+
+
+def record_router(probabilities: NamedArray, chosen: NamedArray) -> None:
+    """Record what a router has chosen.
+
+    Args:
+        probabilities: float32{..., experts}, the experts last.
+        chosen: int32{..., choices}, numbers of experts, with the other axes in the same order.
+    """
+    recording = _recording.get()
+    assert recording is not None
+    tokens = chosen.axes[:-1]
+    counts = jnp.ones([axis.size for axis in tokens], bool)
+    if recording.is_token is not None:
+        counts = recording.is_token.rearrange(tokens).array
+    values, experts = jax.lax.stop_gradient(probabilities.array), jnp.arange(probabilities.axes[-1].size)
+    is_chosen = (chosen.array[..., None] == experts) & counts[..., None, None]
+    recording.routers.append(
+        RouterRecord(
+            load=is_chosen.sum(range(is_chosen.ndim - 1), dtype=jnp.int32),
+            tokens=counts.sum(dtype=jnp.int32),
+            entropy=jnp.where(counts, entr(values).sum(-1), 0.0).sum(),
+        )
+    )
+
+
+def with_device_rows(run: Callable[[Any], Array]) -> Callable[[Any], tuple[Array, DeviceRows]]:
+    """Let the program of a device return what it has recorded by `record_rounds` beside its result."""
+
+    def recorded(inputs: Any) -> tuple[Array, DeviceRows]:
+        parts: list[DeviceRows] = []
+        token = _rounds.set(parts)
+        try:
+            result = run(inputs)
+        finally:
+            _rounds.reset(token)
+        # several parts are computed one after the other, each in buffers of its own
+        by_field = DeviceRows(*(jnp.stack(values) for values in zip(*parts, strict=True)))
+        return result, DeviceRows(
+            rows=by_field.rows.sum(0),
+            buffer_use=by_field.buffer_use.max(0),
+            overflow_rows=by_field.overflow_rows.sum(0),
+            further_rounds=by_field.further_rounds.sum(0),
+        )
+
+    return recorded
+
+
+def device_rows_spec(mesh: Mesh) -> PartitionSpec:
+    """Return the spec of the arrays of `DeviceRows`: a device of the mesh has an element of each."""
+    return PartitionSpec(tuple(mesh.axis_names))
+
+
+def take_device_rows(outputs: tuple[Array, DeviceRows]) -> Array:
+    """Record the rows of all devices, and return the result beside them."""
+    recording = _recording.get()
+    assert recording is not None
+    recording.devices.append(outputs[1])
+    return outputs[0]
+
+
+def records_rounds() -> bool:
+    """Whether the program of a device that is traced is recorded."""
+    return _rounds.get() is not None
+
+
+def record_rounds(rows: Array, buffer_rows: int, rounds: Array) -> None:
+    """Record what a device computes for some tokens.
+
+    Args:
+        rows: int32[], those of this device.
+        buffer_rows: the rows that its buffer has.
+        rounds: int32[], rounds that it takes part in.
+    """
+    parts = _rounds.get()
+    assert parts is not None
+    device_rows = DeviceRows(
+        rows=rows.astype(jnp.int32),
+        buffer_use=rows / jnp.float32(buffer_rows),
+        overflow_rows=jnp.maximum(rows - buffer_rows, 0).astype(jnp.int32),
+        further_rounds=(rounds - 1).astype(jnp.int32),
+    )
+    parts.append(DeviceRows(*(value.reshape(1) for value in device_rows)))
+
+
+def _join(router: RouterRecord, devices: DeviceRows) -> LayerRecord:
+    return LayerRecord(
+        *router,
+        largest_rows=devices.rows.max(),
+        mean_rows=devices.rows.astype(jnp.float32).mean(),
+        buffer_use=devices.buffer_use.max(),
+        overflow_rows=devices.overflow_rows.sum(),
+        further_rounds=devices.further_rounds.max(),
+    )
