@@ -83,6 +83,8 @@ ENTRIES = (
     Entry("70b-training", ("--config", "configs/70b-train.yaml"), draw_memory),
     Entry("8b-1m-prompt", ("--config", "configs/8b-1m.yaml"), draw_tokens),
     Entry("mixtral", ("--config", "configs/mixtral-8x7b.yaml"), draw_memory),
+    Entry("deepseek-v3", ("--config", "configs/deepseek-v3.yaml"), draw_torus),
+    Entry("kimi-k2", ("--config", "configs/kimi-k2.yaml"), draw_memory),
     Entry(
         "failing-layout",
         (

@@ -133,7 +133,7 @@ def _program(plan: Plan) -> tuple[Any, ...]:
     """What decides which program a plan stands for."""
     return (
         plan.model, plan.workload, plan.hardware, plan.mesh, plan.compute_mapping, plan.param_mapping, plan.attention,
-        plan.compiler_options,
+        plan.experts, plan.compiler_options,
     )  # fmt: skip
 
 

@@ -97,7 +97,7 @@ def prepare(config: LoadingConfig, plan: Plan | None, deadline_s: float = DEADLI
     return Session(config, folder, model, plan, make_mesh(plan))
 
 
-PLAN_PARTS = ("mesh", "compute_mapping", "param_mapping", "workload", "attention", "compiler_options")
+PLAN_PARTS = ("mesh", "compute_mapping", "param_mapping", "workload", "attention", "experts", "compiler_options")
 """Elements of a Plan file that decide which programs run."""
 
 
@@ -120,7 +120,7 @@ def _agree_on_plan(
 
     def describe(plan: Plan) -> dict[str, str]:
         values = plan.to_json()
-        return {name: short_text(json.dumps(values[name], sort_keys=True)) for name in PLAN_PARTS}
+        return {name: short_text(json.dumps(values.get(name), sort_keys=True)) for name in PLAN_PARTS}
 
     def take() -> Plan:
         plan = given or Plan.from_json(first)

@@ -14,16 +14,17 @@ from shardplan.attention.levanter import Method, with_sequence_parallel
 from shardplan.checkpoint.load import stream_checkpoint
 from shardplan.errors import ConfigError
 from shardplan.execution import Program, specialize
-from shardplan.execution.device_mesh import make_mesh
 from shardplan.execution.layout_forward import planned_forward
 from shardplan.execution.planned_attention import planned_attention
 from shardplan.execution.planned_experts import planned_experts
 from shardplan.experts.planned_model import with_planned_experts
+from shardplan.hardware import parse_slice
 from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.model_class import LEVANTER
 from shardplan.model.registry import build_model
 from shardplan.plan.attention_plan import AttentionPlan
 from shardplan.plan.mapping import as_tuples
+from shardplan.runtime.devices import arrange
 from shardplan.search.make_plan import make_plan
 from shardplan.steps.forward import cast_for_compute, compute_logits
 from shardplan.storage import open_folder
@@ -80,7 +81,7 @@ def run(
         experts=experts or plan.experts,
     )
     model = specialize(model, plan)
-    device_mesh = make_mesh(plan)
+    device_mesh = arrange(jax.devices()[: np.prod(mesh)], parse_slice(plan.hardware.slice), plan.mesh)
     module, _ = stream_checkpoint(model.template, folder, device_mesh, plan.param_mapping, plan.workload.param_dtype)
     expected = np.tile(reference["logits" if "logits" in reference else "logits_float64"], (4, 1, 1))
     assert np.abs(expected).max() > 1  # or else the comparison would be meaningless
