@@ -44,6 +44,11 @@ from shardplan.program.tasks import Task
 ACTIVATION_SLOWDOWN = 2.0
 """Time of activations, in float32, relative to that of their bytes at HBM bandwidth: 1.6 as compiled for v4, 2.2 for
 v5p (Mixtral)."""
+EXCHANGE_COPY, EXCHANGE_FILL, EXCHANGE_PAD = 5.5, 10.0, 11.0
+"""Time around a ragged all-to-all, relative to that of the bytes of its rows at HBM bandwidth: to copy rows from its
+layout, to fill a buffer with zeros, and to pad or cut rows; as compiled for v5p (Mixtral, gpt-oss)."""
+EXCHANGE_LANES = 256
+"""Elements of bfloat16 to a multiple of which the compiler pads the rows of a ragged all-to-all."""
 ROUTING_BYTES = 8
 """Bytes of the number and of the routing weight of an expert of a token, which travel with the token."""
 
@@ -261,11 +266,23 @@ def moved_bytes(task: Task, work: ExpertWork) -> float:
     """Bytes that one execution reads and writes besides kernels: rows are looked up, computed and added up by token."""
     looked_up = 2 * work.buffer_rows * work.row_bytes
     added_up = work.buffer_rows * work.row_bytes + 2 * work.gathered_tokens * work.row_bytes
+    if work.strategy is ExpertStrategy.EXCHANGE_TOKENS and work.expert_axes:
+        looked_up += _exchange_bytes(work)
     activated = ACTIVATION_SLOWDOWN * work.kind.matrices * work.buffer_rows * work.hidden_bytes
     if not _is_gradient(task):
         return looked_up + activated + added_up
     # rows of tokens and of gradients are looked up, and the gradients of rows added up
     return 2 * looked_up + 2 * activated + added_up
+
+
+def _exchange_bytes(work: ExpertWork) -> float:
+    """Bytes that take as long at HBM bandwidth as what the compiler does around an exchange there and back."""
+    sent, received = work.rows * work.row_bytes, work.buffer_rows * work.row_bytes
+    copied = EXCHANGE_COPY * (sent + received) + EXCHANGE_FILL * sent
+    if work.kind.embed % EXCHANGE_LANES == 0:
+        return copied
+    # sent rows and the buffer are padded, and received rows are cut; so are outputs
+    return copied + EXCHANGE_PAD * (2 * sent + 3 * received)
 
 
 def converted_bytes(task: Task, work: ExpertWork) -> float:

@@ -8,7 +8,8 @@ and take those that are theirs.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +42,10 @@ class Exchange(NamedTuple):
     back: Slices
     """From the buffer of a device's experts to the sorted rows of each sender."""
 
+    def reverse(self) -> "Exchange":
+        """The same slices, sent the other way."""
+        return Exchange(self.back, self.there)
+
 
 @dataclass(frozen=True)
 class ExchangeRounds:
@@ -62,12 +67,12 @@ class ExchangeRounds:
         rows, factors, weights = operands
         slices = find_slices(sizes, jax.lax.axis_index(self.axes), index * self.buffer_rows, self.buffer_rows)
         buffer = jax.lax.empty((self.buffer_rows, rows.shape[1]), rows.dtype)
-        inputs = ragged_all_to_all(rows, buffer, slices.there, self.axes)
-        weights_of_rows = ragged_all_to_all(factors, jnp.zeros(self.buffer_rows), slices.there, self.axes)
+        inputs = send_rows(rows, buffer, slices, self.axes)
+        weights_of_rows = send_rows(factors, _zeros((self.buffer_rows,), factors.dtype), slices, self.axes)
         expert_sizes = slices.there.recv_sizes.reshape(len(sizes), -1).sum(0)
         # what is computed of rows that hold nothing, and their gradients, are not sent
         outputs = apply_experts(SortedRows(inputs, weights_of_rows, expert_sizes), weights, self.function)
-        return ragged_all_to_all(outputs, jnp.zeros_like(rows), slices.back, self.axes)
+        return send_rows(outputs, _zeros(rows.shape, rows.dtype), slices.reverse(), self.axes)
 
 
 def exchange_tokens(
@@ -138,6 +143,41 @@ def find_slices(sizes: Array, device: Array, start: int | Array, size: int) -> E
     there = Slices(in_sorted_rows[device].reshape(-1), sent, in_buffer[device].reshape(-1), received)
     back = Slices(in_buffer[:, device].reshape(-1), received, in_sorted_rows[:, device].reshape(-1), sent)
     return Exchange(there, back)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def send_rows(rows: Array, output: Array, exchange: Exchange, axes: tuple[str, ...]) -> Array:
+    """Send slices of rows there, and return `output`, which has no gradient, with the slices that arrive.
+
+    Gradients are sent back. JAX's own gradient of the collective has those of `output` too, and fills as many rows.
+
+    Args:
+        rows: [rows, ...].
+        output: [rows, ...], of any number of rows.
+        axes: mesh axes of the devices.
+    """
+    return ragged_all_to_all(rows, output, exchange.there, axes)
+
+
+def _send_forward(
+    rows: Array, output: Array, exchange: Exchange, axes: tuple[str, ...]
+) -> tuple[Array, tuple[Exchange, int]]:
+    return send_rows(rows, output, exchange, axes), (exchange, len(rows))
+
+
+def _send_backward(axes: tuple[str, ...], residuals: tuple[Exchange, int], gradient: Array) -> tuple[Array, None, None]:
+    exchange, count = residuals
+    zeros = _zeros((count, *gradient.shape[1:]), gradient.dtype)
+    return ragged_all_to_all(gradient, zeros, exchange.back, axes), None, None
+
+
+send_rows.defvjp(_send_forward, _send_backward)
+
+
+def _zeros(shape: tuple[int, ...], dtype: Any) -> Array:
+    """Zeros in the layout of other arrays: in that of the collective, a row a tile, they take ten times as long."""
+    zeros: Array = jax.lax.optimization_barrier(jnp.zeros(shape, dtype))
+    return zeros
 
 
 def ragged_all_to_all(operand: Array, output: Array, slices: Slices, axes: tuple[str, ...]) -> Array:
