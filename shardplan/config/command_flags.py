@@ -211,7 +211,7 @@ class MonitoringConfig:
     profile_all: bool = False
     """Have every process write such a trace, not only process 0."""
     expert_statistics: bool = False
-    """Measure how evenly tokens are routed to experts, layer by layer: for summary.json, the report and the tracker."""
+    """Measure how evenly experts are used, by layer, for summary.json and report."""
 
 
 @dataclass(frozen=True)

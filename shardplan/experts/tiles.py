@@ -26,7 +26,7 @@ SUM_BYTES = 4
 """Bytes of an element that is summed up."""
 USABLE_PART = 0.7
 """Part of the kernel's memory that tiles may fill: beside them the compiler keeps values of its own there, up to a
-quarter of it on v5p (tests/compiler/test_tiles.py)."""
+quarter of it on v5p (tests/compiler/test_kernel_tiles.py)."""
 
 
 class TileShape(NamedTuple):

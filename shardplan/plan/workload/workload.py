@@ -57,10 +57,9 @@ class Workload:
     """Of score: tokens of each of the windows that are packed into a sequence; null for one window per sequence."""
     logit_blocks: int | None = None
     """Of eval and score: blocks of positions whose logits are in memory in turn. Default: for score within 256 MiB per
-    device, for eval one, or so many if that fits or is faster."""
+    device, for eval the fastest that fits."""
     expert_load_spread: float = 0.0
-    """Of routed experts: the standard deviation of their numbers of tokens, relative to the mean; 0 for equally many.
-    Estimates and verdicts are for the device with most tokens."""
+    """How unevenly experts are used: standard deviation of their tokens, over the mean."""
 
     def __post_init__(self) -> None:
         if self.param_dtype is None:
