@@ -44,8 +44,9 @@ class Overlap(Enum):
     """It depends on no other task, and runs behind the part of the task's compute that compilers can overlap."""
     REORDERED = auto()
     """As `INDEPENDENT`, but the result is reordered, and the task waits for a part of it."""
-    TOKEN_CHUNKS = auto()
-    """Of several parts of tokens: those of one part run behind the experts of another."""
+    KERNELS = auto()
+    """It runs behind kernels of experts: tokens of one part behind the experts of another, and weights of experts. Some
+    compilers overlap little with kernels."""
     RING_HOPS = auto()
     """Each execution runs behind the attention to the keys of one hop; nothing is sent during the last one."""
 

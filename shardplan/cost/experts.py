@@ -305,7 +305,7 @@ def expert_traffic(task: Task, assignment: ShardingAssignment) -> Iterator[Traff
             all_gather_traffic(times * size + routing, assignment, axes, count, Purpose.TOKENS_FOR_EXPERTS),
             reduce_scatter_traffic(size, assignment, axes, count, Purpose.SUMS_OF_EXPERTS),
         ):
-            yield replace(traffic, overlap=Overlap.TOKEN_CHUNKS) if work.chunks > 1 else traffic
+            yield replace(traffic, overlap=Overlap.KERNELS) if work.chunks > 1 else traffic
     if work.summed_axes:
         shards = mesh_size(assignment.mesh, work.gathered_axes)
         yield all_reduce_traffic(size / shards, assignment, work.summed_axes, count, Purpose.SUMS_OF_EXPERTS)

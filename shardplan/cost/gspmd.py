@@ -265,6 +265,8 @@ def _weight_gather_traffic(task: Task, assignment: ShardingAssignment) -> Iterat
         if gather:
             subject = str(operand.weight)
             overlap = Overlap.REORDERED if gather.num_dimensions > 1 else Overlap.INDEPENDENT
+            if task.kind == TaskKind.EXPERTS:
+                overlap = Overlap.KERNELS
             yield all_gather_traffic(
                 gather.bytes, assignment, gather.axes, task.executions, Purpose.WEIGHTS, subject, overlap
             )

@@ -185,7 +185,7 @@ def _overlap(traffic: Traffic, hops: float, calibration: Calibration) -> tuple[f
             return 0.0, calibration.overlap
         case Overlap.REORDERED:
             return WAITED_PART, calibration.overlap
-        case Overlap.TOKEN_CHUNKS:
+        case Overlap.KERNELS:
             return calibration.token_wait, calibration.overlap
         case Overlap.RING_HOPS:
             return 0.0, hops / (hops + 1)

@@ -67,6 +67,7 @@ def facts_digest(case: Case) -> str:
         "workload": vars(plan.workload),
         "attention": dataclasses.asdict(plan.attention),
         **_experts(plan),
+        "rows": [] if plan.experts is None else [list(plan.mesh.items()), plan.compute_mapping],
         "program": case.program,
         "versions": package_versions(),
         "code": code_digest(FACTS_CODE),

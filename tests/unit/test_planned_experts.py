@@ -24,6 +24,8 @@ from shardplan.plan.workload.workload import Workload
 from shardplan.program.step_trace import plan_step
 from shardplan.program.tasks import TaskKind
 from shardplan.search.make_plan import make_plan, model_from_config
+from shardplan.verify.cache import facts_digest
+from shardplan.verify.case import Case
 
 TOKENS, DEVICES, LAYERS, EXPERTS, PER_TOKEN, EMBED, MLP = 64 * 4096, 32, 32, 8, 2, 4096, 14336
 """Mixtral 8x7B, 64 sequences on 32 devices."""
@@ -160,6 +162,15 @@ def test_a_plan_names_how_experts_are_computed(make_config):
     assert any(f"experts by {others[plan.experts.strategy]} instead" in reason for reason in plan.search.reasons)
     dense = make_plan(make_config(model_config="llama-3.1-8b", hardware_slice="v5p-16", workload_batch=8))
     assert dense.experts is None and "experts" not in dense.to_json()
+
+
+def test_plans_with_other_shardings_have_other_facts(make_config):
+    """The rows of a block depend on its sharding: verdicts on several plans of a model do not share them."""
+    config = make_config(model_config="mixtral-8x7b", hardware_slice="v5p-64", workload_batch=32)
+    hf_config, plan = read_config("mixtral-8x7b", None), make_plan(config)
+    other = replace(plan, compute_mapping={**plan.compute_mapping, "experts": [], "expert_mlp": ["data"]})
+    digests = {facts_digest(Case("", each, hf_config)) for each in (plan, other)}
+    assert len(digests) == 2
 
 
 def test_experts_of_levanters_class_are_planned_as_the_decoders(make_config):
