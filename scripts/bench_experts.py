@@ -7,6 +7,7 @@ in it is compiled again only if package versions or the code have changed.
 """
 
 import argparse
+import itertools
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -15,10 +16,9 @@ from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-from bench_planner import Bench, error_text, median_and_worst, row
-from planner_record import EXPERTS, CompiledResult, Errors, errors_by_family, read_records
+from bench_planner import ERROR_COLUMNS, POSITION, Bench, error_cells, load, median_and_worst, mesh, row, table
+from planner_record import EXPERTS, errors_by_family, read_records
 
-from shardplan import config as configuration
 from shardplan.config import PlanConfig
 from shardplan.experts.method import ExpertMethod, ExpertStrategy
 from shardplan.hardware import GIB
@@ -29,7 +29,6 @@ from shardplan.search.given_plan import plan_given_mappings
 from shardplan.search.make_plan import build_configured, make_plan, rank_plans
 from shardplan.verify.case import Case
 
-POSITION = 4096
 ALTERNATIVES = 15
 TARGETS = (
     "mixtral-8x7b v5p-64 eval 32", "mixtral-8x7b v5p-64 train 32", "mixtral-8x7b v6e-64 eval 64",
@@ -69,20 +68,10 @@ REGRET = (
 """Cases whose next best candidates are compiled, too."""
 
 
-def load(text: str) -> tuple[PlanConfig, str]:
+def load_case(text: str) -> tuple[PlanConfig, str]:
     """The configuration of 'model slice step batch', and what follows them."""
     model, slice_name, kind, batch, *others = text.split()
-    settings = {
-        "model.config": model,
-        "hardware.slice": slice_name,
-        "workload.kind": kind,
-        "workload.batch": batch,
-        "workload.position": POSITION,
-        "workload.param_dtype": "float32" if kind == "train" else "bfloat16",
-    }
-    if kind == "train":
-        settings["workload.microbatches"] = 1
-    return configuration.parse_config([f"--{key}={value}" for key, value in settings.items()]), " ".join(others)
+    return load(model, slice_name, kind, int(batch), model_class=None), " ".join(others)
 
 
 def build(config: PlanConfig) -> tuple[dict[str, Any], Model]:
@@ -95,7 +84,7 @@ def planned(texts: Sequence[str]) -> list[Case]:
     """The plan of each text; if none fits, the one with the smallest peak memory."""
     cases = []
     for text in texts:
-        config, _ = load(text)
+        config, _ = load_case(text)
         hf_config, model = build(config)
         plan = make_plan(config, model, nearest_miss=True)
         cases.append(Case(text, plan, hf_config, options=plan.compiler_options))
@@ -106,25 +95,24 @@ def written_by_hand(texts: Sequence[str]) -> list[Case]:
     """The layouts of `LAYOUTS`."""
     cases = []
     for text in texts:
-        config, layout = load(text)
+        config, layout = load_case(text)
         sizes, experts, hidden, strategy = layout.split()
         hf_config, model = build(config)
-        mesh = dict(zip(("replica", "data", "model"), map(int, sizes.split("x")), strict=True))
-        compute = {"batch": [axis for axis in ("replica", "data") if mesh[axis] > 1]}
+        shape = dict(zip(("replica", "data", "model"), map(int, sizes.split("x")), strict=True))
+        compute = {"batch": [axis for axis in ("replica", "data") if shape[axis] > 1]}
         sharded = {"experts": experts, "expert_mlp": hidden}
         block = {axis: [mesh_axis] for axis, mesh_axis in sharded.items() if mesh_axis != "-"}
         method = ExpertMethod(ExpertStrategy(strategy))
-        plan = plan_given_mappings(config, model, mesh, compute | block, {"embed": ["data"], **block}, experts=method)
+        plan = plan_given_mappings(config, model, shape, compute | block, {"embed": ["data"], **block}, experts=method)
         cases.append(Case(text, plan, hf_config, options=plan.compiler_options))
     return cases
 
 
 def targets(bench: Bench) -> str:
-    columns = "model", "slice", "step", "batch", "mesh", "experts", "peak GiB", "step s predicted", "modelled", "MFU"
-    lines = [row(*columns), row(*["---"] * len(columns))]
+    lines = table("mesh", "experts", "peak GiB", "step s predicted", "modelled", "MFU")
     cases = [case for case in planned(TARGETS) if bench.only in case.label]
     for case, result in zip(cases, bench.compile(cases), strict=True):
-        plan, cells = case.plan, ["-"] * 3
+        plan, cells = case.plan, ["-"] * 4
         if result.seconds and result.peak:
             cells = [f"{result.peak / GIB:.2f}", f"{plan.cost.step_seconds:.3g}", f"{result.step_seconds:.3g}"]
             cells.append(f"{result.seconds[2]:.1%}")
@@ -139,37 +127,19 @@ def estimates(bench: Bench) -> str:
 
 def estimates_table(cases: Sequence[Case], bench: Bench) -> str:
     """A row for each case with predicted and compiled memory, bytes and time."""
-    columns = (
-        "model", "slice", "step", "batch", "mesh", "experts", "verdict", "peak GiB predicted", "compiled", "error",
-        "GiB received predicted", "compiled", "error", "step s predicted", "modelled", "error",
-    )  # fmt: skip
-    lines = [row(*columns), row(*["---"] * len(columns))]
+    lines = table("mesh", "experts", "verdict", *ERROR_COLUMNS)
     for case, result in zip(cases, bench.compile(cases), strict=True):
-        cells = [*case.label.split()[:4], mesh(case.plan), sharding(case.plan), result.outcome, *errors(case, result)]
-        lines.append(row(*cells))
+        cells = [*case.label.split()[:4], mesh(case.plan), sharding(case.plan), result.outcome]
+        lines.append(row(*cells, *error_cells(case, result)))
     return "\n".join(lines)
 
 
-def errors(case: Case, result: CompiledResult) -> list[str]:
-    """The cells of a row that compare predicted and compiled values."""
-    plan, cells = case.plan, []
-    found = Errors.of(plan, case.options, result)
-    if result.peak:
-        cells += [f"{plan.memory.peak / GIB:.2f}", f"{result.peak / GIB:.2f}", error_text(found.peak)]
-    if result.seconds:
-        predicted, compiled = sum(each.bytes for each in plan.cost.collectives), sum(c[2] for c in result.collectives)
-        cells += [f"{predicted / GIB:.2f}", f"{compiled / GIB:.2f}", error_text(found.received)]
-        cells += [f"{plan.cost.step_seconds:.3g}", f"{result.step_seconds:.3g}", error_text(found.step)]
-    return cells
-
-
 def regret(bench: Bench) -> str:
-    columns = "model", "slice", "step", "batch", "plan", "modelled s", "fastest", "modelled s", "regret", "compiled"
-    lines = [row(*columns), row(*["---"] * len(columns))]
+    lines = table("plan", "modelled s", "fastest", "modelled s", "regret", "compiled")
     for text in REGRET:
         if bench.only not in text:
             continue
-        config, _ = load(text)
+        config, _ = load_case(text)
         hf_config, model = build(config)
         plans = rank_plans(config, 1 + ALTERNATIVES, model)
         cases = [Case(f"{text} {i}", plan, hf_config, options=plan.compiler_options) for i, plan in enumerate(plans)]
@@ -186,15 +156,12 @@ def accuracy() -> str:
     """Median and worst errors of all programs of the page."""
     columns = "programs", "peak, median", "worst", "bytes, median", "worst", "step, median", "worst"
     lines = [row(*columns), row(*["---"] * len(columns))]
-    found = [each for family in errors_by_family(read_records(EXPERTS).values()).values() for each in family]
+    families = errors_by_family(read_records(EXPERTS).values())
+    found = list(itertools.chain.from_iterable(families.values()))
     cells: list[str] = []
     for quantity in ("peak", "received", "step"):
         cells += median_and_worst([abs(value) for e in found if (value := getattr(e, quantity)) is not None])
     return "\n".join([*lines, row(len(found), *cells)])
-
-
-def mesh(plan: Plan) -> str:
-    return "x".join(map(str, plan.mesh.values()))
 
 
 def sharding(plan: Plan) -> str:
@@ -223,7 +190,9 @@ def main() -> None:
     made = {name: make(bench) if name in parts else "Not made in this run." for name, make in TABLES.items()}
     if not arguments.only and set(parts) == set(TABLES):
         bench.drop_unused()
-    text = TEMPLATE.format(**made, accuracy=accuracy(), alternatives=ALTERNATIVES, position=POSITION)
+    text = TEMPLATE.format(
+        **made, accuracy=accuracy(), parts=" ".join(parts), alternatives=ALTERNATIVES, position=POSITION
+    )
     if arguments.output:
         Path(arguments.output).write_text(text, encoding="utf-8")
     else:
@@ -232,7 +201,8 @@ def main() -> None:
 
 TEMPLATE = """# Routed experts, judged by the TPU compiler
 
-Made by `python scripts/bench_experts.py --output docs/benchmarks/experts.md` with libtpu on a CPU machine with 2 cores.
+Made by `python scripts/bench_experts.py --parts "{parts}" --output docs/benchmarks/experts.md` with libtpu on a CPU
+machine with 2 cores.
 
 Modelled steps are those of `shardplan.verify`: the compiler's cycles; kernels of grouped matmuls at the roofline of
 their tiles, lookups of rows at HBM bandwidth; transfers on the torus that do not overlap with them. Experts get equally

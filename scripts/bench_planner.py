@@ -98,12 +98,15 @@ STYLES: dict[str, tuple[int, int, dict[str, list[str]]]] = {
 
 
 def load(
-    model: str, slice_name: str, kind: str, batch: int, position: int = POSITION, model_class: str = LEVANTER
+    model: str, slice_name: str, kind: str, batch: int, position: int = POSITION, model_class: str | None = LEVANTER
 ) -> PlanConfig:
-    """The configuration of a training step in one microbatch, stored in float32, or of an evaluation in bfloat16."""
+    """The configuration of a training step in one microbatch, stored in float32, or of an evaluation in bfloat16.
+
+    Args:
+        model_class: computes the model; None for the class that commands take.
+    """
     settings = {
         "model.config": model,
-        "model.levanter_class": model_class,
         "hardware.slice": slice_name,
         "workload.kind": kind,
         "workload.batch": batch,
@@ -111,6 +114,8 @@ def load(
         "workload.param_dtype": "float32" if kind == "train" else "bfloat16",
         "workload.microbatches": 1,
     }
+    if model_class is not None:
+        settings["model.levanter_class"] = model_class
     return configuration.parse_config([f"--{key}={value}" for key, value in settings.items()])
 
 
@@ -153,6 +158,13 @@ class Bench:
     def drop_unused(self) -> None:
         """Leave out of the file the records that no table uses."""
         write_records({key: each for key, each in read_records(self.path).items() if key in self.used}, self.path)
+
+
+ERROR_COLUMNS = (
+    "peak GiB predicted", "compiled", "error", "GiB received predicted", "compiled", "error", "step s predicted",
+    "modelled", "error",
+)  # fmt: skip
+"""What is compared of an estimate and of what the compiler made of it."""
 
 
 def solve_times(bench: Bench) -> str:
@@ -212,22 +224,24 @@ def layouts(bench: Bench) -> str:
 
 def estimates_table(cases: Sequence[Case], bench: Bench) -> str:
     """A row for each case with estimated and compiled memory, bytes and time."""
-    lines = table(
-        "mesh", "predicted to fit", "verdict", "peak GiB predicted", "compiled", "error", "GiB received predicted",
-        "compiled", "error", "step s predicted", "modelled", "error",
-    )  # fmt: skip
+    lines = table("mesh", "predicted to fit", "verdict", *ERROR_COLUMNS)
     for case, result in zip(cases, bench.compile(cases), strict=True):
         plan, (model, slice_name, kind) = case.plan, case.label.split(maxsplit=2)
-        errors = Errors.of(plan, case.options, result)
-        cells = [mesh(plan), "yes" if plan.memory.fits else "no", result.outcome]
-        if result.peak:
-            cells += [f"{plan.memory.peak / GIB:.2f}", f"{result.peak / GIB:.2f}", error_text(errors.peak)]
-        if result.seconds:
-            received = [sum(each.bytes for each in plan.cost.collectives), sum(each[2] for each in result.collectives)]
-            cells += [*(f"{size / GIB:.2f}" for size in received), error_text(errors.received)]
-            cells += [f"{plan.cost.step_seconds:.3g}", f"{result.step_seconds:.3g}", error_text(errors.step)]
+        cells = [mesh(plan), "yes" if plan.memory.fits else "no", result.outcome, *error_cells(case, result)]
         lines.append(row(model, slice_name, kind, plan.workload.batch, *cells))
     return "\n".join(lines)
+
+
+def error_cells(case: Case, result: CompiledResult) -> list[str]:
+    """The cells of `ERROR_COLUMNS` for a case, as far as the compiler got."""
+    plan, errors, cells = case.plan, Errors.of(case.plan, case.options, result), []
+    if result.peak:
+        cells += [f"{plan.memory.peak / GIB:.2f}", f"{result.peak / GIB:.2f}", error_text(errors.peak)]
+    if result.seconds:
+        received = [sum(each.bytes for each in plan.cost.collectives), sum(each[2] for each in result.collectives)]
+        cells += [*(f"{size / GIB:.2f}" for size in received), error_text(errors.received)]
+        cells += [f"{plan.cost.step_seconds:.3g}", f"{result.step_seconds:.3g}", error_text(errors.step)]
+    return cells
 
 
 def accuracy() -> str:

@@ -89,8 +89,8 @@ LINEAR = {"products": 1.0, "elementwise": 0.0, "copying": 0.0}
 """Factors in which the time of compute is linear -> their lower bounds."""
 SLICINGS = tuple(half / 2 for half in range(4, 14))
 """Values of `slicing` that are tried: the copies alone take 3.5 to 6.4 times their bytes in compiled programs."""
-TOKEN_WAITS = tuple(percent / 100 for percent in range(0, 101, 5))
-"""Values of `token_wait` that are tried."""
+KERNEL_WAITS = tuple(percent / 100 for percent in range(0, 101, 5))
+"""Values of `kernel_wait` that are tried."""
 VECTORS = tuple(map(float, range(1, 41)))
 """Values of `vectors` that are tried."""
 OVERLAPS = tuple(percent / 100 for percent in range(0, 101, 5))
@@ -230,7 +230,7 @@ GROUPS = (
     Group(("overlap",), "step", DENSE, OVERLAPS),
     Group(("overlaps_sums",), "step", DENSE, FLAGS),
     Group(("slicing",), "compute", SHARDED, SLICINGS),
-    Group(("token_wait",), "step", SHARDED, TOKEN_WAITS),
+    Group(("kernel_wait",), "step", SHARDED, KERNEL_WAITS),
 )
 
 
@@ -380,7 +380,7 @@ Made by `python scripts/fit_planner.py`, which compiles a few plans for every ge
 `shardplan/cost/calibration.json`. A factor multiplies a roofline: `products` the time of matmuls, `elementwise` that of
 elementwise work, `copying` that of gathered parameters which are copied, `vectors` that of matrix-vector products;
 `overlap` is the part of a matmul that gathers run behind. Of sharded experts, `slicing` multiplies the time to copy a
-layer's weights out of the stack of layers, and `token_wait` is the part of the transfers of tokens, in two parts, that
+layer's weights out of the stack of layers, and `kernel_wait` is the part of the transfers of tokens, in two parts, that
 nothing overlaps. The others say what the compiler does
 (`CompilerQuirks` in `shardplan/cost/sharding.py`). v3 has the factors of v4, because libtpu compiles no attention
 kernel in bfloat16 for it.

@@ -47,7 +47,7 @@ class Calibration:
     slicing: float = 2.0
     """Time to copy the weights of a layer's experts out of the stack of all layers, relative to that of their bytes at
     HBM bandwidth: they are read and written."""
-    token_wait: float = 0.5
+    kernel_wait: float = 0.5
     """Part of the transfers beside kernels of experts, of tokens in several parts and of weights, that the compiler
     overlaps with nothing."""
     quirks: CompilerQuirks = field(default_factory=CompilerQuirks)

@@ -49,6 +49,8 @@ EXCHANGE_COPY, EXCHANGE_FILL, EXCHANGE_PAD = 5.5, 10.0, 11.0
 layout, to fill a buffer with zeros, and to pad or cut rows; as compiled for v5p (Mixtral, gpt-oss)."""
 EXCHANGE_LANES = 256
 """Elements of bfloat16 to a multiple of which the compiler pads the rows of a ragged all-to-all."""
+EXCHANGED_WEIGHT_BYTES = 512
+"""Bytes of the routing weight of a row in a ragged all-to-all: the compiler pads it to 128 elements of float32."""
 ROUTING_BYTES = 8
 """Bytes of the number and of the routing weight of an expert of a token, which travel with the token."""
 
@@ -148,12 +150,22 @@ class ExpertWork:
     @property
     def transferred_bytes(self) -> float:
         """Bytes of buffers for tokens that are gathered, or for rows that are exchanged, and for their sums."""
-        if self.strategy is ExpertStrategy.EXCHANGE_TOKENS and self.expert_axes:
+        if self.exchanges_rows:
             return 2 * self.rows * self.row_bytes
         if not self.gathered_axes:
             return 0.0
         gathered = self.gathered_tokens * self.row_bytes
         return gathered if self.chunks == 1 else gathered + gathered / self.chunks
+
+    @property
+    def exchanges_rows(self) -> bool:
+        """Whether rows travel between devices, which have different experts."""
+        return self.strategy is ExpertStrategy.EXCHANGE_TOKENS and bool(self.expert_axes)
+
+    @property
+    def exchanged_embed(self) -> int:
+        """Elements of a token in an exchange, with padding."""
+        return -(-self.kind.embed // EXCHANGE_LANES) * EXCHANGE_LANES
 
     @property
     def rows_of_kernel(self) -> float:
@@ -257,17 +269,20 @@ def kernel_calls(task: Task, work: ExpertWork) -> tuple[KernelCalls, ...]:
     return to_hidden, *gradients_of_rows, *gradients_of_matrices
 
 
-def copies_of_weights(task: Task) -> int:
-    """How often a layer's weights are copied before kernels take them: in gradients they are transposed, too."""
-    return 2 if _is_gradient(task) else 1
+def sliced_weight_bytes(task: Task, assignment: ShardingAssignment) -> float:
+    """Bytes of weights that are copied before kernels take them, in all executions: in gradients transposed, too."""
+    copies = 2 if _is_gradient(task) else 1
+    stored = sum(assignment.bytes(array, assignment.params) for array in ExpertOperands.of(task).weights)
+    return task.executions * copies * stored
 
 
 def moved_bytes(task: Task, work: ExpertWork) -> float:
-    """Bytes that one execution reads and writes besides kernels: rows are looked up, computed and added up by token."""
-    looked_up = 2 * work.buffer_rows * work.row_bytes
+    """Bytes that one execution reads and writes besides kernels: rows are looked up, computed and added up by token.
+
+    Rows that are exchanged are copied before and after, too, and biases are looked up for each row.
+    """
+    looked_up = 2 * work.buffer_rows * work.row_bytes + _exchange_bytes(work) + _bias_bytes(work)
     added_up = work.buffer_rows * work.row_bytes + 2 * work.gathered_tokens * work.row_bytes
-    if work.strategy is ExpertStrategy.EXCHANGE_TOKENS and work.expert_axes:
-        looked_up += _exchange_bytes(work)
     activated = ACTIVATION_SLOWDOWN * work.kind.matrices * work.buffer_rows * work.hidden_bytes
     if not _is_gradient(task):
         return looked_up + activated + added_up
@@ -275,11 +290,20 @@ def moved_bytes(task: Task, work: ExpertWork) -> float:
     return 2 * looked_up + 2 * activated + added_up
 
 
+def _bias_bytes(work: ExpertWork) -> float:
+    """Bytes of the biases of every row, which are looked up by its expert, written and read; 0 without biases."""
+    if not work.kind.has_bias:
+        return 0.0
+    return 2 * work.buffer_rows * ((work.kind.matrices - 1) * work.hidden_bytes + work.row_bytes)
+
+
 def _exchange_bytes(work: ExpertWork) -> float:
-    """Bytes that take as long at HBM bandwidth as what the compiler does around an exchange there and back."""
+    """Bytes that take as long at HBM bandwidth as what the compiler does around an exchange there and back, if any."""
+    if not work.exchanges_rows:
+        return 0.0
     sent, received = work.rows * work.row_bytes, work.buffer_rows * work.row_bytes
     copied = EXCHANGE_COPY * (sent + received) + EXCHANGE_FILL * sent
-    if work.kind.embed % EXCHANGE_LANES == 0:
+    if work.exchanged_embed == work.kind.embed:
         return copied
     # sent rows and the buffer are padded, and received rows are cut; so are outputs
     return copied + EXCHANGE_PAD * (2 * sent + 3 * received)
@@ -309,15 +333,16 @@ def expert_traffic(task: Task, assignment: ShardingAssignment) -> Iterator[Traff
     if work.summed_axes:
         shards = mesh_size(assignment.mesh, work.gathered_axes)
         yield all_reduce_traffic(size / shards, assignment, work.summed_axes, count, Purpose.SUMS_OF_EXPERTS)
-    if work.strategy is ExpertStrategy.EXCHANGE_TOKENS and work.expert_axes:
-        sent = work.rows * work.row_bytes
-        # there and back; a gradient sends rows and gradients there, and gradients back
-        times = 3 if is_gradient else 2
-        yield all_to_all_traffic(times * sent, assignment, work.expert_axes, count, Purpose.ROWS_OF_EXPERTS)
+    if work.exchanges_rows:
+        # there and back, with routing weights there; a gradient sends rows, weights and gradients there, and back the
+        # gradients of rows and of weights
+        times, times_of_weights = (3, 2) if is_gradient else (2, 1)
+        row = times * work.exchanged_embed * work.itemsize + times_of_weights * EXCHANGED_WEIGHT_BYTES
+        yield all_to_all_traffic(work.rows * row, assignment, work.expert_axes, count, Purpose.ROWS_OF_EXPERTS)
     sharding = (*work.expert_axes, *work.mlp_axes)
     if work.strategy is ExpertStrategy.GATHER_WEIGHTS and sharding:
         weights = work.kind.matrices * work.matrix_bytes
-        yield all_gather_traffic(weights, assignment, sharding, count, Purpose.WEIGHTS, task.label)
+        yield all_gather_traffic(weights, assignment, sharding, count, Purpose.WEIGHTS, task.label, Overlap.KERNELS)
         if is_gradient:
             yield reduce_scatter_traffic(weights, assignment, sharding, count, Purpose.WEIGHT_GRADIENTS, task.label)
 

@@ -84,17 +84,13 @@ def device_cost(task: Task, assignment: ShardingAssignment, lower_bound: DeviceC
     local = task.executions * sum(assignment.bytes(array, assignment.params) for array, _ in gathers)
     traffic = (*lower_bound.traffic, *_nonempty(rule(task, assignment)))
     matmul = local_matmul(task, assignment) if task.groups > 1 else lower_bound.matmul
-    sliced = 0.0
-    if task.kind == TaskKind.EXPERTS:
-        weights = sum(assignment.bytes(array, assignment.params) for array in experts.ExpertOperands.of(task).weights)
-        sliced = task.executions * experts.copies_of_weights(task) * weights
     return replace(
         lower_bound,
         matmul=matmul,
         memory_bytes=memory_bytes,
         reordered_weight_bytes=reordered,
         local_weight_bytes=local,
-        sliced_weight_bytes=sliced,
+        sliced_weight_bytes=experts.sliced_weight_bytes(task, assignment) if task.kind == TaskKind.EXPERTS else 0.0,
         traffic=traffic,
     )
 
@@ -264,9 +260,11 @@ def _weight_gather_traffic(task: Task, assignment: ShardingAssignment) -> Iterat
         gather = gather_of(operand, task, assignment)
         if gather:
             subject = str(operand.weight)
-            overlap = Overlap.REORDERED if gather.num_dimensions > 1 else Overlap.INDEPENDENT
+            overlap = Overlap.INDEPENDENT
             if task.kind == TaskKind.EXPERTS:
                 overlap = Overlap.KERNELS
+            elif gather.num_dimensions > 1:
+                overlap = Overlap.REORDERED
             yield all_gather_traffic(
                 gather.bytes, assignment, gather.axes, task.executions, Purpose.WEIGHTS, subject, overlap
             )

@@ -186,7 +186,7 @@ def _overlap(traffic: Traffic, hops: float, calibration: Calibration) -> tuple[f
         case Overlap.REORDERED:
             return WAITED_PART, calibration.overlap
         case Overlap.KERNELS:
-            return calibration.token_wait, calibration.overlap
+            return calibration.kernel_wait, calibration.overlap
         case Overlap.RING_HOPS:
             return 0.0, hops / (hops + 1)
         case _:

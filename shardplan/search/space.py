@@ -49,7 +49,7 @@ from shardplan.program.tasks import ExpertAxes, Step, Task, TaskKind
 MINOR_PART = 0.01
 """Part of the bytes of a model's parameters below which those with a logical axis are small."""
 
-MAX_TOKEN_WAIT = 0.5
+MAX_KERNEL_WAIT = 0.5
 """Part of the transfers of tokens that devices wait for, above which tokens are gathered all at once: kernels for parts
 of the tokens take longer, and more than the rest of the transfers gains."""
 
@@ -263,7 +263,7 @@ class Space:
     def _expert_method(self, strategy: ExpertStrategy | None) -> ExpertMethod:
         """Return the method for a strategy: in parts where the compiler overlaps the transfers of one with another."""
         method = ExpertMethod() if strategy is None else ExpertMethod(strategy)
-        return replace(method, token_chunks=1) if self.calibration.token_wait > MAX_TOKEN_WAIT else method
+        return replace(method, token_chunks=1) if self.calibration.kernel_wait > MAX_KERNEL_WAIT else method
 
     def methods_for(self, mesh: MeshShape, position_axes: MeshAxes) -> list[KindMethods | None]:
         """Possible methods of each kind of attention if positions are sharded over the mesh axes `position_axes`.

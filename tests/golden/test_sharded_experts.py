@@ -70,11 +70,8 @@ def test_logits_on_odd_numbers_of_devices(golden, make_config, name, strategy):
     """Experts, or their hidden states, over three devices, which share sequences of three times 16 tokens."""
     families = golden.parent / "families"
     sharded = {**UNSHARDED, "batch": ["replica"], "position": ["data"], ODD[name]: ["data"]}
-    ring, changes = AttentionPlan("ring", 1, 3), {"hardware_slice": "cpu-3"}
-    experts = ExpertMethod(strategy, 0.5)
-    found = deviation(
-        families, make_config, name, (1, 3, 1), change_plan=sharded, attention=ring, experts=experts, **changes
-    )
+    method = {"attention": AttentionPlan("ring", 1, 3), "experts": ExpertMethod(strategy, 0.5)}
+    found = deviation(families, make_config, name, (1, 3, 1), hardware_slice="cpu-3", change_plan=sharded, **method)
     assert found <= tolerance(families / name)
 
 

@@ -80,12 +80,14 @@ def test_hidden_states_are_sharded_too():
 
 
 def test_tokens_are_exchanged():
-    """Seven of eight rows have their expert on another device, there and back."""
+    """Seven of eight rows have their expert on another device, there and back; a routing weight has 128 elements."""
     work, cost = block_cost("eval", OVER_DATA, ExpertMethod(EXCHANGE))
-    assert work.rows == TOKENS * PER_TOKEN / DEVICES
-    assert received(cost) == {("all-to-all", "tokens exchanged with experts"): 2 * PER_TOKEN * TOKEN_BYTES * 7 / 8}
+    rows = TOKENS * PER_TOKEN / DEVICES
+    assert work.rows == rows
+    row, weight, exchanged = 2 * EMBED, 4 * 128, ("all-to-all", "tokens exchanged with experts")
+    assert received(cost) == {exchanged: rows * (2 * row + weight) * 7 / 8}
     _, cost = block_cost("train", OVER_DATA, ExpertMethod(EXCHANGE))
-    assert received(cost)["all-to-all", "tokens exchanged with experts"] == 3 * PER_TOKEN * TOKEN_BYTES * 7 / 8
+    assert received(cost)[exchanged] == rows * (3 * row + 2 * weight) * 7 / 8
 
 
 @pytest.mark.parametrize(("axes", "own_experts"), [(("data",), 1), (("replica",), 2), ((), 8)])

@@ -531,6 +531,19 @@ def test_a_real_exchange_of_ragged_rows():
     assert use.transfer.bytes == 3 / 4 * 1024 * 1024 * 2
 
 
+@pytest.mark.parametrize(("sent", "buffer"), [(1024, 1280), (1280, 1024)])
+def test_room_for_more_rows_is_not_exchanged(sent, buffer):
+    """A buffer receives rows on the way there, and sends them on the way back."""
+    text = f"""ENTRY %main (a: bf16[{sent},1024], b: bf16[{buffer},1024], i: s32[4]) -> bf16[{buffer},1024] {{
+  %a = bf16[{sent},1024] parameter(0)
+  %b = bf16[{buffer},1024] parameter(1)
+  %i = s32[4] parameter(2)
+  ROOT %r = bf16[{buffer},1024] ragged-all-to-all(%a, %b, %i, %i, %i, %i), replica_groups={{{{0,1,2,3}}}}
+}}"""
+    [use] = timing(text, "v5p-8", (1, 4, 1)).uses
+    assert use.transfer.bytes == 3 / 4 * 1024 * 1024 * 2
+
+
 def test_time_is_attributed_to_operations():
     """An instruction without an operation is attributed to that of the loop or call around it."""
     named = work("w", 1) + ', metadata={op_name="jit(f)/while/body/closed_call/Mlp/dot_general"}'

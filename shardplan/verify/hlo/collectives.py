@@ -45,9 +45,10 @@ class Network:
             context: the operation to attribute the collective to if the compiler gives none.
         """
         kind = CollectiveKind(base_opcode(instruction))
-        # a ragged all-to-all has index arrays after the array that it sends, of which it sends at most everything
-        sent = instruction.operands[:1] if kind == CollectiveKind.RAGGED_ALL_TO_ALL else instruction.operands
-        size = sum(array.bytes for name in sent for array in computation.instructions[name].arrays)
+        if kind == CollectiveKind.RAGGED_ALL_TO_ALL:
+            size = _ragged_bytes(computation, instruction)
+        else:
+            size = sum(array.bytes for name in instruction.operands for array in computation.instructions[name].arrays)
         op = short_op(instruction.op_name or context)
         if kind == CollectiveKind.COLLECTIVE_PERMUTE:
             return self._permute(instruction, size, op)
@@ -122,6 +123,16 @@ def _received_per_byte(kind: CollectiveKind, n: int) -> float:
             return 1 if n > 1 else 0
         case _:
             assert_never(kind)
+
+
+def _ragged_bytes(computation: Computation, instruction: Instruction) -> int:
+    """Bytes of the rows of a ragged all-to-all, whose sizes only the program knows.
+
+    Of the array that it sends and the one that receives, the smaller has all rows if devices have equally many; the
+    larger is a buffer with room for more.
+    """
+    [sent] = computation.instructions[instruction.operands[0]].arrays
+    return min(sent.bytes, instruction.arrays[0].bytes)
 
 
 def base_opcode(instruction: Instruction) -> str:
