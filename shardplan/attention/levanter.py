@@ -21,7 +21,7 @@ from shardplan.plan.attention_plan import AttentionPlan, KernelName, Strategy
 from shardplan.plan.plan import Plan
 from shardplan.positions.sequence_layout import SequenceLayout
 from shardplan.positions.sequence_order import SequenceOrder
-from shardplan.program.attention_kind import AttentionKind
+from shardplan.program.marked.attention_kind import AttentionKind
 
 POSITION, KEY_POSITION = "position", "key_position"
 """The names that Levanter's `Attention` hard-codes for the positions of queries and of keys."""
@@ -39,7 +39,7 @@ class Method:
     hardware: str | None = None
     """Name of the slice that the strategy `auto` chooses for; default: the slice of JAX's devices."""
     kinds: tuple[tuple[str, "Method"], ...] = ()
-    """Kinds of attention that are computed otherwise, by the name of `shardplan.program.attention_kind`."""
+    """Kinds of attention that are computed otherwise, by the name of `shardplan.program.marked.attention_kind`."""
 
     def of(self, kind: AttentionKind) -> "Method":
         """Return how a kind of attention is computed."""

@@ -19,8 +19,8 @@ from shardplan.plan.mapping import MeshAxes
 from shardplan.positions.pattern import Pattern
 from shardplan.positions.sequence_layout import SequenceLayout
 from shardplan.positions.sequence_order import SequenceOrder
-from shardplan.program.attention_kind import AttentionKind
 from shardplan.program.live_buffers import BufferRole, LiveBuffer
+from shardplan.program.marked.attention_kind import AttentionKind
 from shardplan.program.named_arrays import AxisCopy, Factor, TracedArray
 from shardplan.program.tasks import Task, TaskKind
 

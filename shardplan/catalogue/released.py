@@ -10,7 +10,7 @@ from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.inspect import inspect_model
 from shardplan.model.registry import Model, build_model
 from shardplan.plan.workload.workload import Workload
-from shardplan.program.attention_kind import AttentionKind
+from shardplan.program.marked.attention_kind import AttentionKind
 from shardplan.program.step_trace import plan_step
 
 

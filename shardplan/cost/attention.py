@@ -35,8 +35,8 @@ from shardplan.plan.attention_plan import AttentionPlan, KernelName, Strategy
 from shardplan.plan.mapping import MeshAxes, mesh_size
 from shardplan.positions.heads import HeadSharding
 from shardplan.positions.sequence_layout import KERNEL_BLOCK, SequenceLayout, attended_fraction, ring_distances
-from shardplan.program.attention_kind import UNMARKED, AttentionKind
 from shardplan.program.live_buffers import LiveBuffer
+from shardplan.program.marked.attention_kind import UNMARKED, AttentionKind
 from shardplan.program.named_arrays import TracedArray, is_scores, mapped, score_length, score_positions
 from shardplan.program.tasks import Step, Task, TaskKind
 

@@ -36,8 +36,8 @@ from shardplan.experts.method import ExpertStrategy
 from shardplan.experts.tiles import GroupedMatmul, buffer_rows, fastest_tiles
 from shardplan.hardware.generations import Generation
 from shardplan.plan.mapping import MeshAxes, mesh_size
-from shardplan.program.expert_kind import ExpertKind
 from shardplan.program.live_buffers import LiveBuffer
+from shardplan.program.marked.expert_kind import ExpertKind
 from shardplan.program.named_arrays import TracedArray, size_of
 from shardplan.program.tasks import Task
 
@@ -57,7 +57,7 @@ ROUTING_BYTES = 8
 
 @dataclass(frozen=True)
 class ExpertOperands:
-    """The operands of a task of experts by their meaning; see `shardplan.program.marked_experts`."""
+    """The operands of a task of experts by their meaning; see `shardplan.program.marked.marked_experts`."""
 
     tokens: TracedArray
     weights: tuple[TracedArray, ...]

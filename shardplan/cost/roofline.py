@@ -29,7 +29,7 @@ from shardplan.cost.sharding import ShardingAssignment
 from shardplan.hardware import CollectiveKind, MeshPlacement, Slice, place_mesh
 from shardplan.model.registry import Model
 from shardplan.plan.workload.workload import Workload
-from shardplan.program.attention_kind import AttentionKind
+from shardplan.program.marked.attention_kind import AttentionKind
 from shardplan.program.step_trace import forward_workload, plan_step
 from shardplan.program.tasks import Step, Task, TaskKind
 

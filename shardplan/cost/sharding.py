@@ -8,7 +8,7 @@ from typing import NamedTuple
 from shardplan.experts.method import ExpertMethod
 from shardplan.plan.attention_plan import AttentionPlan
 from shardplan.plan.mapping import AxisMapping, MeshAxes, MeshShape, mesh_size
-from shardplan.program.attention_kind import AttentionKind
+from shardplan.program.marked.attention_kind import AttentionKind
 from shardplan.program.named_arrays import Dim, TracedArray, is_parameter_like, mapped, shape_of
 
 TILE_BYTES = 32

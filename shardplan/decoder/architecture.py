@@ -13,7 +13,7 @@ from haliax import Axis
 from levanter.layers.attention import AttentionBackend
 from levanter.models.lm_model import LmConfig
 
-from shardplan.decoder.parts.attention import POSITION, Kernel
+from shardplan.decoder.parts.attention.grouped_attention import POSITION, Kernel
 from shardplan.decoder.parts.norm import NormConfig
 from shardplan.decoder.parts.segments import Segment
 from shardplan.errors import ConfigError

@@ -1,4 +1,4 @@
-"""The layers of a decoder that have routed experts, by their number, and what is recorded of them."""
+"""Numbers the layers of a decoder that have routed experts, and gives each its record and its metrics."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from levanter.metrics import Metric, ReductionType
 
-from shardplan.decoder.parts.experts import ExpertsConfig
+from shardplan.decoder.parts.mlp.experts import ExpertsConfig
 from shardplan.decoder.parts.segments import Segment
 from shardplan.experts.statistics.layer_record import LayerRecord
 from shardplan.experts.statistics.metrics import layer_metrics

@@ -23,11 +23,11 @@ from shardplan.decoder.architecture import Architecture
 from shardplan.decoder.expert_layers import training_metrics
 from shardplan.decoder.names import Rule, Shape, StoredTensor, evaluate, stored_tensors
 from shardplan.decoder.parameter_rules import parameter_rules, stored_constants
-from shardplan.decoder.parts.attention import POSITION
+from shardplan.decoder.parts.attention.grouped_attention import POSITION
+from shardplan.decoder.parts.attention.rotary import Positions
 from shardplan.decoder.parts.block import RepeatedLayers
 from shardplan.decoder.parts.linear import INITIAL_SCALE, Linear
 from shardplan.decoder.parts.norm import Norm
-from shardplan.decoder.parts.rotary import Positions
 from shardplan.experts.statistics.recording import fold_layers, record_routing
 from shardplan.model.attention.chunked_mask import indices_in_documents
 from shardplan.model.logits.logit_blocks import prepare_head, project_to_vocab

@@ -18,7 +18,7 @@ from shardplan.model.registry import Model
 from shardplan.plan.plan import Plan
 from shardplan.positions.sequence_layout import SequenceLayout
 from shardplan.positions.sequence_order import SequenceOrder
-from shardplan.program.marked_attention import kind_of_call
+from shardplan.program.marked.marked_attention import kind_of_call
 
 DECIDED_BY_PLAN = (
     "use_flash", "attn_backend", "flash_block_size", "block", "strategy", "ulysses", "kernel", "hardware",

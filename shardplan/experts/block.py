@@ -24,7 +24,7 @@ from shardplan.experts.method import ExpertMethod, ExpertStrategy
 from shardplan.experts.statistics.recording import device_rows_spec, is_recording, take_device_rows, with_device_rows
 from shardplan.experts.strategies.exchange_tokens import exchange_tokens
 from shardplan.experts.tiles import buffer_rows
-from shardplan.hardware.generations import Generation
+from shardplan.hardware.generations import Generation, generation_of_device
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def compute_routed_mlp(
 
     Args:
         method: default: that of the call.
-        generation: of the TPUs that compute it; default: kernels have the tiles that XLA takes by itself.
+        generation: of the TPUs that compute it; default: that of JAX's own devices.
     """
     arrays, embed = call.weights, call.Embed
     program = DeviceProgram(
@@ -119,7 +119,7 @@ def compute_routed_mlp(
         expert_axes=_mesh_axes(call.Experts),
         mlp_axes=_mesh_axes(call.Mlp),
         experts=call.Experts.size,
-        function=replace(call.function, generation=generation),
+        function=replace(call.function, generation=generation or generation_of_device(jax.devices()[0].device_kind)),
         method=method or call.method or ExpertMethod(),
     )
     if _mesh_axes(embed):

@@ -25,11 +25,8 @@ from levanter.models.qwen3_moe import Qwen3MoeSparseMoeBlock
 from shardplan.errors import ConfigError, check_argument
 from shardplan.experts.block import routed_mlp
 from shardplan.experts.expert_weights import ExpertFunction, ExpertWeights
-from shardplan.experts.method import ExpertMethod
+from shardplan.experts.method import UNSHARDED, ExpertMethod
 
-UNSHARDED = "shardplan_unsharded_"
-"""Begins the names (`checkpoint_name`) of arrays that no mapping shards along one axis, whose name follows: the router
-has the axis of the experts, and does not follow their sharding."""
 SCORES = "expert_score"
 """Name of the axis of the experts in what a router computes."""
 
@@ -220,7 +217,7 @@ def why_not_replaceable(block: Any) -> str | None:
         )
     if block.config.dense_router_gradient:
         return (
-            "dense_router_gradient is True, for which every device computes all experts for all its tokens; set it to "
+            "dense_router_gradient is True: every device would compute all experts for all its tokens; set it to "
             "False, or leave the model as it is"
         )
     if any(projection.bias is not None for projection in _projections(block)):
@@ -323,7 +320,11 @@ def _mark_unsharded(array: NamedArray, axis: str) -> NamedArray:
 
 
 def _choose(probabilities: NamedArray, TopExperts: Axis) -> Choice:
-    """Return the experts with the best scores, {..., expert_score}, of each token."""
+    """Choose for each token the experts with the best scores.
+
+    Args:
+        probabilities: {..., expert_score}, the scores.
+    """
     axes = (*probabilities.axes[:-1], TopExperts)
     weights, chosen = jax.lax.top_k(probabilities.array, TopExperts.size)
     return Choice(hax.named(weights, axes), hax.named(chosen, axes))

@@ -8,6 +8,10 @@ from shardplan.errors import ConfigError, nearest
 OVERFLOW_SCOPE = "overflow_rounds"
 """Named scope of the loop over the rounds for rows that did not fit in the buffers; it has no round otherwise."""
 
+UNSHARDED = "shardplan_unsharded_"
+"""Begins the names (`checkpoint_name`) of arrays that no mapping shards along one axis, whose name follows: a router of
+Levanter has the axis of the experts, and does not follow their sharding."""
+
 
 class ExpertStrategy(StrEnum):
     """What travels between the devices that share experts."""

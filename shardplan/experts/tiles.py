@@ -1,4 +1,4 @@
-"""Tiles of the kernels of grouped matmuls: how many rows, inner elements and columns they multiply at a time. Pure.
+"""Chooses the tiles of grouped matmuls: the rows, inner elements and columns that a kernel multiplies at a time. Pure.
 
 XLA's kernel for `ragged_dot` goes over tiles of columns, within each over tiles of rows, and within each of these over
 the inner dimension; that for the gradient of the matrices goes over their tiles, and within each over tiles of rows. A
@@ -61,12 +61,12 @@ class GroupedMatmul:
     inner: int
     columns: int
     itemsize: int = 2
-    """Bytes of an element of all arrays."""
+    """Bytes of an element, the same in all arrays."""
     is_matrix_gradient: bool = False
     """Whether [inner, rows] times [rows, columns] is computed, for the rows of each group."""
 
     def row_tiles(self, tiles: TileShape) -> float:
-        """TileShape of rows that are computed: those of the rows, and one more for every group but the first."""
+        """Number of tiles of rows that are computed: every group but the first begins within one, and adds one."""
         return max(self.rows / tiles.rows, 1.0) + self.groups - 1
 
     def flops(self, tiles: TileShape) -> float:
@@ -114,11 +114,13 @@ def fastest_tiles(matmul: GroupedMatmul, generation: Generation) -> TileShape:
 
 
 def _possible_tiles(matmul: GroupedMatmul) -> Iterator[TileShape]:
-    inner, columns = (
-        (*(side for side in SIDES if side < size), size) for size in (int(matmul.inner), int(matmul.columns))
-    )
-    for shape in product(ROWS, inner, columns):
+    for shape in product(ROWS, _possible_sides(matmul.inner), _possible_sides(matmul.columns)):
         yield TileShape(*shape)
+
+
+def _possible_sides(size: int) -> list[int]:
+    """Return the sides of tiles along a dimension: those that are smaller, and the whole dimension."""
+    return [*(side for side in SIDES if side < size), size]
 
 
 def buffer_rows(balanced_rows: float, factor: float) -> int:

@@ -53,8 +53,8 @@ class AttentionPlan:
     """The order of positions; see `shardplan.positions.sequence_layout`."""
     kernel: KernelName = KernelName.BLOCKWISE
     kinds: dict[str, "AttentionPlan"] = field(default_factory=dict)
-    """The name of a kind of attention (`shardplan.program.attention_kind`) -> how it is computed, where a model has
-    several kinds and this one is computed otherwise. All kinds have the same order of positions."""
+    """The name of a kind of attention (`shardplan.program.marked.attention_kind`) -> how it is computed, where a model
+    has several kinds and this one is computed otherwise. All kinds have the same order of positions."""
 
     def __post_init__(self) -> None:
         for name, kind in (("strategy", Strategy), ("layout", SequenceOrder), ("kernel", KernelName)):

@@ -5,8 +5,8 @@ A loop over stacked layers has the calls of its body once for each of its iterat
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from shardplan.program.attention_kind import UNMARKED, AttentionKind
-from shardplan.program.marked_attention import kind_of_label
+from shardplan.program.marked.attention_kind import UNMARKED, AttentionKind
+from shardplan.program.marked.marked_attention import kind_of_label
 from shardplan.program.named_arrays import TracedArray, is_scores
 from shardplan.program.operations import REMATERIALIZED_SCOPE, Operation, OperationKind
 

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 
-from shardplan.program.attention_kind import AttentionKind
-from shardplan.program.expert_kind import ExpertKind
+from shardplan.program.marked.attention_kind import AttentionKind
+from shardplan.program.marked.expert_kind import ExpertKind
 from shardplan.program.named_arrays import TracedArray
 
 

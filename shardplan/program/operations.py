@@ -5,7 +5,7 @@ from enum import StrEnum
 
 from shardplan.hardware import CollectiveKind
 from shardplan.plan.mapping import MeshAxes
-from shardplan.program.expert_kind import ExpertKind
+from shardplan.program.marked.expert_kind import ExpertKind
 from shardplan.program.named_arrays import Dim
 
 BACKWARD_SCOPE, REMATERIALIZED_SCOPE = "transpose(", "rematted_computation"
@@ -30,7 +30,7 @@ class OperationKind(StrEnum):
     COLLECTIVE = "collective"
     """A collective over mesh axes that a `shard_map` names, such as `psum`."""
     EXPERTS = "experts"
-    """A block of routed experts, or its gradient, as `shardplan.program.marked_experts` marks it."""
+    """A block of routed experts, or its gradient, as `shardplan.program.marked.marked_experts` marks it."""
     LOOP = "loop"
     """A `scan`."""
 

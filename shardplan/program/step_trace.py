@@ -24,8 +24,8 @@ from shardplan.model.registry import Model
 from shardplan.plan.workload.checkpointing import RING_RESIDUALS, split_checkpointing
 from shardplan.plan.workload.workload import Workload
 from shardplan.program.layer_attention import attention_calls
-from shardplan.program.marked_attention import mark_attention
-from shardplan.program.marked_experts import mark_experts
+from shardplan.program.marked.marked_attention import mark_attention
+from shardplan.program.marked.marked_experts import mark_experts
 from shardplan.program.named_arrays import is_parameter_like, traced_mesh_axis
 from shardplan.program.tasks import Step, Task, TaskKind
 from shardplan.program.trace import Argument, ArrayClass, Trace, trace_jaxpr

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 from shardplan.hardware import CollectiveKind
 from shardplan.plan.mapping import MeshAxes
-from shardplan.program.attention_kind import AttentionKind
-from shardplan.program.expert_kind import ExpertKind
 from shardplan.program.live_buffers import ProgramPoint
+from shardplan.program.marked.attention_kind import AttentionKind
+from shardplan.program.marked.expert_kind import ExpertKind
 from shardplan.program.named_arrays import Dim, TracedArray, is_scores, score_length, score_positions
 
 

@@ -7,14 +7,14 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from shardplan.hardware import CollectiveKind
-from shardplan.program.attention_kind import UNMARKED, AttentionKind
-from shardplan.program.expert_kind import ExpertKind
 from shardplan.program.fusion.fusion import Fusion
 from shardplan.program.fusion.held_for_gradients import hold_for_gradients
 from shardplan.program.fusion.hoisting import invariant_copies
 from shardplan.program.fusion.siblings import fuse_with_siblings
 from shardplan.program.live_buffers import BufferRole, LiveBuffer
-from shardplan.program.marked_attention import kind_of_label, without_mark
+from shardplan.program.marked.attention_kind import UNMARKED, AttentionKind
+from shardplan.program.marked.expert_kind import ExpertKind
+from shardplan.program.marked.marked_attention import kind_of_label, without_mark
 from shardplan.program.named_arrays import TracedArray, is_scores
 from shardplan.program.naming.primitives import find_primitive
 from shardplan.program.operations import Operation, OperationKind

@@ -28,6 +28,7 @@ def _overflow(layers: list[Mapping[str, Any]]) -> str:
     over = [layer for layer in layers if layer["overflow_rows"]]
     if not over:
         return "no overflow"
-    rows, rounds = (sum(layer[name] for layer in over) for name in ("overflow_rows", "further_rounds"))
+    rows = sum(layer["overflow_rows"] for layer in over)
+    rounds = sum(layer["further_rounds"] for layer in over)
     most = max(over, key=lambda layer: layer["overflow_rows"])
     return f"{rows:,} rows beyond buffers in {rounds:,} further rounds (of {len(over)} layers, most in {most['layer']})"

@@ -16,7 +16,7 @@ from shardplan.hardware import GIB
 from shardplan.plan.attention_plan import Strategy
 from shardplan.plan.mapping import AxisMapping, MeshAxes, mesh_size, mesh_text
 from shardplan.plan.plan import Caveat
-from shardplan.program.attention_kind import AttentionKind
+from shardplan.program.marked.attention_kind import AttentionKind
 from shardplan.program.tasks import Step
 from shardplan.search.ranking import TIME_RESOLUTION, Candidate
 from shardplan.search.space import AttentionMethod

@@ -20,7 +20,7 @@ from shardplan.plan.mapping import MeshAxes
 from shardplan.plan.pins import Rules, parse_rules
 from shardplan.plan.workload.workload import BATCH_AXIS
 from shardplan.positions.sequence_order import SequenceOrder
-from shardplan.program.attention_kind import AttentionKind
+from shardplan.program.marked.attention_kind import AttentionKind
 from shardplan.program.step_trace import plan_step
 from shardplan.search.branch_and_bound import find_smallest, search_meshes
 from shardplan.search.open_choices import enumerate_variants

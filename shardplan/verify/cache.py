@@ -25,7 +25,7 @@ CODE = (
 """Modules of shardplan that make the compiled program from a plan, as glob patterns of their paths without suffix."""
 SEQUENCE_CODE = (
     "attention/**/*", "positions/*", "model/attention/chunked_mask", "model/attention/mask_pattern",
-    "program/attention_kind", "program/marked_attention", "runtime/private_jax",
+    "program/marked/attention_kind", "program/marked/marked_attention", "runtime/private_jax",
 )  # fmt: skip
 """Further such modules, used if the plan shards positions, and always by the decoder."""
 DECODER_CODE = ("decoder/**/*",)
@@ -67,6 +67,7 @@ def facts_digest(case: Case) -> str:
         "workload": vars(plan.workload),
         "attention": dataclasses.asdict(plan.attention),
         **_experts(plan),
+        # the rows of a block of experts depend on its sharding
         "rows": [] if plan.experts is None else [list(plan.mesh.items()), plan.compute_mapping],
         "program": case.program,
         "versions": package_versions(),

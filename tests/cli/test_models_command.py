@@ -71,7 +71,7 @@ def test_support_follows_from_what_planning_and_loading_ask(monkeypatch):
     assert set(supported_features(model)) == set(Feature)
     monkeypatch.setattr("shardplan.catalogue.model_types.expected_tensors", lambda _: {})
     monkeypatch.setattr(Model, "is_attention_planned", False)
-    monkeypatch.setattr("shardplan.program.attention_kind.AttentionKind.can_shard_positions", False)
+    monkeypatch.setattr("shardplan.program.marked.attention_kind.AttentionKind.can_shard_positions", False)
     sequence_methods.cache_clear()
     assert set(supported_features(model)) == {Feature.PLAN, Feature.VERIFY}
 

@@ -18,7 +18,7 @@ from test_logits import SHARDED_POSITIONS, UNSHARDED, run
 
 from shardplan.decoder import model as decoder_model
 from shardplan.decoder.expert_layers import expert_layers, records_by_layer
-from shardplan.decoder.parts import router
+from shardplan.decoder.parts.mlp import router
 from shardplan.execution import step_program
 from shardplan.execution.layout_forward import LayoutForward
 from shardplan.execution.recorded_program import with_expert_records

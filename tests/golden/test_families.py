@@ -32,7 +32,7 @@ from shardplan.checkpoint.save import save_pretrained
 from shardplan.decoder import families
 from shardplan.decoder.config import DecoderConfig
 from shardplan.decoder.model import Decoder
-from shardplan.decoder.parts.experts import ExpertsConfig
+from shardplan.decoder.parts.mlp.experts import ExpertsConfig
 from shardplan.errors import CheckpointError, ConfigError
 from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.registry import abstract_module, build_model, transformers_config

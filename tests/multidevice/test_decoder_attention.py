@@ -13,8 +13,8 @@ from haliax import Axis
 from jax.sharding import AxisType, Mesh
 from levanter.layers.attention import AttentionBackend, AttentionMask
 
-from shardplan.decoder.parts.attention import GroupedAttention, Kernel
-from shardplan.decoder.parts.rotary import Positions
+from shardplan.decoder.parts.attention.grouped_attention import GroupedAttention, Kernel
+from shardplan.decoder.parts.attention.rotary import Positions
 from shardplan.errors import ConfigError
 from shardplan.execution.planned_attention import planned_attention
 from shardplan.plan.attention_plan import AttentionPlan

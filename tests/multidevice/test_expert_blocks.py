@@ -11,12 +11,13 @@ from haliax import NamedArray
 from jax.sharding import Mesh
 
 from shardplan.errors import ConfigError
-from shardplan.experts import expert_weights, local_rounds, tiles
+from shardplan.experts import block, expert_weights, local_rounds, tiles
 from shardplan.experts.block import compute_routed_mlp, replace_routed_mlp, routed_mlp
 from shardplan.experts.expert_weights import ExpertFunction, ExpertWeights
 from shardplan.experts.grouped_matmul import grouped_matmul
 from shardplan.experts.method import ExpertMethod, ExpertStrategy
 from shardplan.experts.strategies.exchange_tokens import Slices, ragged_all_to_all
+from shardplan.hardware import GENERATIONS
 
 GATHER, EXCHANGE, WEIGHTS = ExpertStrategy
 BOTH = ("data", "model")
@@ -185,6 +186,21 @@ def test_rows_that_hold_nothing_never_reach_a_result(monkeypatch, strategy):
     spoiled_matmul.defvjp(forward, backward)
     monkeypatch.setattr(expert_weights, "grouped_matmul", spoiled_matmul)
     check(CASES["experts over 2, hidden over 4"], ExpertMethod(strategy, FEW), make_inputs())
+
+
+def test_without_a_plan_kernels_have_tiles_for_the_devices(monkeypatch):
+    """A program for TPUs says its tiles, and one for CPUs, which have no such kernel, says none."""
+    x, chosen, factors, weights, _ = make_inputs()
+
+    def lower():
+        def run(x):
+            return routed_mlp("experts", "mlp", "embed", x, chosen, factors, weights, ExpertFunction(activate)).array
+
+        return jax.jit(run).lower(x).as_text()
+
+    assert "ragged_dot_tiling" not in lower()
+    monkeypatch.setattr(block, "generation_of_device", lambda kind: GENERATIONS["v5p"])
+    assert "ragged_dot_tiling" in lower()
 
 
 def test_tokens_must_be_whole():

@@ -11,11 +11,11 @@ from haliax import Axis
 from jax.sharding import AxisType, Mesh
 from levanter.layers.attention import AttentionMask
 
-from shardplan.decoder.parts.attention import Kernel
-from shardplan.decoder.parts.frequencies import unscaled
-from shardplan.decoder.parts.latent_attention import LatentAttention
+from shardplan.decoder.parts.attention.frequencies import unscaled
+from shardplan.decoder.parts.attention.grouped_attention import Kernel
+from shardplan.decoder.parts.attention.latent_attention import LatentAttention
+from shardplan.decoder.parts.attention.rotary import Positions, Rotary
 from shardplan.decoder.parts.norm import NormConfig, NormKind
-from shardplan.decoder.parts.rotary import Positions, Rotary
 from shardplan.execution.planned_attention import planned_attention
 from shardplan.plan.attention_plan import AttentionPlan
 from shardplan.positions.sequence_layout import SequenceLayout

@@ -14,9 +14,9 @@ from shardplan import make_plan
 from shardplan.attention import dot_product
 from shardplan.cost.roofline import model_flops, model_flops_by_kind
 from shardplan.decoder.config import DecoderConfig
-from shardplan.decoder.parts.attention import GroupedAttention
+from shardplan.decoder.parts.attention.grouped_attention import GroupedAttention
 from shardplan.decoder.parts.block import LayerConfig
-from shardplan.decoder.parts.mlp import MlpConfig
+from shardplan.decoder.parts.mlp.mlp import MlpConfig
 from shardplan.decoder.parts.norm import NormConfig, NormKind
 from shardplan.decoder.parts.segments import divide_layers
 from shardplan.errors import ConfigError

@@ -26,12 +26,12 @@ from shardplan.decoder.names import (
     evaluate,
     stored_tensors,
 )
-from shardplan.decoder.parts.attention import GroupedAttention, QueryTemperature
+from shardplan.decoder.parts.attention.frequencies import Frequencies, unscaled
+from shardplan.decoder.parts.attention.grouped_attention import GroupedAttention, QueryTemperature
+from shardplan.decoder.parts.attention.rotary import Positions, Rotary
 from shardplan.decoder.parts.block import LayerConfig, Wiring
-from shardplan.decoder.parts.frequencies import Frequencies, unscaled
-from shardplan.decoder.parts.mlp import MlpConfig
+from shardplan.decoder.parts.mlp.mlp import MlpConfig
 from shardplan.decoder.parts.norm import NormConfig, NormKind
-from shardplan.decoder.parts.rotary import Positions, Rotary
 from shardplan.decoder.parts.segments import divide_layers
 from shardplan.errors import ConfigError
 

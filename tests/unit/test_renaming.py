@@ -7,7 +7,7 @@ from conftest import GOLDEN
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from shardplan.decoder.parts.experts import ExpertsConfig
+from shardplan.decoder.parts.mlp.experts import ExpertsConfig
 from shardplan.model.model_class import DECODER
 from shardplan.model.registry import abstract_module
 from shardplan.search.make_plan import make_plan, model_from_config

@@ -10,9 +10,9 @@ from shardplan.decoder.families.common.keys import ACTIVATIONS, architecture, re
 from shardplan.decoder.families.common.rotary_keys import read_rotary, require_rope
 from shardplan.decoder.families.common.rules import Rules, attention_rules, layer_norm_rules, mlp_rules
 from shardplan.decoder.names import StoredTensor
-from shardplan.decoder.parts.attention import HeadNorm
+from shardplan.decoder.parts.attention.grouped_attention import HeadNorm
 from shardplan.decoder.parts.block import LayerConfig
-from shardplan.decoder.parts.mlp import XIELU, MlpConfig, Xielu
+from shardplan.decoder.parts.mlp.mlp import XIELU, MlpConfig, Xielu
 
 
 def read(keys: ConfigKeys) -> dict[str, Any]:

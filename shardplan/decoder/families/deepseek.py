@@ -22,7 +22,7 @@ from shardplan.decoder.families.common.latent_keys import LatentSizes, read_late
 from shardplan.decoder.families.common.latent_rules import latent_attention_rules
 from shardplan.decoder.families.common.rules import Rules, layer_norm_rules
 from shardplan.decoder.parts.block import LayerConfig
-from shardplan.decoder.parts.router import Scoring
+from shardplan.decoder.parts.mlp.router import Scoring
 
 SIZES = LatentSizes(query_rank=1536, kv_rank=512, unrotated=128, rotated=64, value=128)
 V2 = ExpertDefaults(experts=64, per_token=None, size=1407, shared=2, scale=1.0)

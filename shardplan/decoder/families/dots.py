@@ -18,9 +18,9 @@ from shardplan.decoder.families.common.expert_rules import expert_layer_rules
 from shardplan.decoder.families.common.family import Family
 from shardplan.decoder.families.common.keys import architecture, read_attention, read_rms_norm, read_windows
 from shardplan.decoder.families.common.rotary_keys import read_rotary
-from shardplan.decoder.parts.attention import HeadNorm
+from shardplan.decoder.parts.attention.grouped_attention import HeadNorm
 from shardplan.decoder.parts.block import LayerConfig
-from shardplan.decoder.parts.router import Scoring
+from shardplan.decoder.parts.mlp.router import Scoring
 
 DEFAULTS = ExpertDefaults(experts=None, per_token=None, size=1408, shared=None, scale=1.0)
 

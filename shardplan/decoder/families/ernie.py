@@ -16,7 +16,7 @@ from shardplan.decoder.families.common.rotary_keys import read_rotary
 from shardplan.decoder.families.common.rules import Rules, in_halves
 from shardplan.decoder.names import StoredTensor
 from shardplan.decoder.parts.block import LayerConfig
-from shardplan.decoder.parts.router import RouterConfig
+from shardplan.decoder.parts.mlp.router import RouterConfig
 
 NAMES = ExpertNames(correction="moe_statics.e_score_correction_bias")
 ONLY = {

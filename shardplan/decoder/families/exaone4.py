@@ -19,7 +19,7 @@ from shardplan.decoder.families.common.keys import (
 )
 from shardplan.decoder.families.common.rotary_keys import read_rotary
 from shardplan.decoder.families.common.rules import standard_layer_rules
-from shardplan.decoder.parts.attention import HeadNorm
+from shardplan.decoder.parts.attention.grouped_attention import HeadNorm
 from shardplan.decoder.parts.block import LayerConfig, Wiring
 
 

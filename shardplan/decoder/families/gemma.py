@@ -22,9 +22,9 @@ from shardplan.decoder.families.common.keys import (
 )
 from shardplan.decoder.families.common.rotary_keys import read_rotary
 from shardplan.decoder.families.common.rules import standard_layer_rules
-from shardplan.decoder.parts.attention import HeadNorm
+from shardplan.decoder.parts.attention.grouped_attention import HeadNorm
 from shardplan.decoder.parts.block import LayerConfig, Wiring
-from shardplan.decoder.parts.mlp import MlpConfig
+from shardplan.decoder.parts.mlp.mlp import MlpConfig
 from shardplan.decoder.parts.norm import NormConfig
 
 HEAD_SIZE = 256

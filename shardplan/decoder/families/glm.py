@@ -30,9 +30,9 @@ from shardplan.decoder.families.common.rules import (
     layer_norm_rules,
     linear_rules,
 )
-from shardplan.decoder.parts.attention import HeadNorm
+from shardplan.decoder.parts.attention.grouped_attention import HeadNorm
 from shardplan.decoder.parts.block import LayerConfig, Wiring
-from shardplan.decoder.parts.router import Scoring
+from shardplan.decoder.parts.mlp.router import Scoring
 
 NORM_NAMES_0414 = {
     "attention_norm": "input_layernorm",

@@ -9,9 +9,9 @@ from shardplan.decoder.families.common.family import Family
 from shardplan.decoder.families.common.keys import ACTIVATIONS
 from shardplan.decoder.families.common.rules import Rules, layer_norm_rules, top_rules
 from shardplan.decoder.names import Sliced, StoredTensor, Transposed
-from shardplan.decoder.parts.attention import GroupedAttention
+from shardplan.decoder.parts.attention.grouped_attention import GroupedAttention
 from shardplan.decoder.parts.block import LayerConfig
-from shardplan.decoder.parts.mlp import MlpConfig
+from shardplan.decoder.parts.mlp.mlp import MlpConfig
 from shardplan.decoder.parts.norm import NormConfig, NormKind
 from shardplan.decoder.parts.segments import divide_layers
 

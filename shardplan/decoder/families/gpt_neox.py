@@ -13,9 +13,9 @@ from shardplan.decoder.families.common.keys import ACTIVATIONS, architecture
 from shardplan.decoder.families.common.rotary_keys import read_rotary
 from shardplan.decoder.families.common.rules import Rules, layer_norm_rules, linear_rules, mlp_rules, norm_rules
 from shardplan.decoder.names import Reshaped, Rule, Shape, Sliced, StoredTensor
-from shardplan.decoder.parts.attention import GroupedAttention
+from shardplan.decoder.parts.attention.grouped_attention import GroupedAttention
 from shardplan.decoder.parts.block import LayerConfig, Wiring
-from shardplan.decoder.parts.mlp import MlpConfig
+from shardplan.decoder.parts.mlp.mlp import MlpConfig
 from shardplan.decoder.parts.norm import NormConfig, NormKind
 
 

@@ -22,8 +22,8 @@ from shardplan.decoder.families.common.rotary_keys import read_rotary, require_r
 from shardplan.decoder.families.common.rules import Rules, attention_rules, layer_norm_rules, linear_rules
 from shardplan.decoder.names import Reshaped, Sliced, StoredTensor
 from shardplan.decoder.parts.block import LayerConfig
-from shardplan.decoder.parts.experts import ClampedSwish, ExpertsConfig
-from shardplan.decoder.parts.router import RouterConfig, Scoring
+from shardplan.decoder.parts.mlp.experts import ClampedSwish, ExpertsConfig
+from shardplan.decoder.parts.mlp.router import RouterConfig, Scoring
 
 
 def read(keys: ConfigKeys) -> dict[str, Any]:

@@ -17,12 +17,12 @@ from shardplan.decoder.families.common.rules import (
     mlp_rules,
     top_rules,
 )
-from shardplan.decoder.parts.attention import GroupedAttention
+from shardplan.decoder.parts.attention.frequencies import unscaled
+from shardplan.decoder.parts.attention.grouped_attention import GroupedAttention
+from shardplan.decoder.parts.attention.rotary import Rotary
 from shardplan.decoder.parts.block import LayerConfig, Wiring
-from shardplan.decoder.parts.frequencies import unscaled
-from shardplan.decoder.parts.mlp import MlpConfig
+from shardplan.decoder.parts.mlp.mlp import MlpConfig
 from shardplan.decoder.parts.norm import NormConfig, NormKind
-from shardplan.decoder.parts.rotary import Rotary
 from shardplan.decoder.parts.segments import divide_layers
 
 

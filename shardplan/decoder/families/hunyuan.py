@@ -21,9 +21,9 @@ from shardplan.decoder.families.common.family import Family
 from shardplan.decoder.families.common.keys import architecture, only, read_attention, read_rms_norm
 from shardplan.decoder.families.common.rotary_keys import read_rotary
 from shardplan.decoder.families.common.rules import Rules, attention_rules
-from shardplan.decoder.parts.attention import HeadNorm
+from shardplan.decoder.parts.attention.grouped_attention import HeadNorm
 from shardplan.decoder.parts.block import LayerConfig
-from shardplan.decoder.parts.router import RouterConfig, Scoring
+from shardplan.decoder.parts.mlp.router import RouterConfig, Scoring
 
 V1_NAMES = ExpertNames(router="gate.wg.weight", shared="shared_mlp")
 V3_NAMES = ExpertNames(router="router.gate.weight", correction="expert_bias", shared="shared_mlp")

@@ -21,12 +21,12 @@ from shardplan.decoder.families.common.rules import (
     mlp_rules,
 )
 from shardplan.decoder.names import Sliced, StoredTensor
-from shardplan.decoder.parts.attention import GroupedAttention, HeadNorm, QueryTemperature
+from shardplan.decoder.parts.attention.grouped_attention import GroupedAttention, HeadNorm, QueryTemperature
 from shardplan.decoder.parts.block import LayerConfig
-from shardplan.decoder.parts.experts import ExpertsConfig, GatedActivation
-from shardplan.decoder.parts.mlp import MlpConfig
+from shardplan.decoder.parts.mlp.experts import ExpertsConfig, GatedActivation
+from shardplan.decoder.parts.mlp.mlp import MlpConfig
+from shardplan.decoder.parts.mlp.router import RouterConfig, Scoring
 from shardplan.decoder.parts.norm import NormConfig
-from shardplan.decoder.parts.router import RouterConfig, Scoring
 
 CHUNKED = "chunked_attention"
 """Kind of layers in `layer_types`."""

@@ -13,9 +13,9 @@ from shardplan.decoder.families.common.expert_rules import ExpertNames, expert_l
 from shardplan.decoder.families.common.family import Family
 from shardplan.decoder.families.common.keys import architecture, only, read_heads, read_rms_norm
 from shardplan.decoder.families.common.rotary_keys import read_rotary
-from shardplan.decoder.parts.attention import HeadNorm, NormExtent
+from shardplan.decoder.parts.attention.grouped_attention import HeadNorm, NormExtent
 from shardplan.decoder.parts.block import LayerConfig
-from shardplan.decoder.parts.router import RouterConfig, Scoring
+from shardplan.decoder.parts.mlp.router import RouterConfig, Scoring
 
 NAMES = ExpertNames(correction="e_score_correction_bias", projections=("w1", "w3", "w2"))
 ONLY = {

@@ -22,7 +22,7 @@ from shardplan.decoder.families.common.latent_rules import latent_attention_rule
 from shardplan.decoder.families.common.rotary_keys import require_rope
 from shardplan.decoder.families.common.rules import Rules, layer_norm_rules
 from shardplan.decoder.parts.block import LayerConfig
-from shardplan.decoder.parts.router import Scoring
+from shardplan.decoder.parts.mlp.router import Scoring
 
 SIZES = LatentSizes(query_rank=1024, kv_rank=256, unrotated=64, rotated=64, value=128)
 EXPERTS = ExpertDefaults(experts=128, per_token=4, size=2048, shared=1, scale=1.0)

@@ -11,7 +11,7 @@ from shardplan.decoder.families.common.family import Family
 from shardplan.decoder.families.common.keys import architecture, read_heads, read_rms_norm, read_uniform_window
 from shardplan.decoder.families.common.rotary_keys import read_rotary
 from shardplan.decoder.parts.block import LayerConfig
-from shardplan.decoder.parts.router import RouterConfig, Scoring
+from shardplan.decoder.parts.mlp.router import RouterConfig, Scoring
 
 NAMES = ExpertNames(projections=("w1", "w3", "w2"))
 TRAINING_KEYS = ("output_router_logits", "router_aux_loss_coef", "router_jitter_noise")

@@ -23,9 +23,9 @@ from shardplan.decoder.families.common.keys import (
 )
 from shardplan.decoder.families.common.rotary_keys import read_rotary
 from shardplan.decoder.families.common.rules import standard_layer_rules
-from shardplan.decoder.parts.attention import HeadNorm, NormExtent
+from shardplan.decoder.parts.attention.grouped_attention import HeadNorm, NormExtent
 from shardplan.decoder.parts.block import LayerConfig, Wiring
-from shardplan.decoder.parts.router import RouterConfig
+from shardplan.decoder.parts.mlp.router import RouterConfig
 
 THETA = 500000.0
 

@@ -18,9 +18,9 @@ from shardplan.decoder.families.common.rules import (
     top_rules,
 )
 from shardplan.decoder.names import StoredTensor
-from shardplan.decoder.parts.attention import GroupedAttention
+from shardplan.decoder.parts.attention.grouped_attention import GroupedAttention
 from shardplan.decoder.parts.block import LayerConfig, Wiring
-from shardplan.decoder.parts.mlp import MlpConfig
+from shardplan.decoder.parts.mlp.mlp import MlpConfig
 from shardplan.decoder.parts.norm import NormConfig, NormKind
 
 FIRST_ROW = 2

@@ -12,9 +12,9 @@ from shardplan.decoder.families.common.family import Family
 from shardplan.decoder.families.common.keys import ACTIVATIONS, architecture, read_heads
 from shardplan.decoder.families.common.rotary_keys import read_rotary
 from shardplan.decoder.families.common.rules import Rules, attention_rules, layer_norm_rules, mlp_rules, top_rules
-from shardplan.decoder.parts.attention import HeadNorm
+from shardplan.decoder.parts.attention.grouped_attention import HeadNorm
 from shardplan.decoder.parts.block import LayerConfig, Wiring
-from shardplan.decoder.parts.mlp import MlpConfig
+from shardplan.decoder.parts.mlp.mlp import MlpConfig
 from shardplan.decoder.parts.norm import NormConfig, NormKind
 
 

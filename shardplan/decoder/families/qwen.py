@@ -23,10 +23,10 @@ from shardplan.decoder.families.common.keys import (
 )
 from shardplan.decoder.families.common.rotary_keys import read_rotary
 from shardplan.decoder.families.common.rules import standard_layer_rules
-from shardplan.decoder.parts.attention import GroupedAttention, HeadNorm
+from shardplan.decoder.parts.attention.grouped_attention import GroupedAttention, HeadNorm
 from shardplan.decoder.parts.block import LayerConfig
+from shardplan.decoder.parts.mlp.router import RouterConfig
 from shardplan.decoder.parts.norm import NormConfig
-from shardplan.decoder.parts.router import RouterConfig
 
 
 def read_qwen2(keys: ConfigKeys) -> dict[str, Any]:

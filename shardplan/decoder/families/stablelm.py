@@ -13,7 +13,7 @@ from shardplan.decoder.families.common.keys import architecture, read_gated_mlp,
 from shardplan.decoder.families.common.rotary_keys import read_rotary
 from shardplan.decoder.families.common.rules import Rules, standard_layer_rules
 from shardplan.decoder.names import Stacked, StoredTensor
-from shardplan.decoder.parts.attention import HeadNorm, NormExtent
+from shardplan.decoder.parts.attention.grouped_attention import HeadNorm, NormExtent
 from shardplan.decoder.parts.block import LayerConfig, Wiring
 from shardplan.decoder.parts.norm import NormConfig, NormKind
 

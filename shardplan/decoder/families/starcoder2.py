@@ -10,7 +10,7 @@ from shardplan.decoder.families.common.keys import ACTIVATIONS, architecture, re
 from shardplan.decoder.families.common.rotary_keys import read_rotary
 from shardplan.decoder.families.common.rules import Rules, attention_rules, layer_norm_rules, mlp_rules
 from shardplan.decoder.parts.block import LayerConfig
-from shardplan.decoder.parts.mlp import MlpConfig
+from shardplan.decoder.parts.mlp.mlp import MlpConfig
 from shardplan.decoder.parts.norm import NormConfig, NormKind
 
 

@@ -9,12 +9,12 @@ from haliax import Axis, NamedArray
 from haliax.jax_utils import named_call
 from levanter.layers.attention import AttentionMask
 
-from shardplan.decoder.parts.attention import AttentionLayer, GroupedAttention, Kernel
-from shardplan.decoder.parts.experts import ExpertsConfig, ExpertsLayer
-from shardplan.decoder.parts.latent_attention import LatentAttention, LatentAttentionLayer
-from shardplan.decoder.parts.mlp import MlpConfig, MlpLayer
+from shardplan.decoder.parts.attention.grouped_attention import AttentionLayer, GroupedAttention, Kernel
+from shardplan.decoder.parts.attention.latent_attention import LatentAttention, LatentAttentionLayer
+from shardplan.decoder.parts.attention.rotary import Positions
+from shardplan.decoder.parts.mlp.experts import ExpertsConfig, ExpertsLayer
+from shardplan.decoder.parts.mlp.mlp import MlpConfig, MlpLayer
 from shardplan.decoder.parts.norm import Norm, NormConfig
-from shardplan.decoder.parts.rotary import Positions
 
 
 class Wiring(Enum):

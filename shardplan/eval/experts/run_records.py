@@ -40,7 +40,7 @@ class ExpertRecords:
     """The records of a run; every process has the same ones."""
 
     def __init__(self, model: Model, results: ResultsFolder):
-        """Begin without any; those of earlier starts of the run are in `results`."""
+        """Make the records of a run, which has those of its earlier starts in `results`."""
         self._segments, self._results = model.config.segments, results
         self._of_shard: LayerRecords = {}
 

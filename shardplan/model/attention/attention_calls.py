@@ -2,7 +2,7 @@
 
 A model of your own may call such a function from any module, without Levanter's `Attention`. So while the model is
 traced, the name is replaced in every module that has imported the function. A planner's trace uses this to mark
-attention (`shardplan.program.marked_attention`), and a run uses it to compute attention as planned
+attention (`shardplan.program.marked.marked_attention`), and a run uses it to compute attention as planned
 (`shardplan.execution.planned_attention`).
 """
 
@@ -20,7 +20,7 @@ from levanter.models.olmo import Olmo2Attention
 
 FUNCTION = "dot_product_attention"
 """The name of the functions."""
-OWN_MODULES = ("shardplan.attention.dot_product", "shardplan.decoder.parts.levanter_attention")
+OWN_MODULES = ("shardplan.attention.dot_product", "shardplan.decoder.parts.attention.levanter_attention")
 """The modules of shardplan's two functions: sequence-parallel attention, and the decoder's attention."""
 POSITIONAL = (
     "QPos", "KPos", "Key", "query", "key", "value", "mask", "bias", "attention_dtype", "precision", "use_flash",

@@ -1,4 +1,4 @@
-"""Rules for blocks of routed experts, which `shardplan.program.marked_experts` marks."""
+"""Rules for blocks of routed experts, which `shardplan.program.marked.marked_experts` marks."""
 
 from dataclasses import replace
 from typing import Any

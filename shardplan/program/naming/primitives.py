@@ -12,7 +12,7 @@ import numpy as np
 from jax.extend import core as jex
 
 from shardplan.hardware import CollectiveKind
-from shardplan.program.marked_experts import EXPERTS, EXPERTS_GRADIENT
+from shardplan.program.marked.marked_experts import EXPERTS, EXPERTS_GRADIENT
 from shardplan.program.named_arrays import TracedArray, shape_of
 from shardplan.program.naming.axis_naming import AxisNaming, Rule, RuleResult
 from shardplan.program.naming.elementwise_rules import (

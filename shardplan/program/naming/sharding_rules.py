@@ -3,10 +3,10 @@
 from dataclasses import replace
 from typing import Any
 
-from shardplan.experts.levanter import UNSHARDED
+from shardplan.experts.method import UNSHARDED
 from shardplan.hardware import CollectiveKind
 from shardplan.hardware.mesh_axes import MESH_AXES
-from shardplan.program.named_arrays import TracedArray, UnshardedAxis, adopt_names, dims_of_spec, shape_of
+from shardplan.program.named_arrays import Dim, TracedArray, UnshardedAxis, adopt_names, dims_of_spec, shape_of
 from shardplan.program.naming.axis_naming import AxisNaming, Rule, RuleResult, itemsize_of
 from shardplan.program.naming.elementwise_rules import elementwise
 from shardplan.program.operations import OperationKind
@@ -25,12 +25,13 @@ def name_activation(naming: AxisNaming, equation: Any, arrays: list[TracedArray]
     name = equation.params["name"]
     if name.startswith(UNSHARDED):
         axis = name.removeprefix(UNSHARDED)
-        dims = (
-            tuple((UnshardedAxis(axis) if factor == axis else factor, size) for factor, size in dim)
-            for dim in results[0].dims
-        )
-        results = [replace(results[0], dims=tuple(dims))]
+        results = [replace(results[0], dims=tuple(_unsharded(dim, axis) for dim in results[0].dims))]
     return kind, results, fields
+
+
+def _unsharded(dim: Dim, axis: str) -> Dim:
+    """Return a dimension with a logical axis replaced by one that no mapping shards."""
+    return tuple((UnshardedAxis(name) if name == axis else name, size) for name, size in dim)
 
 
 def collective(kind: CollectiveKind) -> Rule:

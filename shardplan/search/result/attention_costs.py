@@ -12,7 +12,7 @@ from shardplan.hardware import Slice
 from shardplan.model.registry import Model
 from shardplan.plan.details import AttentionCost
 from shardplan.plan.workload.workload import Workload
-from shardplan.program.attention_kind import AttentionKind
+from shardplan.program.marked.attention_kind import AttentionKind
 from shardplan.program.named_arrays import is_scores
 from shardplan.program.step_trace import forward_workload, plan_step
 from shardplan.program.tasks import Step, Task, TaskKind

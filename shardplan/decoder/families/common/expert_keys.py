@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 from shardplan.decoder.config_keys import ConfigKeys
 from shardplan.decoder.families.common.keys import ACTIVATIONS, read_gated_mlp
-from shardplan.decoder.parts.experts import ExpertsConfig, GatedActivation
-from shardplan.decoder.parts.mlp import MlpConfig
-from shardplan.decoder.parts.router import ExpertGroups, RouterConfig, Scoring
+from shardplan.decoder.parts.mlp.experts import ExpertsConfig, GatedActivation
+from shardplan.decoder.parts.mlp.mlp import MlpConfig
+from shardplan.decoder.parts.mlp.router import ExpertGroups, RouterConfig, Scoring
 
 TRAINING_KEYS = (
     "aux_loss_alpha", "ep_size", "num_mtp_layers", "output_router_logits", "router_aux_loss_coef",

@@ -6,8 +6,8 @@ from shardplan.decoder.architecture import Architecture
 from shardplan.decoder.families.common.rules import Rules, attention_rules, layer_norm_rules, mlp_rules
 from shardplan.decoder.names import Rule, Sliced, Stacked, StoredTensor, Transposed
 from shardplan.decoder.parts.block import LayerConfig
-from shardplan.decoder.parts.experts import ExpertsConfig
-from shardplan.decoder.parts.mlp import MlpConfig
+from shardplan.decoder.parts.mlp.experts import ExpertsConfig
+from shardplan.decoder.parts.mlp.mlp import MlpConfig
 
 Mlp = MlpConfig | ExpertsConfig
 """What a layer has behind its attention."""

@@ -5,9 +5,9 @@ from dataclasses import replace
 from typing import Any
 
 from shardplan.decoder.config_keys import ConfigKeys
-from shardplan.decoder.parts.attention import GroupedAttention
+from shardplan.decoder.parts.attention.grouped_attention import GroupedAttention
 from shardplan.decoder.parts.block import LayerConfig
-from shardplan.decoder.parts.mlp import MlpConfig
+from shardplan.decoder.parts.mlp.mlp import MlpConfig
 from shardplan.decoder.parts.norm import NormConfig, NormKind
 from shardplan.decoder.parts.segments import divide_layers
 
@@ -24,7 +24,7 @@ ACTIVATIONS = {
     "swish": "silu",
     "tanh": "tanh",
 }
-"""Name of an activation in a config.json -> its name in `shardplan.decoder.parts.mlp`."""
+"""Name of an activation in a config.json -> its name in `shardplan.decoder.parts.mlp.mlp`."""
 FULL, SLIDING = "full_attention", "sliding_attention"
 """Kinds of layers in `layer_types`: without and with a window."""
 WINDOW_PERIOD = ("sliding_window_pattern", "_sliding_window_pattern")

@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 from shardplan.decoder.config_keys import ConfigKeys
 from shardplan.decoder.families.common.rotary_keys import read_rotary, read_score_factor, read_temperature
-from shardplan.decoder.parts.latent_attention import LatentAttention
+from shardplan.decoder.parts.attention.latent_attention import LatentAttention
+from shardplan.decoder.parts.attention.rotary import Rotary
 from shardplan.decoder.parts.norm import NormConfig, NormKind
-from shardplan.decoder.parts.rotary import Rotary
 
 LATENT_NORM = NormConfig(NormKind.RMS, 1e-6)
 """The norms of latents, for which `rms_norm_eps` does not hold."""

@@ -2,12 +2,12 @@
 
 A checkpoint has the rotated channels last in each head, beside the latent of keys and values in one projection, and the
 unrotated channels of keys beside those of values in another. The decoder has the rotated ones first, in halves, and a
-projection for each: `shardplan.decoder.parts.latent_attention`.
+projection for each: `shardplan.decoder.parts.attention.latent_attention`.
 """
 
 from shardplan.decoder.families.common.rules import Rules, linear_rules, pairs_to_halves
 from shardplan.decoder.names import Concatenated, Reshaped, Rule, Shape, Sliced, StoredTensor
-from shardplan.decoder.parts.latent_attention import LatentAttention
+from shardplan.decoder.parts.attention.latent_attention import LatentAttention
 
 
 def latent_attention_rules(attention: LatentAttention, name: str, embed: int) -> Rules:

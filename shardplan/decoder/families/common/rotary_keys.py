@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardplan.decoder.config_keys import ConfigKeys
-from shardplan.decoder.parts.attention import QueryTemperature
-from shardplan.decoder.parts.frequencies import scaled, unscaled
-from shardplan.decoder.parts.rotary import Rotary
+from shardplan.decoder.parts.attention.frequencies import scaled, unscaled
+from shardplan.decoder.parts.attention.grouped_attention import QueryTemperature
+from shardplan.decoder.parts.attention.rotary import Rotary
 from shardplan.errors import ConfigError
 from shardplan.model.huggingface.rope_keys import read_rope
 

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 
 from shardplan.decoder.architecture import Architecture
 from shardplan.decoder.names import Concatenated, Reshaped, Rule, Shape, Sliced, StoredTensor, Transposed
-from shardplan.decoder.parts.attention import GroupedAttention, NormExtent
+from shardplan.decoder.parts.attention.grouped_attention import GroupedAttention, NormExtent
 from shardplan.decoder.parts.block import LayerConfig, Wiring
-from shardplan.decoder.parts.mlp import MlpConfig
+from shardplan.decoder.parts.mlp.mlp import MlpConfig
 from shardplan.decoder.parts.norm import NormConfig
 
 Rules = dict[str, Rule]
@@ -170,7 +170,8 @@ def in_halves(rules: Rules, attention: GroupedAttention, embed: int) -> Rules:
     """Return the rules that reorder the rotated channels of queries, keys and their norms from pairs to halves.
 
     The checkpoint rotates pairs of neighbouring channels. The rules put the first channels of all pairs before the
-    second channels, as `shardplan.decoder.parts.rotary` rotates them. Scores do not depend on the order of channels.
+    second channels, as `shardplan.decoder.parts.attention.rotary` rotates them. Scores do not depend on the order of
+    channels.
 
     Args:
         rules: the rules of a layer, for channels in the order of the checkpoint.

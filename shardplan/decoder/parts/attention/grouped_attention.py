@@ -1,9 +1,9 @@
 """Grouped-query attention, which traces and plans can replace.
 
 `attend` calls `dot_product_attention` by its name in this module. A trace replaces this name to mark the call
-(`shardplan.program.marked_attention`), and a plan replaces it to compute attention as planned
+(`shardplan.program.marked.marked_attention`), and a plan replaces it to compute attention as planned
 (`shardplan.execution.planned_attention`). Otherwise Levanter's function computes attention
-(`shardplan.decoder.parts.levanter_attention`).
+(`shardplan.decoder.parts.attention.levanter_attention`).
 """
 
 from dataclasses import dataclass
@@ -19,10 +19,10 @@ from haliax.jax_utils import named_call
 from levanter.layers.attention import AttentionBackend, AttentionMask
 
 from shardplan.decoder.parts.activation_names import ActivationName
-from shardplan.decoder.parts.levanter_attention import dot_product_attention
+from shardplan.decoder.parts.attention.levanter_attention import dot_product_attention
+from shardplan.decoder.parts.attention.rotary import Positions, Rotary
 from shardplan.decoder.parts.linear import INITIAL_SCALE, Linear
 from shardplan.decoder.parts.norm import Norm, NormConfig
-from shardplan.decoder.parts.rotary import Positions, Rotary
 from shardplan.errors import ConfigError
 from shardplan.model.attention.chunked_mask import with_chunks
 

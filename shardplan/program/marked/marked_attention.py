@@ -23,7 +23,7 @@ from levanter.layers.attention import dot_product_attention as levanter_attentio
 
 from shardplan.model.attention.attention_calls import POSITIONAL, Arguments, replace_attention
 from shardplan.model.attention.mask_pattern import pattern_of_mask
-from shardplan.program.attention_kind import AttentionKind
+from shardplan.program.marked.attention_kind import AttentionKind
 
 POSITIONAL_OF_RESULT = POSITIONAL[: POSITIONAL.index("use_flash")]
 """Positional arguments on which the result depends; the others choose an implementation, or are for dropout."""

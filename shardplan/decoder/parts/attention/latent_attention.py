@@ -3,8 +3,8 @@
 A head has channels that are rotated and channels that are not. The rotated channels of keys are no part of the latent,
 and all heads have the same. Here attention is expanded: keys and values of every head are computed from the latent, so
 that every method and kernel computes it as other attention. In each head the rotated channels come first, as
-`shardplan.decoder.parts.rotary` has them; checkpoints, where they are last, are put in this order while they are
-loaded. Source: https://arxiv.org/abs/2405.04434, section 2.1.
+`shardplan.decoder.parts.attention.rotary` has them; checkpoints, where they are last, are put in this order while they
+are loaded. Source: https://arxiv.org/abs/2405.04434, section 2.1.
 """
 
 from dataclasses import dataclass
@@ -17,10 +17,10 @@ from haliax.jax_utils import named_call
 from levanter.layers.attention import AttentionMask
 
 from shardplan.decoder.parts.activation_names import ActivationName
-from shardplan.decoder.parts.attention import HeadAxes, Kernel, QueryTemperature, attend
+from shardplan.decoder.parts.attention.grouped_attention import HeadAxes, Kernel, QueryTemperature, attend
+from shardplan.decoder.parts.attention.rotary import Positions, Rotary
 from shardplan.decoder.parts.linear import Linear
 from shardplan.decoder.parts.norm import Norm, NormConfig
-from shardplan.decoder.parts.rotary import Positions, Rotary
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Rotary embeddings: the leading channels of each head are rotated by angles that grow with the position.
 
-Frequencies are numbers in the configuration (`shardplan.decoder.parts.frequencies`), so that a program does not compute
-them. As in transformers, each channel in the first half of the rotated channels forms a pair with one in the second
-half. Checkpoints with pairs of neighbouring channels are reordered while they are loaded. Source:
+Frequencies are numbers in the configuration (`shardplan.decoder.parts.attention.frequencies`), so that a program does
+not compute them. As in transformers, each channel in the first half of the rotated channels forms a pair with one in
+the second half. Checkpoints with pairs of neighbouring channels are reordered while they are loaded. Source:
 https://arxiv.org/abs/2104.09864.
 """
 
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from haliax import Axis, NamedArray
 
-from shardplan.decoder.parts.frequencies import Frequencies
+from shardplan.decoder.parts.attention.frequencies import Frequencies
 
 
 class Positions(eqx.Module):

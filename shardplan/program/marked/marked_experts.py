@@ -19,7 +19,7 @@ from jax.extend.core import Primitive
 
 from shardplan.experts.block import RoutedCall, replace_routed_mlp
 from shardplan.experts.expert_weights import ExpertWeights
-from shardplan.program.expert_kind import ExpertKind
+from shardplan.program.marked.expert_kind import ExpertKind
 
 EXPERTS = "shardplan_experts"
 """Name of the primitive of a block: tokens, chosen experts, routing weights, and the weights of `ExpertWeights` that

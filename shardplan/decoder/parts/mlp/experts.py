@@ -17,8 +17,8 @@ from jax import Array
 
 from shardplan.decoder.parts.activation_names import ActivationName
 from shardplan.decoder.parts.linear import INITIAL_SCALE
-from shardplan.decoder.parts.mlp import ACTIVATIONS, MlpConfig, MlpLayer
-from shardplan.decoder.parts.router import Router, RouterConfig
+from shardplan.decoder.parts.mlp.mlp import ACTIVATIONS, MlpConfig, MlpLayer
+from shardplan.decoder.parts.mlp.router import Router, RouterConfig
 from shardplan.experts.block import routed_mlp
 from shardplan.experts.expert_weights import ExpertFunction, ExpertWeights
 
@@ -28,7 +28,7 @@ class GatedActivation:
     """The hidden state of an expert: its activation of the gate, times the projection up."""
 
     name: str
-    """A key of `shardplan.decoder.parts.mlp.ACTIVATIONS`."""
+    """A key of `shardplan.decoder.parts.mlp.mlp.ACTIVATIONS`."""
 
     def __call__(self, gate: Array | None, up: Array) -> Array:
         """Compute the hidden states."""

@@ -2,7 +2,8 @@
 
 A model may have several: layers with a window beside layers without one, heads of several sizes, sinks. Two calls of
 attention are of one kind if their masks, as far as they are known while tracing, and these facts are equal. The trace
-marks every call with its kind (`shardplan.program.marked_attention`); nothing else says which layer has which mask.
+marks every call with its kind (`shardplan.program.marked.marked_attention`); nothing else says which layer has which
+mask.
 """
 
 from dataclasses import dataclass
