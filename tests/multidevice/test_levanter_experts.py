@@ -189,8 +189,8 @@ class BlockWithMore(MixtralSparseMoeBlock):
     [
         (
             lambda: make_block(dataclasses.replace(QWEN3, dense_router_gradient=True)),
-            "with_expert_parallel: dense_router_gradient is True, for which every device computes all experts for all "
-            "its tokens; set it to False, or leave the model as it is",
+            "with_expert_parallel: dense_router_gradient is True: every device would compute all experts for all its "
+            "tokens; set it to False, or leave the model as it is",
         ),
         (
             lambda: make_block(dataclasses.replace(MIXTRAL, use_bias=True)),
