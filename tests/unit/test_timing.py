@@ -192,6 +192,18 @@ def test_transfers_on_different_links_do_not():
     assert [use.transfer.mesh_axes for use in result.uses] == [("data",), ("model",)]
 
 
+@pytest.mark.parametrize(
+    ("opcode", "result", "seconds"),
+    [
+        ("copy", "f32[7500000], f32[7500000]{0:S(1)}, u32[]", 30e6 / HBM),
+        ("slice", "(f32[7500000]), f32[3000000]{0:S(1)}, s32[]", 12e6 / HBM),
+    ],
+)
+def test_copies_into_the_core_take_the_bytes_that_are_copied(opcode, result, seconds):
+    start = f"%c = ({result}) {opcode}-start(%x), slice={{[0:3000000]}}"
+    assert step(start, f"%d = f32[3000000] {opcode}-done(%c)").seconds == pytest.approx(seconds)
+
+
 @pytest.mark.parametrize("busy", [0.25, 2])
 def test_a_collective_in_three_fusions_is_one(busy):
     """The collective starts in the first, advances beside the matmul of the second, and blocks in the third."""

@@ -176,7 +176,8 @@ class _Simulator:
         elif is_collective(instruction) or opcode in ASYNC_CALLS:
             self._execute_collective(instruction, op, scope)
         elif opcode in COPIES:
-            clock.start(instruction.name, instruction.arrays[0].bytes / self.hardware.generation.hbm_bandwidth, HBM)
+            copied = min(array.bytes for array in instruction.arrays[:2])  # of a slice, one is all that it is taken from
+            clock.start(instruction.name, copied / self.hardware.generation.hbm_bandwidth, HBM)
         else:
             for identifier, inside in fused.items():
                 # a collective that was started in an enclosing computation only advances here
