@@ -48,8 +48,8 @@ class Calibration:
     """Time to copy the weights of a layer's experts out of the stack of all layers, relative to that of their bytes at
     HBM bandwidth: they are read and written."""
     kernel_wait: float = 0.5
-    """Part of the transfers beside kernels of experts, of tokens in several parts and of weights, that the compiler
-    overlaps with nothing."""
+    """Part of the transfers beside kernels of experts, of tokens in several parts and of stored weights, that the
+    compiler overlaps with nothing."""
     quirks: CompilerQuirks = field(default_factory=CompilerQuirks)
 
 

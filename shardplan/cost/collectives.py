@@ -44,8 +44,11 @@ class Overlap(Enum):
     """It depends on no other task, and runs behind the part of the task's compute that compilers can overlap."""
     REORDERED = auto()
     """As `INDEPENDENT`, but the result is reordered, and the task waits for a part of it."""
+    LAYER = auto()
+    """It depends on no other task, and lasts longer than its own: weights that experts gather. It runs behind the part
+    of the layer's compute that compilers can overlap."""
     KERNELS = auto()
-    """It runs behind kernels of experts: tokens of one part behind the experts of another, and weights of experts. Some
+    """It runs behind kernels of experts: tokens of one part behind the experts of another, and stored weights. Some
     compilers overlap little with kernels."""
     RING_HOPS = auto()
     """Each execution runs behind the attention to the keys of one hop; nothing is sent during the last one."""

@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import NormalDist
 
+from shardplan.cost.attention import FLOAT32_BYTES
 from shardplan.cost.collectives import (
     Overlap,
     Purpose,
@@ -44,9 +45,13 @@ from shardplan.program.tasks import Task
 ACTIVATION_SLOWDOWN = 2.0
 """Time of activations, in float32, relative to that of their bytes at HBM bandwidth: 1.6 as compiled for v4, 2.2 for
 v5p (Mixtral)."""
-EXCHANGE_COPY, EXCHANGE_FILL, EXCHANGE_PAD = 5.5, 10.0, 11.0
-"""Time around a ragged all-to-all, relative to that of the bytes of its rows at HBM bandwidth: to copy rows from its
-layout, to fill a buffer with zeros, and to pad or cut rows; as compiled for v5p (Mixtral, gpt-oss)."""
+EXCHANGE_COPY, EXCHANGE_FILL, EXCHANGE_PAD = 5.5, 10.0, 11.5
+"""Time around a ragged all-to-all, relative to that of the bytes of its rows at HBM bandwidth: to copy rows to or from
+its layout, to fill a buffer with zeros, and to pad or cut rows; as compiled for v5p (Mixtral, Qwen3, gpt-oss)."""
+EXCHANGE_RESHAPES = 2
+"""Reads and writes of rows that are reshaped; the compiler gives no cycles for it."""
+EXCHANGED_WEIGHT_COPY = 15.0
+"""As `EXCHANGE_COPY`, for routing weights."""
 EXCHANGE_LANES = 256
 """Elements of bfloat16 to a multiple of which the compiler pads the rows of a ragged all-to-all."""
 EXCHANGED_WEIGHT_BYTES = 512
@@ -276,22 +281,37 @@ def sliced_weight_bytes(task: Task, assignment: ShardingAssignment) -> float:
     return task.executions * copies * stored
 
 
-def moved_bytes(task: Task, work: ExpertWork) -> float:
+def moved_bytes(task: Task, work: ExpertWork, is_wide: bool) -> float:
     """Bytes that one execution reads and writes besides kernels: rows are looked up, computed and added up by token.
 
-    Rows that are exchanged are copied before and after, too, and biases are looked up for each row.
+    Rows that are exchanged are copied before and after, too, and biases are looked up for each row. A gradient removes
+    rows that hold nothing.
+
+    Args:
+        is_wide: whether kernels write rows in float32.
     """
     looked_up = 2 * work.buffer_rows * work.row_bytes + _exchange_bytes(work) + _bias_bytes(work)
     added_up = work.buffer_rows * work.row_bytes + 2 * work.gathered_tokens * work.row_bytes
-    activated = ACTIVATION_SLOWDOWN * work.kind.matrices * work.buffer_rows * work.hidden_bytes
+    activated = ACTIVATION_SLOWDOWN * _activation_bytes(work, is_wide)
     if not _is_gradient(task):
         return looked_up + activated + added_up
     # rows of tokens and of gradients are looked up, and the gradients of rows added up
-    return 2 * looked_up + 2 * activated + added_up
+    removed = ACTIVATION_SLOWDOWN * 2 * work.buffer_rows * work.row_bytes
+    return 2 * looked_up + 2 * activated + removed + added_up
+
+
+def _activation_bytes(work: ExpertWork, is_wide: bool) -> float:
+    """Bytes that activations read and write, and sums with biases, of hidden states and of outputs."""
+    projections, columns = work.kind.matrices - 1, work.buffer_rows * work.mlp
+    read = columns * (FLOAT32_BYTES if is_wide else work.itemsize) * projections
+    written = columns * work.itemsize
+    if not work.kind.has_bias:
+        return read + written
+    return read + written + projections * written + 3 * work.buffer_rows * work.row_bytes
 
 
 def _bias_bytes(work: ExpertWork) -> float:
-    """Bytes of the biases of every row, which are looked up by its expert, written and read; 0 without biases."""
+    """Bytes to look up the biases of every row by its expert: they are read and written; 0 without biases."""
     if not work.kind.has_bias:
         return 0.0
     return 2 * work.buffer_rows * ((work.kind.matrices - 1) * work.hidden_bytes + work.row_bytes)
@@ -303,16 +323,31 @@ def _exchange_bytes(work: ExpertWork) -> float:
         return 0.0
     sent, received = work.rows * work.row_bytes, work.buffer_rows * work.row_bytes
     copied = EXCHANGE_COPY * (sent + received) + EXCHANGE_FILL * sent
+    # rows, the zeros and outputs of a sender, and the rows that are received
+    copied += EXCHANGE_RESHAPES * (3 * sent + received)
+    # routing weights are copied before and after, and cut to one element
+    copied += EXCHANGED_WEIGHT_COPY * EXCHANGED_WEIGHT_BYTES * (work.rows + 2 * work.buffer_rows)
     if work.exchanged_embed == work.kind.embed:
         return copied
     # sent rows and the buffer are padded, and received rows are cut; so are outputs
     return copied + EXCHANGE_PAD * (2 * sent + 3 * received)
 
 
-def converted_bytes(task: Task, work: ExpertWork) -> float:
-    """Bytes that are read and written to convert rows of one execution that kernels have written in float32."""
-    columns = (_executed_products(task) - 1) * work.mlp + work.kind.embed
-    return work.buffer_rows * columns * (4 + work.itemsize)
+def elementwise_bytes(task: Task, work: ExpertWork, is_wide: bool) -> float:
+    """Bytes that one execution reads and writes in elementwise work besides activations.
+
+    Outputs are converted if kernels write them in float32. A gradient adds up gradients: of rows, those by gates and by
+    projections up, and once more where rows are exchanged; of weights, those by each part of the tokens.
+    """
+    projections = work.kind.matrices - 1
+    outputs = projections if _is_gradient(task) else 1
+    converted = outputs * work.buffer_rows * work.kind.embed * (FLOAT32_BYTES + work.itemsize) if is_wide else 0.0
+    if not _is_gradient(task):
+        return converted
+    sums_of_rows = (projections - 1) * work.buffer_rows + (work.rows if work.exchanges_rows else 0.0)
+    sums_of_weights = (work.chunks - 1) * work.kind.matrices * work.matrix_bytes
+    # two arrays are read and one is written
+    return converted + 3 * (sums_of_rows * work.row_bytes + sums_of_weights)
 
 
 def expert_traffic(task: Task, assignment: ShardingAssignment) -> Iterator[Traffic]:
@@ -342,7 +377,7 @@ def expert_traffic(task: Task, assignment: ShardingAssignment) -> Iterator[Traff
     sharding = (*work.expert_axes, *work.mlp_axes)
     if work.strategy is ExpertStrategy.GATHER_WEIGHTS and sharding:
         weights = work.kind.matrices * work.matrix_bytes
-        yield all_gather_traffic(weights, assignment, sharding, count, Purpose.WEIGHTS, task.label, Overlap.KERNELS)
+        yield all_gather_traffic(weights, assignment, sharding, count, Purpose.WEIGHTS, task.label, Overlap.LAYER)
         if is_gradient:
             yield reduce_scatter_traffic(weights, assignment, sharding, count, Purpose.WEIGHT_GRADIENTS, task.label)
 
@@ -385,9 +420,3 @@ def products(task: Task) -> int:
     """Matmuls that a block, or its gradient, has by definition."""
     assert task.experts is not None
     return 2 * task.experts.matrices if _is_gradient(task) else task.experts.matrices
-
-
-def _executed_products(task: Task) -> int:
-    """Matmuls that a device computes: a gradient computes the projections of tokens again."""
-    assert task.experts is not None
-    return products(task) + (task.experts.matrices - 1 if _is_gradient(task) else 0)

@@ -55,8 +55,8 @@ class DeviceCost:
     sliced_weight_bytes: float = 0.0
     """Of a block of experts: bytes of weights that are copied out of the stack of all layers, for kernels take whole
     arrays."""
-    converted_bytes: float = 0.0
-    """Of a block of experts: bytes that are read and written to convert rows that its kernels write in float32."""
+    elementwise_bytes: float = 0.0
+    """Of a block of experts: bytes that elementwise work besides activations reads and writes."""
     unmasked_fraction: float = 1.0
     """Of attention: the part of its scores that the mask leaves to the device with most of them."""
 
@@ -127,13 +127,13 @@ def device_cost_lower_bound(task: Task, assignment: ShardingAssignment) -> Devic
 
 def _expert_cost(task: Task, assignment: ShardingAssignment, traffic: tuple[Traffic, ...]) -> DeviceCost:
     """The cost of a block of experts, or of its gradient, without the gathers of its parameters."""
-    work, count = experts.work_of(task, assignment), task.executions
+    work, count, is_wide = experts.work_of(task, assignment), task.executions, assignment.quirks.wide_rows
     return DeviceCost(
         Matmul(count * experts.products(task), rows=work.rows, inner=work.kind.embed, columns=work.mlp),
-        count * experts.moved_bytes(task, work),
+        count * experts.moved_bytes(task, work, is_wide),
         traffic,
         kernels=experts.kernel_calls(task, work),
-        converted_bytes=count * experts.converted_bytes(task, work) if assignment.quirks.wide_rows else 0.0,
+        elementwise_bytes=count * experts.elementwise_bytes(task, work, is_wide),
     )
 
 

@@ -89,7 +89,8 @@ def compute_seconds(task: Task, cost: DeviceCost, hardware: Slice, calibration: 
             kernel_seconds = sum(calls.seconds(hardware.generation) for calls in cost.kernels)
             copied = calibration.copying * (cost.reordered_weight_bytes + cost.local_weight_bytes)
             copied += calibration.slicing * cost.sliced_weight_bytes
-            return kernel_seconds + memory_seconds + (cost.converted_bytes + copied) / bandwidth
+            elementwise = calibration.elementwise * cost.elementwise_bytes
+            return kernel_seconds + memory_seconds + (elementwise + copied) / bandwidth
         case TaskKind.LOOKUP | TaskKind.SCATTER_ADD | TaskKind.RESHARD | TaskKind.COLLECTIVE:
             return memory_seconds
         case TaskKind.SELECTION | TaskKind.ELEMENTWISE:
@@ -110,11 +111,11 @@ def _conversion_bytes(task: Task, cost: DeviceCost, calibration: Calibration) ->
 def task_seconds(task: Task, cost: DeviceCost, placement: MeshPlacement, calibration: Calibration) -> TaskSeconds:
     """Seconds of a task on a device with the share `cost` of it."""
     compute = compute_seconds(task, cost, placement.hardware, calibration)
-    times = _collective_times(task, cost, placement, calibration)
+    times = _collective_times(task, cost, placement, calibration, compute)
     exposed = 0.0
     for each in times:
         exposed += each.waited * each.seconds
-    return TaskSeconds(compute, exposed + sum(_not_hidden(_seconds_behind(times), compute).values()))
+    return TaskSeconds(compute, exposed + sum(_not_hidden(_seconds_behind(times)).values()))
 
 
 def exposed_parts(
@@ -124,13 +125,13 @@ def exposed_parts(
 
     Collectives that can run behind the same part of compute share it in proportion to their seconds.
     """
-    times = _collective_times(task, cost, placement, calibration)
+    times = _collective_times(task, cost, placement, calibration, compute)
     behind = _seconds_behind(times)
-    not_hidden = _not_hidden(behind, compute)
+    not_hidden = _not_hidden(behind)
     parts = []
     for each in times:
-        total = behind[each.fraction]
-        exposed_part = not_hidden[each.fraction] / total if total else 0.0
+        total = behind[each.hiding]
+        exposed_part = not_hidden[each.hiding] / total if total else 0.0
         exposed = each.waited * each.seconds + exposed_part * (1 - each.waited) * each.seconds
         parts.append((each.seconds, exposed))
     return parts
@@ -142,33 +143,37 @@ class _CollectiveTime(NamedTuple):
     seconds: float
     waited: float
     """Part of the seconds that the task waits for in any case."""
-    fraction: float
-    """Fraction of the task's compute that the rest can run behind."""
+    hiding: float
+    """Seconds of compute that the rest can run behind."""
 
 
 def _collective_times(
-    task: Task, cost: DeviceCost, placement: MeshPlacement, calibration: Calibration
+    task: Task, cost: DeviceCost, placement: MeshPlacement, calibration: Calibration, compute: float
 ) -> list[_CollectiveTime]:
-    """Return the time of every collective of a task."""
+    """Return the time of every collective of a task, which computes for `compute` seconds."""
     hops = _hops(task, cost)
+    # matmuls beside experts are divided among all devices
+    beside = task.executions * task.layer_flops / placement.hardware.devices / placement.hardware.generation.flops
+    of_layer = compute + calibration.products * beside
     times = []
     for traffic in cost.traffic:
         waited, fraction = _overlap(traffic, hops, calibration)
-        times.append(_CollectiveTime(transfer_seconds(traffic, placement), waited, fraction))
+        hiding = fraction * (of_layer if traffic.overlap is Overlap.LAYER else compute)
+        times.append(_CollectiveTime(transfer_seconds(traffic, placement), waited, hiding))
     return times
 
 
 def _seconds_behind(times: Iterable[_CollectiveTime]) -> dict[float, float]:
-    """Return fraction of compute -> seconds of the collectives that can run behind it."""
+    """Return seconds of compute -> seconds of the collectives that can run behind it."""
     behind: defaultdict[float, float] = defaultdict(float)
     for each in times:
-        behind[each.fraction] += (1 - each.waited) * each.seconds
+        behind[each.hiding] += (1 - each.waited) * each.seconds
     return behind
 
 
-def _not_hidden(behind: Mapping[float, float], compute: float) -> dict[float, float]:
-    """Return fraction of compute -> seconds of the collectives behind it that last longer than that compute."""
-    return {fraction: max(0.0, seconds - fraction * compute) for fraction, seconds in behind.items()}
+def _not_hidden(behind: Mapping[float, float]) -> dict[float, float]:
+    """Return seconds of compute -> seconds of the collectives behind it that last longer."""
+    return {hiding: max(0.0, seconds - hiding) for hiding, seconds in behind.items()}
 
 
 def _hops(task: Task, cost: DeviceCost) -> float:
@@ -181,7 +186,7 @@ def _overlap(traffic: Traffic, hops: float, calibration: Calibration) -> tuple[f
     match traffic.overlap:
         case Overlap.NONE:
             return 1.0, 0.0
-        case Overlap.INDEPENDENT:
+        case Overlap.INDEPENDENT | Overlap.LAYER:
             return 0.0, calibration.overlap
         case Overlap.REORDERED:
             return WAITED_PART, calibration.overlap

@@ -24,6 +24,7 @@ from shardplan.model.registry import Model
 from shardplan.plan.workload.checkpointing import RING_RESIDUALS, split_checkpointing
 from shardplan.plan.workload.workload import Workload
 from shardplan.program.layer_attention import attention_calls
+from shardplan.program.layer_flops import with_layer_flops
 from shardplan.program.marked.marked_attention import mark_attention
 from shardplan.program.marked.marked_experts import mark_experts
 from shardplan.program.named_arrays import is_parameter_like, traced_mesh_axis
@@ -90,7 +91,7 @@ def plan_step(model: Model, workload: Workload) -> Step:
         step,
         parameters=trace.arguments_of(ArrayClass.PARAMETER),
         state=trace.arguments_of(ArrayClass.STATE),
-        tasks=tuple(_mark_work_on_parameters(task, activation_axes) for task in step.tasks),
+        tasks=with_layer_flops(_mark_work_on_parameters(task, activation_axes) for task in step.tasks),
         activation_axes=activation_axes,
         vocab=model.template.Vocab.name,
         attention_calls=tuple(attention_calls(trace.operations, trace.arrays)),

@@ -83,6 +83,9 @@ class Task:
     """Of a matmul of attention: its kind of attention."""
     experts: ExpertKind | None = None
     """Of a block of routed experts, and of its gradient: its kind."""
+    layer_flops: float = 0.0
+    """Of a block of routed experts, and of its gradient: FLOPs of the other matmuls of its layer in one execution, over
+    all devices."""
 
     @cached_property
     def stored_arrays(self) -> frozenset[TracedArray]:
@@ -118,6 +121,14 @@ class Task:
             tuple(factor for factor in array.factors if factor[0] in free) for array in (left, right)
         )
         return (count, self.batched), (inner, self.contracted), (rows, row_axes), (columns, column_axes)
+
+    @property
+    def flops(self) -> float:
+        """Of a matmul: FLOPs of one execution over all devices, without the scores that a mask removes."""
+        flops = 2 * math.prod(size for size, _ in self.matmul_extents)
+        if self.attention is None:
+            return flops
+        return self.attention.pattern.density(score_length(self.scores)) * flops
 
     @cached_property
     def cost_key(self) -> "Task":

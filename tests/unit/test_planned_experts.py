@@ -6,9 +6,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from shardplan.cost.calibration import Calibration
 from shardplan.cost.experts import work_of
 from shardplan.cost.gspmd import device_cost
-from shardplan.cost.roofline import model_flops
+from shardplan.cost.roofline import model_flops, task_seconds, transfer_seconds
 from shardplan.cost.sharding import ShardingAssignment
 from shardplan.errors import ConfigError
 from shardplan.execution import specialize
@@ -16,6 +17,7 @@ from shardplan.experts.levanter import has_parallel_experts
 from shardplan.experts.method import ExpertMethod, ExpertStrategy
 from shardplan.experts.planned_model import with_own_experts
 from shardplan.experts.tiles import TileShape
+from shardplan.hardware import parse_slice, place_mesh
 from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.model_class import DECODER, LEVANTER
 from shardplan.model.registry import build_model
@@ -131,6 +133,32 @@ def test_weights_are_gathered(compute, method, params):
         assert calls.matmul.rows * calls.count == work.rows * calls.count / work.chunks
         tiles = TileShape(512, calls.matmul.inner, calls.matmul.columns)
         assert calls.matmul.row_tiles(tiles) == work.rows / work.chunks / 512 + EXPERTS - 1
+
+
+def test_gathers_of_weights_run_behind_their_layer():
+    """Behind projections and attention too, of which each of the devices computes a part, and not behind the logits."""
+    step, hardware = traced_step("eval"), parse_slice("v5p-64")
+    assignment = ShardingAssignment(
+        MESH, OVER_DATA, {}, step.merged_axes, step.activation_axes, experts=ExpertMethod(WEIGHTS)
+    )
+    [task] = [each for each in step.tasks if each.kind == TaskKind.EXPERTS]
+    projections = 2 * TOKENS * EMBED * (2 * 4096 + 2 * 1024 + EXPERTS)  # queries, outputs, keys, values and the router
+    attention = 4 * TOKENS * 4096 * 4096 * (4097 / 8192)
+    assert task.layer_flops == pytest.approx(projections + attention, rel=1e-6)
+    calibration = Calibration(overlap=0.5)
+    seconds = task_seconds(task, device_cost(task, assignment), place_mesh(hardware, MESH), calibration)
+    beside = LAYERS * task.layer_flops / DEVICES / hardware.generation.flops
+    [gather] = device_cost(task, assignment).traffic
+    hidden = transfer_seconds(gather, place_mesh(hardware, MESH)) - seconds.exposed
+    assert hidden == pytest.approx(0.5 * (seconds.compute + beside))
+
+
+def test_layers_of_one_loop_divide_what_is_beside_their_experts():
+    """GPT-OSS has layers with and without a window in turn."""
+    step = plan_step(build_model(read_config("gpt-oss-20b", None), 4096), Workload("eval", 16, 4096))
+    first, second = [task.layer_flops for task in step.tasks if task.kind == TaskKind.EXPERTS]
+    beside = [task for task in step.tasks if task.kind in (TaskKind.CONTRACTION, TaskKind.ATTENTION)]
+    assert first == second == sum(task.flops for task in beside if task.executions == 12) / 2
 
 
 def test_gradients_of_weights_are_summed_over_other_tokens():

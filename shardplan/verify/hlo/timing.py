@@ -176,7 +176,9 @@ class _Simulator:
         elif is_collective(instruction) or opcode in ASYNC_CALLS:
             self._execute_collective(instruction, op, scope)
         elif opcode in COPIES:
-            copied = min(array.bytes for array in instruction.arrays[:2])  # of a slice, one is all that it is taken from
+            copied = min(
+                array.bytes for array in instruction.arrays[:2]
+            )  # of a slice, one is all that it is taken from
             clock.start(instruction.name, copied / self.hardware.generation.hbm_bandwidth, HBM)
         else:
             for identifier, inside in fused.items():
