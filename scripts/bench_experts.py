@@ -7,7 +7,6 @@ in it is compiled again only if package versions or the code have changed.
 """
 
 import argparse
-import itertools
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -156,15 +155,15 @@ def regret(bench: Bench) -> str:
 
 
 def accuracy() -> str:
-    """Median and worst errors of all programs of the page."""
-    columns = "programs", "peak, median", "worst", "bytes, median", "worst", "step, median", "worst"
+    """Median and worst errors of the programs of the page: those without and with ring attention."""
+    columns = "family", "programs", "peak, median", "worst", "bytes, median", "worst", "step, median", "worst"
     lines = [row(*columns), row(*["---"] * len(columns))]
-    families = errors_by_family(read_records(EXPERTS).values())
-    found = list(itertools.chain.from_iterable(families.values()))
-    cells: list[str] = []
-    for quantity in ("peak", "received", "step"):
-        cells += median_and_worst([abs(value) for e in found if (value := getattr(e, quantity)) is not None])
-    return "\n".join([*lines, row(len(found), *cells)])
+    for family, errors in sorted(errors_by_family(read_records(EXPERTS).values()).items(), reverse=True):
+        cells: list[str] = []
+        for quantity in ("peak", "received", "step"):
+            cells += median_and_worst([abs(value) for e in errors if (value := getattr(e, quantity)) is not None])
+        lines.append(row(family, len(errors), *cells))
+    return "\n".join(lines)
 
 
 def sharding(plan: Plan) -> str:
@@ -233,7 +232,9 @@ sharding of the residual axis, all compiled. Regret: how much slower the plan is
 
 ## Errors
 
-Of all programs of this page. Bytes and steps of programs that are predicted not to fit are not compared.
+Of all programs of this page. Bytes and steps of programs that are predicted not to fit are not compared. The price of
+a ring's hops is that of measured runs, which the compiler's cycles exceed: candidates of the last table with ring
+attention have a row of their own.
 
 {accuracy}
 """

@@ -15,12 +15,17 @@ from shardplan.cost.calibration import MEMORY_ERROR, STEP_ERROR
 MIN_LAYOUTS = 18
 """Layouts written by hand, at least."""
 BOUNDS = {
-    # family of planner.json and experts.json -> median and worst error of peak memory, of all bytes, and of steps
+    # family of planner.json -> median and worst error of peak memory, of all bytes, and of steps
     "dense eval": {"peak": (0.002, 0.026), "received": (0.001, 0.095), "step": (0.035, 0.176)},
     "dense train": {"peak": (0.010, 0.042), "received": (0.001, 0.255), "step": (0.049, 0.168)},
     "experts": {"peak": (0.001, 0.03), "received": (0.001, 0.048), "step": (0.039, 0.143)},
-    "sharded experts": {"peak": (0.008, 0.083), "received": (0.001, 0.045), "step": (0.075, 0.367)},
     "ring attention": {"peak": (0.002, 0.005), "received": (0.001, 0.001), "step": (0.010, 0.076)},
+}
+
+BOUNDS_OF_EXPERTS = {
+    # the same of experts.json; compiled rings take longer than measured ones, whose price they have
+    "sharded experts": {"peak": (0.008, 0.083), "received": (0.001, 0.07), "step": (0.06, 0.19)},
+    "ring attention": {"peak": (0.03, 0.03), "received": (0.001, 0.06), "step": (0.1, 0.34)},
 }
 
 
@@ -28,7 +33,8 @@ def test_estimates_are_as_good_as_recorded():
     """One test of all laws about estimates: to estimate every layout takes a while, and each worker has to do it."""
     records = list(read_records(PLANNER).values())
     families = errors_by_family(records)
-    assert not list(worse_families(families | errors_by_family(read_records(EXPERTS).values())))
+    assert not list(worse_families(families, BOUNDS))
+    assert not list(worse_families(errors_by_family(read_records(EXPERTS).values()), BOUNDS_OF_EXPERTS))
     steps = sorted(abs(each.step) for errors in families.values() for each in errors if each.step is not None)
     assert steps[math.ceil(0.9 * len(steps)) - 1] <= STEP_ERROR
     refused = [each for each in records if not each.result.fits]
@@ -37,10 +43,10 @@ def test_estimates_are_as_good_as_recorded():
     assert max(abs(peak - memory.peak) / memory.available for memory, peak in fitting) <= MEMORY_ERROR
 
 
-def worse_families(families):
+def worse_families(families, bounds):
     """Family, quantity, median and worst error of those above their bounds."""
-    for family, bounds in BOUNDS.items():
-        for quantity, (median, worst) in bounds.items():
+    for family, of_family in bounds.items():
+        for quantity, (median, worst) in of_family.items():
             errors = [abs(error) for each in families[family] if (error := getattr(each, quantity)) is not None]
             if statistics.median(errors) > median or max(errors) > worst:
                 yield family, quantity, statistics.median(errors), max(errors)
