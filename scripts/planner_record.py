@@ -73,7 +73,8 @@ class Layout:
         assert plan.model.config is not None
         bundled = read_config(plan.model.config, None)
         changes = {key: value for key, value in case.hf_config.items() if bundled.get(key) != value}
-        parts = plan.mesh, plan.compute_mapping, plan.param_mapping, vars(plan.attention), dict(case.options)
+        attention = dataclasses.asdict(plan.attention)
+        parts = plan.mesh, plan.compute_mapping, plan.param_mapping, attention, dict(case.options)
         experts = None if plan.experts is None else vars(plan.experts)
         return cls(case.label, plan.model.config, plan.hardware.slice, vars(plan.workload), *parts, changes, experts)
 
@@ -105,7 +106,8 @@ class Layout:
         model = _model(json.dumps(self.hf_config), workload.position)
         if self.experts is not None:
             model = with_planned_experts(model)
-        attention = AttentionPlan(**self.attention)
+        kinds = {name: AttentionPlan(**kind) for name, kind in self.attention["kinds"].items()}
+        attention = AttentionPlan(**{**self.attention, "kinds": kinds})
         experts = None if self.experts is None else ExpertMethod(**self.experts)
         return plan_given_mappings(config, model, self.mesh, self.compute, self.params, attention, experts)
 
