@@ -16,7 +16,7 @@ from typing import Any
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from bench_planner import ERROR_COLUMNS, POSITION, Bench, error_cells, load, median_and_worst, mesh, row, table
-from planner_record import EXPERTS, errors_by_family, read_records
+from planner_record import EXPERTS, RING_FAMILY, Errors, errors_by_family, read_records
 
 from shardplan.config import PlanConfig
 from shardplan.experts.method import ExpertMethod, ExpertStrategy
@@ -155,15 +155,46 @@ def regret(bench: Bench) -> str:
 
 
 def accuracy() -> str:
-    """Median and worst errors of the programs of the page: those without and with ring attention."""
-    columns = "family", "programs", "peak, median", "worst", "bytes, median", "worst", "step, median", "worst"
+    """Median and worst errors of the programs of the second table, and of the candidates of the third."""
+    columns = (
+        "programs",
+        "attention",
+        "number",
+        "peak, median",
+        "worst",
+        "bytes, median",
+        "worst",
+        "step, median",
+        "worst",
+    )
     lines = [row(*columns), row(*["---"] * len(columns))]
-    for family, errors in sorted(errors_by_family(read_records(EXPERTS).values()).items(), reverse=True):
+    for (name, attention), errors in expert_errors().items():
         cells: list[str] = []
         for quantity in ("peak", "received", "step"):
             cells += median_and_worst([abs(value) for e in errors if (value := getattr(e, quantity)) is not None])
-        lines.append(row(family, len(errors), *cells))
+        lines.append(row(name, attention, len(errors), *cells))
     return "\n".join(lines)
+
+
+def expert_errors() -> dict[tuple[str, str], list[Errors]]:
+    """Return (programs, attention) of the table of errors -> errors."""
+    records = read_records(EXPERTS).values()
+    candidates = [record for record in records if is_candidate(record.layout.label)]
+    others = [record for record in records if not is_candidate(record.layout.label)]
+    errors = {}
+    for name, group in (("plans and layouts by hand", others), ("candidates", candidates)):
+        for family, found in sorted(errors_by_family(group).items(), reverse=True):
+            errors[name, "ring" if family == RING_FAMILY else "not a ring"] = found
+    return errors
+
+
+def is_candidate(label: str) -> bool:
+    """Whether a case is a candidate of the table of regret, whose label ends with its number.
+
+    >>> is_candidate("mixtral-8x7b v5p-64 eval 32 7"), is_candidate("mixtral-8x7b v5p-64 eval 32")
+    (True, False)
+    """
+    return len(label.split()) == 5
 
 
 def sharding(plan: Plan) -> str:
@@ -232,9 +263,10 @@ sharding of the residual axis, all compiled. Regret: how much slower the plan is
 
 ## Errors
 
-Of all programs of this page. Bytes and steps of programs that are predicted not to fit are not compared. The price of
-a ring's hops is that of measured runs, which the compiler's cycles exceed: candidates of the last table with ring
-attention have a row of their own.
+Bytes and steps of programs that are predicted not to fit are not compared. The price of a ring's hops is that of
+measured runs, which the compiler's cycles exceed. Candidates that are plans or layouts of the second table count there.
+The worst errors of bytes are those of an embedding and an output head that are stored along two mesh axes, and of few
+bytes.
 
 {accuracy}
 """

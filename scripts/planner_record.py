@@ -43,6 +43,7 @@ CALIBRATION = BENCHMARKS / "calibration.json"
 """Programs of scripts/fit_planner.py, to which the factors of the cost model are fitted."""
 READING = ("verify/**/*", "hardware/*")
 """Modules of shardplan that read what the compiler returns, as glob patterns of their paths without suffix."""
+RING_FAMILY = "ring attention"
 MIN_PART = 0.01
 """Part of a step's bytes below which a kind of collective is left out of the errors."""
 
@@ -92,7 +93,7 @@ class Layout:
         The price of a ring's hops is that of measured runs, which the compiler's cycles exceed (docs/log.md).
         """
         if self.attention["ring"] > 1 and self.attention["strategy"] in (Strategy.RING, Strategy.HYBRID):
-            return "ring attention"
+            return RING_FAMILY
         if self.experts is not None:
             return "sharded experts"
         return "experts" if "num_experts_per_tok" in self.hf_config else f"dense {self.workload['kind']}"

@@ -163,6 +163,12 @@ class ExpertWork:
         return gathered if self.chunks == 1 else gathered + gathered / self.chunks
 
     @property
+    def gathered_weight_bytes(self) -> float:
+        """Bytes of gathered weights at a time: the matrices of one product, and those of the next."""
+        is_gathered = self.strategy is ExpertStrategy.GATHER_WEIGHTS and (self.expert_axes or self.mlp_axes)
+        return 2 * self.matrix_bytes if is_gathered else 0.0
+
+    @property
     def exchanges_rows(self) -> bool:
         """Whether rows travel between devices, which have different experts."""
         return self.strategy is ExpertStrategy.EXCHANGE_TOKENS and bool(self.expert_axes)
@@ -393,17 +399,18 @@ def expert_buffer_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> f
 
     While an activation is computed, these are gathered tokens, or rows that are sent and received; the rows of the
     device; and its gates and projections up, of which the hidden states take over one. Of several parts of tokens, the
-    next one is gathered, and the sums of the one before are sent.
+    next one is gathered, and the sums of the one before are sent. Gathered weights are those of a product and the next.
     """
     work = _work_of_buffer(buffer, assignment)
-    return work.transferred_bytes + work.buffer_rows * work.row_bytes + (work.kind.matrices - 1) * work.hidden_buffer
+    hidden = (work.kind.matrices - 1) * work.hidden_buffer
+    return work.gathered_weight_bytes + work.transferred_bytes + work.buffer_rows * work.row_bytes + hidden
 
 
 def expert_gradient_buffer_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
     """Bytes of the buffers of the gradient of a block while it runs, beyond its operands and results."""
     work = _work_of_buffer(buffer, assignment)
     rows = 2 * (work.transferred_bytes + work.buffer_rows * work.row_bytes)
-    return rows + 2 * (work.kind.matrices - 1) * work.hidden_buffer
+    return 2 * work.gathered_weight_bytes + rows + 2 * (work.kind.matrices - 1) * work.hidden_buffer
 
 
 def _work_of_buffer(buffer: LiveBuffer, assignment: ShardingAssignment) -> ExpertWork:
