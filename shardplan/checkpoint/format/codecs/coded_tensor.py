@@ -1,0 +1,147 @@
+"""Tensors that are stored as codes, of which groups share a scale, and their numbers.
+
+A number is that of its code, times the scale of its group, in float32. Groups are boxes of equal size, the last ones
+along a dimension smaller; scales are stored row-major, one for each group. Only the scales of the codes that are read
+are read, so that a shard needs its own bytes of both.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from shardplan.checkpoint.format.header import Tensor
+from shardplan.checkpoint.mapping.views import Piece, Shape, row_major_strides
+from shardplan.errors import CheckpointError
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+SLAB_ELEMENTS = 2**20
+"""Numbers that are made at a time: 4 MiB of float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class CodedTensor(Tensor):
+    """The codes of a tensor, with their scales."""
+
+    scale: Tensor | None = None
+    """Its data are the scales of all groups; its shape may be shorter than theirs."""
+    group: Shape = ()
+    """Codes that share a scale, along each dimension."""
+
+    @property
+    def value_dtype(self) -> np.dtype:
+        """Type of its numbers where no other is asked for: that of most released checkpoints."""
+        return BFLOAT16
+
+    @property
+    def groups(self) -> Shape:
+        """Number of groups along each dimension."""
+        return tuple(-(-n // size) for n, size in zip(self.shape, self.group, strict=True))
+
+    def read_scales(self, low: int, high: int) -> "Scales":
+        """Read the scales of the codes `[low, high)`, in row-major order.
+
+        Raises:
+            CheckpointError: one is not a positive number.
+        """
+        assert self.scale is not None
+        groups = self.groups
+        if not self.shape:
+            first, last, in_row = 0, 1, 1
+        else:
+            row = row_major_strides(self.shape)[0]
+            first, last = low // row // self.group[0], (high - 1) // row // self.group[0] + 1
+            in_row = row_major_strides(groups)[0]
+        size = self.scale.dtype.itemsize
+        values = np.empty((last - first) * in_row, self.scale.dtype)
+        self.scale.file.read_into(self.scale.offset + first * in_row * size, values.view(np.uint8).data)
+        numbers = values.astype(np.float32)
+        valid = np.isfinite(numbers) & (numbers > 0)
+        if not valid.all():
+            index = first * in_row + int(np.argmin(valid))
+            raise CheckpointError(
+                f"{self.scale.file.name}: scale {index} of the codes at byte {self.offset} is "
+                f"{numbers[index - first * in_row]:g}; it must be positive: download the file again, or quantize the "
+                "model again"
+            )
+        return Scales(numbers.reshape(last - first, *groups[1:]) if self.shape else numbers.reshape(()), first)
+
+
+@dataclass(frozen=True)
+class Scales:
+    """The scales of some rows of groups."""
+
+    values: np.ndarray
+    """float32[rows of groups, groups along the other dimensions]."""
+    first: int
+    """Number of the first row of groups."""
+
+
+def decoded_slabs(
+    tensor: CodedTensor, codes: np.ndarray, piece: Piece, scales: Scales
+) -> Iterator[tuple[slice, np.ndarray]]:
+    """Yield the numbers of a piece in slabs along its first dimension, each with where it begins and ends.
+
+    Args:
+        codes: the codes of the piece.
+    """
+    if not piece.shape:
+        yield slice(None), _numbers(codes) * scales.values.reshape(-1)[0]
+        return
+    rows = max(1, SLAB_ELEMENTS // max(1, piece.size // piece.shape[0]))
+    for start in range(0, piece.shape[0], rows):
+        part = slice(start, min(start + rows, piece.shape[0]))
+        slab = piece._replace(
+            shape=(part.stop - part.start, *piece.shape[1:]), offset=piece.offset + start * piece.strides[0]
+        )
+        yield part, _numbers(codes[part]) * _factors(tensor, slab, scales)
+
+
+def _numbers(codes: np.ndarray) -> np.ndarray:
+    """Return the numbers of codes of one byte, in float32."""
+    return _table(codes.dtype)[codes.view(np.uint8)]
+
+
+@lru_cache
+def _table(dtype: np.dtype) -> np.ndarray:
+    """The number of each of the 256 codes of a type."""
+    return np.arange(256, dtype=np.uint8).view(dtype).astype(np.float32)
+
+
+def _factors(tensor: CodedTensor, piece: Piece, scales: Scales) -> np.ndarray:
+    """Return the scale of every code of a piece, in an array that broadcasts to its shape."""
+    indices: list[Any] = []
+    for coordinate, size in zip(_coordinates(tensor.shape, piece), tensor.group, strict=True):
+        indices.append(coordinate // size)
+    indices[0] = indices[0] - scales.first
+    return scales.values[tuple(indices)]
+
+
+def _coordinates(shape: Shape, piece: Piece) -> list[np.ndarray]:
+    """Return the index of every element of a piece along each dimension of its tensor; the arrays broadcast.
+
+    >>> rows, columns = _coordinates((4, 6), Piece((0, 0), (2, 3), "t", 8, (6, 1)))
+    >>> rows.tolist(), columns.tolist()
+    ([[1], [2]], [[2, 3, 4]])
+    """
+    first = np.unravel_index(piece.offset, shape)
+    weights = row_major_strides(shape)
+    rank = len(piece.shape)
+    moves = [np.zeros((1,) * rank, np.int64) + int(start) for start in first]
+    for d, (count, stride) in enumerate(zip(piece.shape, piece.strides, strict=True)):
+        if count == 1 or stride == 0:
+            continue
+        # the outermost dimension of the tensor that the stride is a multiple of
+        c = next(c for c, weight in enumerate(weights) if stride % weight == 0 and shape[c] > 1)
+        steps = np.arange(count, dtype=np.int64) * (stride // weights[c])
+        moves[c] = moves[c] + steps.reshape([-1 if i == d else 1 for i in range(rank)])
+    if all(int(move.max()) < n for move, n in zip(moves, shape, strict=True)):
+        return moves
+    # a dimension of the piece goes over the end of one of the tensor
+    elements = np.full((1,) * rank, piece.offset, np.int64)
+    for d, (count, stride) in enumerate(zip(piece.shape, piece.strides, strict=True)):
+        elements = elements + (np.arange(count) * stride).reshape([-1 if i == d else 1 for i in range(rank)])
+    return list(np.unravel_index(elements, shape))
