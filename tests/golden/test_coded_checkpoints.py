@@ -146,8 +146,7 @@ def test_every_form_of_scales(block, shape, fmt):
     plain = Tensor(memory, 0, (16, 24), dtype)
     quantization = Quantization("fp8", dtype.name, None if block is None else tuple(block), ())
     index, _ = decode_index(TensorIndex({"w": plain, "w_scale": scale}), quantization, "here")
-    [(name, tensor)] = index.tensors.items()
-    assert name == "w"
+    assert [*index.tensors] == ["w"]
     view = tensor_view("w", (16, 24))
     for changed, values in (
         (view, expected),

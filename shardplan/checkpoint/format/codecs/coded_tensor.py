@@ -5,10 +5,10 @@ along a dimension smaller; scales are stored row-major, one for each group. Only
 are read, so that a shard needs its own bytes of both.
 """
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -20,6 +20,8 @@ from shardplan.errors import CheckpointError
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 SLAB_ELEMENTS = 2**20
 """Numbers that are made at a time: 4 MiB of float32."""
+MIN_ROWS = 8
+"""Mean number of rows in a group from which those of each group are made by themselves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,33 +93,72 @@ def decoded_slabs(
     if not piece.shape:
         yield slice(None), _numbers(codes) * scales.values.reshape(-1)[0]
         return
-    rows = max(1, SLAB_ELEMENTS // max(1, piece.size // piece.shape[0]))
-    for start in range(0, piece.shape[0], rows):
-        part = slice(start, min(start + rows, piece.shape[0]))
-        slab = piece._replace(
-            shape=(part.stop - part.start, *piece.shape[1:]), offset=piece.offset + start * piece.strides[0]
-        )
-        yield part, _numbers(codes[part]) * _factors(tensor, slab, scales)
+    groups = _groups(tensor, piece, scales)
+    for part in _slabs(piece, groups):
+        numbers = _numbers(codes[part])
+        numbers *= _factors(scales, [each[part] if each.shape[0] > 1 else each for each in groups])
+        yield part, numbers
+
+
+def _slabs(piece: Piece, groups: list[np.ndarray]) -> Iterator[slice]:
+    """Yield parts of the first dimension of a piece: of few elements, and of one group where groups are long.
+
+    Args:
+        groups: see `_groups`.
+    """
+    rows = piece.shape[0]
+    most = max(1, SLAB_ELEMENTS // max(1, piece.size // rows))
+    changes = _first_of_groups(groups, 0)
+    if rows < MIN_ROWS * len(changes):
+        changes = np.zeros(1, np.int64)
+    for first, last in itertools.pairwise([*changes.tolist(), rows]):
+        for start in range(first, last, most):
+            yield slice(start, min(start + most, last))
+
+
+def _first_of_groups(groups: list[np.ndarray], dimension: int) -> np.ndarray:
+    """Return the indices along a dimension at which another group begins than before, and 0.
+
+    >>> _first_of_groups([np.array([[0, 0, 1, 1]]), np.array([[3]])], 1)
+    array([0, 2])
+    """
+    found = [np.zeros(1, np.int64)]
+    for each in groups:
+        others = tuple(d for d in range(each.ndim) if d != dimension)
+        found.append(np.flatnonzero(np.diff(each, axis=dimension).any(axis=others)) + 1)
+    return np.unique(np.concatenate(found))
+
+
+def _factors(scales: Scales, groups: list[np.ndarray]) -> np.ndarray:
+    """Return the scale of every code, in an array that broadcasts; along the last dimension, one is read for a group."""
+    count = max(each.shape[-1] for each in groups)
+    firsts = _first_of_groups(groups, groups[0].ndim - 1)
+    factors = scales.values[tuple(each[..., firsts] if each.shape[-1] > 1 else each for each in groups)]
+    return factors if len(firsts) == 1 else np.repeat(factors, np.diff([*firsts, count]), axis=-1)
+
+
+def _groups(tensor: CodedTensor, piece: Piece, scales: Scales) -> list[np.ndarray]:
+    """Return the group of every element of a piece along each dimension of its tensor, in arrays that broadcast."""
+    groups = []
+    for coordinate, size in zip(_coordinates(tensor.shape, piece), tensor.group, strict=True):
+        group = coordinate // size
+        for d in range(group.ndim):
+            if group.shape[d] > 1 and not np.diff(group, axis=d).any():
+                group = group.take([0], axis=d)
+        groups.append(group)
+    groups[0] = groups[0] - scales.first
+    return groups
 
 
 def _numbers(codes: np.ndarray) -> np.ndarray:
     """Return the numbers of codes of one byte, in float32."""
-    return _table(codes.dtype)[codes.view(np.uint8)]
+    return _table(codes.dtype).take(codes.view(np.uint8))
 
 
 @lru_cache
 def _table(dtype: np.dtype) -> np.ndarray:
     """The number of each of the 256 codes of a type."""
     return np.arange(256, dtype=np.uint8).view(dtype).astype(np.float32)
-
-
-def _factors(tensor: CodedTensor, piece: Piece, scales: Scales) -> np.ndarray:
-    """Return the scale of every code of a piece, in an array that broadcasts to its shape."""
-    indices: list[Any] = []
-    for coordinate, size in zip(_coordinates(tensor.shape, piece), tensor.group, strict=True):
-        indices.append(coordinate // size)
-    indices[0] = indices[0] - scales.first
-    return scales.values[tuple(indices)]
 
 
 def _coordinates(shape: Shape, piece: Piece) -> list[np.ndarray]:
