@@ -96,7 +96,7 @@ def decoded_slabs(
     groups = _groups(tensor, piece, scales)
     for part in _slabs(piece, groups):
         numbers = _numbers(codes[part])
-        numbers *= _factors(scales, [each[part] if each.shape[0] > 1 else each for each in groups])
+        numbers *= _factors(scales, [_reduce(each[part] if each.shape[0] > 1 else each) for each in groups])
         yield part, numbers
 
 
@@ -130,7 +130,7 @@ def _first_of_groups(groups: list[np.ndarray], dimension: int) -> np.ndarray:
 
 
 def _factors(scales: Scales, groups: list[np.ndarray]) -> np.ndarray:
-    """Return the scale of every code, in an array that broadcasts; along the last dimension, one is read for a group."""
+    """Return the scale of every code in an array that broadcasts; along the last dimension, one is read for a group."""
     count = max(each.shape[-1] for each in groups)
     firsts = _first_of_groups(groups, groups[0].ndim - 1)
     factors = scales.values[tuple(each[..., firsts] if each.shape[-1] > 1 else each for each in groups)]
@@ -141,13 +141,17 @@ def _groups(tensor: CodedTensor, piece: Piece, scales: Scales) -> list[np.ndarra
     """Return the group of every element of a piece along each dimension of its tensor, in arrays that broadcast."""
     groups = []
     for coordinate, size in zip(_coordinates(tensor.shape, piece), tensor.group, strict=True):
-        group = coordinate // size
-        for d in range(group.ndim):
-            if group.shape[d] > 1 and not np.diff(group, axis=d).any():
-                group = group.take([0], axis=d)
-        groups.append(group)
+        groups.append(_reduce(coordinate // size))
     groups[0] = groups[0] - scales.first
     return groups
+
+
+def _reduce(group: np.ndarray) -> np.ndarray:
+    """Return an array with one element along every dimension along which all are equal."""
+    for d in range(group.ndim):
+        if group.shape[d] > 1 and not np.diff(group, axis=d).any():
+            group = group.take([0], axis=d)
+    return group
 
 
 def _numbers(codes: np.ndarray) -> np.ndarray:
