@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from coded_checkpoints import dequantized, of_each_element, read_stored, write_stored
+from conftest import run
 from test_logits import MESHES, deviation
 
 from shardplan.checkpoint.format.codecs.decode_index import decode_index
@@ -160,3 +161,27 @@ def test_every_form_of_scales(block, shape, fmt):
         for read_ in plan_reads(changed, index.tensors, [target], 100):
             run_read(read_)
         np.testing.assert_array_equal(target.buffer, values)
+
+
+def test_converted_to_plain_numbers(tmp_path):
+    """The written checkpoint is that of the numbers, without scales, and its config.json has no quantization."""
+    arguments = [f"--model={FOLDER / FP8}", "--hardware.slice=cpu-8", "--workload.param_dtype=float32"]
+    arguments += ["--workload.batch=8", "--workload.position=8", f"--to={tmp_path / 'out'}"]
+    done = run("checkpoint", "convert", *arguments)
+    assert done.returncode == 0, done.stderr
+    written = {
+        name: each for file in (tmp_path / "out").glob("*.safetensors") for name, each in read_stored(file).items()
+    }
+    assert not any(name.endswith("_scale_inv") for name in written)
+    expected = dequantized(STORED)
+    for name, values in written.items():
+        np.testing.assert_array_equal(values, expected[name], err_msg=name)
+    assert {name for name in expected if "layers.2" not in name} <= written.keys()
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+
+
+def test_a_loader_without_scales_is_refused():
+    """Levanter's own loader would take codes for numbers."""
+    template = build_model(read_config(None, open_folder(str(FOLDER / FP8))), 8).template
+    with pytest.raises(CheckpointError, match="is stored as float8_e4m3fn, and this loader does not read its scales"):
+        template.from_state_dict(STORED)
