@@ -11,12 +11,13 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from shardplan.checkpoint.format.codecs.decode_index import quantization_of
 from shardplan.checkpoint.format.index import read_tensor_index
 from shardplan.checkpoint.load import array_specs
 from shardplan.checkpoint.mapping.state_dict_program import StateDictProgram, trace_program
 from shardplan.checkpoint.match import match_checkpoint
 from shardplan.checkpoint.transfer.byte_ranges import ReadVolume, TensorSource
-from shardplan.checkpoint.transfer.request import ArrayRequest
+from shardplan.checkpoint.transfer.request import ArrayRequest, stored_dtypes
 from shardplan.checkpoint.transfer.schedule import Schedule, Speeds, make_schedule, read_by_process
 from shardplan.checkpoint.transfer.stream import transfer_limits
 from shardplan.checkpoint.transfer.transfer import DeviceMesh, ReadStrategy, Transfer
@@ -81,15 +82,15 @@ class _StoredModel:
 
     source: str
     program: StateDictProgram
-    dtypes: Mapping[str, np.dtype]
-    """Tensor name -> its type."""
-    locations: Mapping[str, tuple[str, int]]
-    """Tensor name -> file, and byte of the file where its data starts."""
+    dtypes: Mapping[str, np.dtype | None]
+    """Tensor name -> its type; None for codes."""
+    sources: Mapping[str, TensorSource]
+    """Tensor name -> where its data are."""
 
     @property
     def nbytes(self) -> int:
         """Length of the data of all tensors."""
-        return sum(math.prod(shape) * self.dtypes[name].itemsize for name, shape in self.program.tensors.items())
+        return sum(math.prod(shape) * self.sources[name].itemsize for name, shape in self.program.tensors.items())
 
 
 def forecast_reads(config: CheckpointCommand, plan: Plan, model: Model) -> Forecast:
@@ -106,7 +107,7 @@ def forecast_reads(config: CheckpointCommand, plan: Plan, model: Model) -> Forec
         else _assume_checkpoint(path, config.model_class, model)
     )
     program = stored.program
-    sources = {name: TensorSource(*stored.locations[name], stored.dtypes[name].itemsize) for name in program.tensors}
+    sources = {name: stored.sources[name] for name in program.tensors}
     mesh = DeviceMesh(tuple(plan.mesh.items()), tuple(place_mesh(hardware, plan.mesh).hosts()))
     dtypes = parameter_dtypes(model.template, plan.workload.param_dtype)
     specs = array_specs(model.template, plan.param_mapping, program)
@@ -124,10 +125,12 @@ def forecast_reads(config: CheckpointCommand, plan: Plan, model: Model) -> Forec
 def _read_checkpoint(ref: str, model: Model) -> _StoredModel:
     folder = open_folder(ref)
     index = read_tensor_index(folder)
-    tensors, program = index.tensors, match_checkpoint(model.template, index, folder.ref).program
-    dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
-    locations = {name: (tensor.file.name, tensor.offset) for name, tensor in tensors.items()}
-    return _StoredModel(folder.ref, program, dtypes, locations)
+    match = match_checkpoint(model.template, index, folder.ref, quantization_of(folder))
+    sources = {
+        name: TensorSource(tensor.file.name, tensor.offset, tensor.dtype.itemsize)
+        for name, tensor in match.tensors.items()
+    }
+    return _StoredModel(folder.ref, match.program, stored_dtypes(match.tensors), sources)
 
 
 def _assume_checkpoint(config_path: str, model_class: str | None, model: Model) -> _StoredModel:
@@ -137,9 +140,12 @@ def _assume_checkpoint(config_path: str, model_class: str | None, model: Model) 
     dtype = np.dtype(jnp.dtype(config_json.get("torch_dtype") or config_json.get("dtype") or "bfloat16"))
     sizes = (math.prod(shape) * dtype.itemsize for shape in program.tensors.values())
     offsets = itertools.accumulate(sizes, initial=0)
-    locations = {name: ("checkpoint", offset) for name, offset in zip(program.tensors, offsets, strict=False)}
+    sources = {
+        name: TensorSource("checkpoint", offset, dtype.itemsize)
+        for name, offset in zip(program.tensors, offsets, strict=False)
+    }
     source = f"one file with the tensors of {config_path} in {dtype}"
-    return _StoredModel(source, program, dict.fromkeys(program.tensors, dtype), locations)
+    return _StoredModel(source, program, dict.fromkeys(program.tensors, dtype), sources)
 
 
 def _summarise(

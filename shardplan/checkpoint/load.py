@@ -20,6 +20,7 @@ from levanter.compat.hf_checkpoints import RepoRef
 
 from shardplan.checkpoint.best_effort import best_effort_sharding
 from shardplan.checkpoint.format.casting import float_dtype
+from shardplan.checkpoint.format.codecs.decode_index import quantization_of
 from shardplan.checkpoint.format.header import Tensor
 from shardplan.checkpoint.format.index import TensorIndex, read_tensor_index
 from shardplan.checkpoint.format.integrity import CheckedFolder, check_files
@@ -289,13 +290,13 @@ def stream_checkpoint(
         def inspect() -> tuple[TensorIndex, Match]:
             # the checksums of files are asked for in every process
             index = read_tensor_index(folder) if checksum else read_shared_index(folder, processes)
-            match = match_checkpoint(template, index, folder.ref)
+            match = match_checkpoint(template, index, folder.ref, quantization_of(folder))
             if strict and match.unneeded:
                 raise CheckpointError(f"{_unneeded_text(match)}; leave out load.strict to load it nevertheless")
             return index, match
 
-        index, match = processes.agree("checkpoint", inspect, _file_versions)
-        tensors, program = index.tensors, match.program
+        _, match = processes.agree("checkpoint", inspect, _file_versions)
+        tensors, program = match.tensors, match.program
         if match.needs_values:
             compared = processes.broadcast("values", lambda: check_values(match, tensors, template))
         else:
@@ -379,7 +380,7 @@ def _array_dtype(view: View, tensors: Mapping[str, Tensor], dtype: Any, stays_fl
         CheckpointError: its stored type is no floating-point type.
     """
     # the pieces of an array have one type in every checkpoint that transformers writes; otherwise take the widest
-    kinds = {tensors[piece.tensor].dtype for piece in view.pieces}
+    kinds = {tensors[piece.tensor].value_dtype for piece in view.pieces}
     stored = functools.reduce(jnp.promote_types, sorted(kinds, key=str))
     if not jnp.issubdtype(stored, jnp.floating):
         name = view.pieces[0].tensor

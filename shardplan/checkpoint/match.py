@@ -1,9 +1,10 @@
 """Matches the tensors of a checkpoint with the arrays of a model: names, shapes, and what either has alone."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from shardplan.checkpoint.format.codecs.decode_index import decode_index
 from shardplan.checkpoint.format.compare import hold_the_same
 from shardplan.checkpoint.format.header import Tensor
 from shardplan.checkpoint.format.index import INDEX, SINGLE, TensorIndex, check_tensors, missing_files_text
@@ -17,6 +18,7 @@ from shardplan.checkpoint.mapping.state_dict_program import (
 from shardplan.checkpoint.mapping.unneeded import kinds_text
 from shardplan.checkpoint.mapping.views import Shape
 from shardplan.errors import CheckpointError
+from shardplan.model.huggingface.quantization import Quantization
 from shardplan.model.inspect import named_leaves, parameters_of
 
 
@@ -38,6 +40,8 @@ class Match:
     """Name and tensor of further files that hold what is read, where the index lists none: all must hold the same."""
     notes: tuple[str, ...] = ()
     """What the index gets wrong."""
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    """Name -> tensor of the checkpoint; coded ones under the names of weights."""
 
     @property
     def needs_values(self) -> bool:
@@ -57,17 +61,19 @@ def match_tensors(template: Any, tensors: Mapping[str, Tensor], where: str) -> S
     return match_checkpoint(template, TensorIndex(tensors), where).program
 
 
-def match_checkpoint(template: Any, index: TensorIndex, where: str) -> Match:
+def match_checkpoint(template: Any, index: TensorIndex, where: str, quantization: Quantization | None = None) -> Match:
     """Match the tensors of a checkpoint with the arrays of the model.
 
     Args:
         template: a Levanter model with `jax.ShapeDtypeStruct`s in place of arrays.
         where: name of the checkpoint, for messages.
+        quantization: how its config.json says that weights are stored; None for plain numbers.
 
     Raises:
         CheckpointError: the checkpoint does not match the model.
     """
     expected = expected_tensors(template)
+    index, not_read = decode_index(index, quantization, where)
     tensors = _without_second_set(expected, index, where)
     stored = find_stored_names(expected, tensors, where)
     program = trace_program(template, expected)
@@ -91,10 +97,11 @@ def match_checkpoint(template: Any, index: TensorIndex, where: str) -> Match:
         where,
         program,
         (head, names[tied]) if head is not None and tied in names else None,
-        unneeded,
+        (*unneeded, *not_read),
         _second_set(expected, names, program, index, where),
         tuple((name, tensor) for name, tensor in index.rivals if name in program.tensors),
         (*_index_notes(index, program),),
+        index.tensors,
     )
 
 

@@ -8,6 +8,7 @@ model is planned, so that a head of its own is planned for, loaded and used.
 import logging
 from typing import Any
 
+from shardplan.checkpoint.format.codecs.decode_index import quantization_of
 from shardplan.checkpoint.format.compare import hold_the_same
 from shardplan.checkpoint.format.shared_index import read_shared_index
 from shardplan.checkpoint.match import is_tied, match_checkpoint
@@ -35,11 +36,11 @@ def has_own_head(template: Any, folder: Folder, processes: ProcessGroup) -> bool
     index = read_shared_index(folder, processes)
 
     def compare() -> str:
-        match = match_checkpoint(template, index, folder.ref)
+        match = match_checkpoint(template, index, folder.ref, quantization_of(folder))
         if match.head is None:
             return ""
         head, embedding = match.head
-        return "" if hold_the_same([(index.tensors[head], index.tensors[embedding])]) else head
+        return "" if hold_the_same([(match.tensors[head], match.tensors[embedding])]) else head
 
     head = processes.broadcast("output head", compare)
     if head and processes.process_index == 0:

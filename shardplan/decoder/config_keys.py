@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 from shardplan.errors import ConfigError
 from shardplan.model.axes import MAX_SIZE
 from shardplan.model.huggingface.foreign_keys import READ_BY_OTHERS, changes_nothing
+from shardplan.model.huggingface.quantization import KEYS as QUANTIZATION
 
 logger = logging.getLogger(__name__)
 HARMLESS = frozenset(
@@ -147,7 +148,7 @@ class ConfigKeys:
         """
         left, unread = [], []
         for name, value in self.values.items():
-            is_known = name in self._taken or name in HARMLESS or changes_nothing(name, self.values)
+            is_known = name in self._taken or name in (*HARMLESS, *QUANTIZATION) or changes_nothing(name, self.values)
             if name in READ_BY_OTHERS and not is_known and value:
                 unread.append(f"{name} {value!r}")
             elif not is_known and name not in READ_BY_OTHERS and value is not None:

@@ -28,6 +28,7 @@ from shardplan.decoder.parts.attention.rotary import Positions
 from shardplan.decoder.parts.block import RepeatedLayers
 from shardplan.decoder.parts.linear import INITIAL_SCALE, Linear
 from shardplan.decoder.parts.norm import Norm
+from shardplan.errors import CheckpointError
 from shardplan.experts.statistics.recording import fold_layers, record_routing
 from shardplan.model.attention.chunked_mask import indices_in_documents
 from shardplan.model.logits.logit_blocks import prepare_head, project_to_vocab
@@ -215,10 +216,20 @@ class Decoder(ModuleWithStateDictSerialization, LmHeadModel[Architecture]):
         return resized
 
     def from_state_dict(self, state_dict: StateDict, prefix: str | None = None) -> "Decoder":
-        """Return the model with the parameters of a checkpoint, read by the rules of its family."""
+        """Return the model with the parameters of a checkpoint, read by the rules of its family.
+
+        Raises:
+            CheckpointError: a tensor holds codes of one byte, which are numbers only with their scales.
+        """
 
         def read(stored: StoredTensor) -> jax.Array:
-            return jnp.asarray(state_dict[_with_prefix(prefix, stored.name)])
+            array = jnp.asarray(state_dict[_with_prefix(prefix, stored.name)])
+            if array.dtype.itemsize == 1:
+                raise CheckpointError(
+                    f"{stored.name} is stored as {array.dtype}, and this loader does not read its scales; load it by "
+                    "shardplan, which does (patch_levanter, or shardplan's HFCheckpointConverter)"
+                )
+            return array
 
         rules = parameter_rules(self.settings, self.Vocab.size)
 

@@ -5,6 +5,9 @@ shard with what the official library reads, and prints the bytes that it read fr
 in the first load if the checkpoint is in a store. With OUTPUT, the model is written there in both formats, and by the
 drop-in for Levanter's converter.
 
+The environment variable REFERENCE names the folder whose values are compared with, default: the golden Llama; DTYPE
+names the type of the loaded arrays, default: the stored one.
+
 The environment variable MODEL_CLASS names the class of the model; default: Levanter's. If it is empty, the model is the
 decoder, which reads what it compares with by its own rules.
 
@@ -50,7 +53,7 @@ from shardplan.storage.local import LocalFile
 SMALL_BUDGET = 40_000
 """Bytes of host memory that are not enough for one transfer of most arrays."""
 OTHER_MAPPING = {"embed": "data"}
-GOLDEN = Path(__file__).parents[1] / "golden" / "data" / "llama"
+GOLDEN = Path(os.environ.get("REFERENCE") or Path(__file__).parents[1] / "golden" / "data" / "llama")
 
 
 def main(folder: str, mappings: list[dict[str, str]], fault: str = "", output: str = "") -> None:
@@ -77,7 +80,8 @@ def main(folder: str, mappings: list[dict[str, str]], fault: str = "", output: s
     for number, mapping in enumerate(mappings):
         read.clear()
         checksum = "://" in folder and number == 0
-        module, _ = stream_checkpoint(template, open_folder(folder), mesh, mapping, None, budget, checksum)
+        dtype = os.environ.get("DTYPE")
+        module, _ = stream_checkpoint(template, open_folder(folder), mesh, mapping, dtype, budget, checksum)
         for path, leaf in named_leaves(module):
             for shard in leaf.array.addressable_shards:
                 np.testing.assert_array_equal(np.asarray(shard.data), expected[path][shard.index], err_msg=path)

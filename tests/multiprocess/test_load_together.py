@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from coded_checkpoints import dequantized, quantized, write_stored
 from jax.sharding import Mesh
 from levanter.checkpoint import load_checkpoint
 from processes import fork_apart, fork_python
@@ -80,6 +81,21 @@ def test_processes_read_every_byte_once_and_write_one_checkpoint(golden, tmp_pat
         original = load_pretrained(str(folder), axis_mapping={}, config=model.config)
     for actual, value in zip(jax.tree.leaves(module), jax.tree.leaves(original), strict=True):
         np.testing.assert_array_equal(np.asarray(actual), np.asarray(value))
+
+
+def test_codes_with_scales(golden, tmp_path):
+    """Two processes read a Llama in fp8, whose blocks are divided among devices, and exchange its numbers."""
+    tensors = {
+        name: value for file in (golden / "llama").glob("*.safetensors") for name, value in load_file(file).items()
+    }
+    config, block = json.loads((golden / "llama" / "config.json").read_text()), (20, 28)
+    coded = quantized(tensors, block)
+    plain = write_stored(tmp_path / "plain", dequantized(coded, block), config)
+    quantization = {"quant_method": "fp8", "weight_block_size": block}
+    folder = write_stored(tmp_path / "coded", coded, config | {"quantization_config": quantization})
+    environment = {"MODEL_CLASS": "", "REFERENCE": str(plain), "DTYPE": "float32"}
+    codes, _, errors = wait_for(start([folder] * 2, [{}, INNER], [""] * 2, environment))
+    assert codes == [0, 0], errors
 
 
 def test_from_an_object_store(golden, store):

@@ -66,6 +66,11 @@ class Tensor:
         """Length of its data."""
         return math.prod(self.shape) * self.dtype.itemsize
 
+    @property
+    def value_dtype(self) -> np.dtype:
+        """Type of its numbers."""
+        return self.dtype
+
 
 def header_end(start: bytes | bytearray | memoryview) -> int:
     """Return the byte at which the header of a file ends, from the first 8 or more bytes of the file."""

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from shardplan.checkpoint.format.casting import copy_cast
+from shardplan.checkpoint.format.codecs.coded_tensor import CodedTensor, decoded_slabs
 from shardplan.checkpoint.format.header import Tensor
 from shardplan.checkpoint.mapping.views import Piece, Shape, View, row_major_strides
 from shardplan.checkpoint.transfer.byte_ranges import find_runs, merge_boxes
@@ -98,15 +99,28 @@ def run_read(read: Read) -> int:
         if box.dtype == tensor.dtype and box.flags.c_contiguous and _is_row_major(piece) and piece.scale == 1:
             tensor.file.read_into(offset, box.reshape(-1).view(np.uint8).data)
             return read.nbytes
-    staging = _scratch(read.nbytes).view(tensor.dtype)
-    tensor.file.read_into(offset, staging.view(np.uint8).data)
+    scratch = _scratch(read.nbytes)
+    tensor.file.read_into(offset, scratch.data)
+    staging = scratch.view(f"u{itemsize}")  # as_strided does not know every type of ml_dtypes
     for target, piece in read.pieces:
         strides = tuple(k * itemsize for k in piece.strides)
-        source: Any = np.lib.stride_tricks.as_strided(staging[piece.offset - low :], piece.shape, strides)
-        if piece.scale != 1:
-            source = source.astype(np.float32) * np.float32(piece.scale)
-        copy_cast(_target_box(target, piece), source, piece, tensor.shape)
+        words = np.lib.stride_tricks.as_strided(staging[piece.offset - low :], piece.shape, strides)
+        source: Any = words.view(tensor.dtype)
+        box = _target_box(target, piece)
+        if isinstance(tensor, CodedTensor):
+            scales = tensor.read_scales(*piece.span)
+            for part, numbers in decoded_slabs(tensor, source, piece, scales):
+                _copy_scaled(box[part], numbers, piece, tensor.shape)
+        else:
+            _copy_scaled(box, source, piece, tensor.shape)
     return read.nbytes
+
+
+def _copy_scaled(box: np.ndarray, values: np.ndarray, piece: Piece, shape: Shape) -> None:
+    """Copy the elements of a piece of a tensor of `shape` into `box`, times its factor."""
+    if piece.scale != 1:
+        values = values.astype(np.float32) * np.float32(piece.scale)
+    copy_cast(box, values, piece, shape)
 
 
 def _scratch(nbytes: int) -> np.ndarray:

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from shardplan.checkpoint.format.codecs.coded_tensor import CodedTensor
+from shardplan.checkpoint.format.header import Tensor
 from shardplan.checkpoint.mapping.views import View
 from shardplan.plan.mapping import MeshAxes
 
@@ -18,24 +20,29 @@ class ArrayRequest:
     """Mesh axes that shard each dimension."""
     dtype: np.dtype
 
-    def in_transit(self, stored_dtypes: Mapping[str, np.dtype]) -> "ArrayRequest":
+    def in_transit(self, dtypes: Mapping[str, np.dtype | None]) -> "ArrayRequest":
         """Return the array as it is read and exchanged, before it is written into its shards.
 
         Its dimensions are in stored order, so that rows are rows of what is stored, also where the model has the array
         transposed. Its type is the narrower of the stored type and the requested one, so that less is moved.
 
         Args:
-            stored_dtypes: tensor name -> its type.
+            dtypes: see `stored_dtypes`.
         """
         order = self.view.stored_order
         spec = tuple(self.spec[dimension] for dimension in order)
-        return ArrayRequest(self.view.transpose(order), spec, self._narrower_dtype(stored_dtypes))
+        return ArrayRequest(self.view.transpose(order), spec, self._narrower_dtype(dtypes))
 
-    def _narrower_dtype(self, stored_dtypes: Mapping[str, np.dtype]) -> np.dtype:
+    def _narrower_dtype(self, dtypes: Mapping[str, np.dtype | None]) -> np.dtype:
         """Return the stored type if it is narrower than the requested one; elements that are scaled are cast first."""
-        kinds = {stored_dtypes[piece.tensor] for piece in self.view.pieces}
+        kinds = {dtypes[piece.tensor] for piece in self.view.pieces}
         is_scaled = any(piece.scale != 1 for piece in self.view.pieces)
         if len(kinds) != 1 or is_scaled:
             return self.dtype
         (stored,) = kinds
-        return stored if stored.itemsize < self.dtype.itemsize else self.dtype
+        return self.dtype if stored is None or stored.itemsize >= self.dtype.itemsize else stored
+
+
+def stored_dtypes(tensors: Mapping[str, Tensor]) -> dict[str, np.dtype | None]:
+    """Return name -> type of the tensors of a checkpoint; None for codes, which become numbers when they are read."""
+    return {name: None if isinstance(tensor, CodedTensor) else tensor.dtype for name, tensor in tensors.items()}

@@ -24,7 +24,7 @@ from shardplan.checkpoint.transfer.destination import (
 )
 from shardplan.checkpoint.transfer.exchange import exchange_rows
 from shardplan.checkpoint.transfer.reading import ReadTarget, plan_reads, run_read
-from shardplan.checkpoint.transfer.request import ArrayRequest
+from shardplan.checkpoint.transfer.request import ArrayRequest, stored_dtypes
 from shardplan.checkpoint.transfer.schedule import make_schedule, read_by_process
 from shardplan.checkpoint.transfer.transfer import Box, DeviceMesh, Transfer, TransferLimits
 from shardplan.errors import ConfigError
@@ -110,8 +110,8 @@ class _ArrayStream:
     ) -> None:
         """Choose the types in transit and divide the budget, then plan all transfers; arguments as `stream_arrays`."""
         self.requests, self.tensors, self.mesh = requests, tensors, mesh
-        stored_dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
-        self.in_transit = {path: request.in_transit(stored_dtypes) for path, request in requests.items()}
+        dtypes = stored_dtypes(tensors)
+        self.in_transit = {path: request.in_transit(dtypes) for path, request in requests.items()}
         """Array path -> the array as it is read and exchanged."""
         devices = list(mesh.devices.flat)
         self.device_mesh = DeviceMesh(tuple(mesh.shape.items()), tuple(device.process_index for device in devices))

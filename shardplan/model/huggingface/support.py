@@ -12,6 +12,7 @@ from typing import Any
 from shardplan.errors import ConfigError, closest
 from shardplan.model.huggingface.foreign_keys import foreign_keys
 from shardplan.model.huggingface.model_types import OTHER_TYPES, SUPPORTED_TYPES
+from shardplan.model.huggingface.quantization import read_quantization
 from shardplan.model.model_class import LEVANTER_CLASSES
 
 MISSPELT = 0.85
@@ -28,8 +29,8 @@ def check_supported(config: Mapping[str, Any], where: str) -> None:
         where: name of the file, for messages.
 
     Raises:
-        ConfigError: the model type is not supported, the weights are quantized, or a key that models of this type do
-            not have changes the computation.
+        ConfigError: the model type is not supported, the weights are quantized in a way that is not, or a key that
+            models of this type do not have changes the computation.
     """
     model_type = config["model_type"]
     if model_type not in SUPPORTED_TYPES:
@@ -41,13 +42,7 @@ def check_supported(config: Mapping[str, Any], where: str) -> None:
             f"{where}: it has {_name_keys(foreign, config)}, which no {model_type!r} has: this is another model than "
             "its model_type says, and is not supported"
         )
-    quantization = config.get("quantization_config") or config.get("compression_config")
-    if quantization:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-        raise ConfigError(
-            f"{where}: it has a quantization_config{f' ({method})' if method else ''}, and quantized weights are not "
-            "supported; use the checkpoint in bfloat16 or float32 that it was made from"
-        )
+    read_quantization(config, where)
 
 
 def _describe_type(config: Mapping[str, Any]) -> str:

@@ -1,0 +1,187 @@
+"""Checkpoints whose weights are stored as codes: every weight equals the codes times scales, and so do logits."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from coded_checkpoints import dequantized, of_each_element, read_stored, write_stored
+from conftest import run
+from test_logits import MESHES, deviation
+
+from shardplan.checkpoint.format.codecs.decode_index import decode_index
+from shardplan.checkpoint.format.header import Tensor
+from shardplan.checkpoint.format.index import TensorIndex
+from shardplan.checkpoint.load import stream_checkpoint
+from shardplan.checkpoint.mapping.views import tensor_view
+from shardplan.checkpoint.transfer.reading import ReadTarget, plan_reads, run_read
+from shardplan.errors import CheckpointError, ConfigError
+from shardplan.hardware import parse_slice
+from shardplan.model.huggingface.hf_config import read_config
+from shardplan.model.huggingface.quantization import Quantization
+from shardplan.model.inspect import named_leaves
+from shardplan.model.registry import build_model
+from shardplan.runtime.devices import arrange
+from shardplan.storage import open_folder
+
+FOLDER = Path(__file__).with_name("families")
+FP8 = "deepseek_v3_fp8"
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryFile:
+    """A file in memory."""
+
+    data: bytes
+    name: str = "memory"
+
+    def read_into(self, offset, buffer):
+        buffer[:] = self.data[offset : offset + len(buffer)]
+
+
+def tolerance(name):
+    """Twice the error of transformers in float32, for sums in another order."""
+    return 2 * float(np.load(FOLDER / name / "golden.npz")["own_error"]) + 1e-6
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_logits_equal_the_reference(make_config, mesh):
+    assert deviation(FOLDER, make_config, FP8, mesh) <= tolerance(FP8)
+
+
+def read(folder, dtype="float32", sizes=(1, 2, 4), mapping=None):
+    """Load the checkpoint in `folder`: array path -> array."""
+    opened = open_folder(str(folder))
+    template = build_model(read_config(None, opened), 8).template
+    mesh = arrange(jax.devices(), parse_slice("cpu-8"), dict(zip(("replica", "data", "model"), sizes, strict=True)))
+    model, _ = stream_checkpoint(template, opened, mesh, mapping, dtype)
+    return {path: np.asarray(leaf.array) for path, leaf in named_leaves(model)}
+
+
+CONFIG = json.loads((FOLDER / FP8 / "config.json").read_text())
+STORED = read_stored(FOLDER / FP8 / "model.safetensors")
+
+
+@pytest.mark.parametrize("mapping", [None, {"embed": ["model"], "mlp": ["data"], "experts": ["data"]}])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_values_are_those_of_codes_and_scales(tmp_path, dtype, mapping):
+    """Bit for bit in float32, and rounded once in bfloat16, whatever is sharded: blocks are divided among devices."""
+    plain = write_stored(tmp_path / "plain", dequantized(STORED), CONFIG | {"quantization_config": None})
+    expected, found = read(plain, dtype, mapping=mapping), read(FOLDER / FP8, dtype, mapping=mapping)
+    assert found.keys() == expected.keys()
+    for path, values in expected.items():
+        np.testing.assert_array_equal(found[path], values, err_msg=path)
+
+
+WEIGHT = "model.layers.1.mlp.experts.0.down_proj.weight"
+SCALE = f"{WEIGHT}_scale_inv"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop(SCALE), rf"{WEIGHT} is stored as float8_e4m3fn without scales"),
+        (lambda t: t.update({SCALE: t[SCALE][:1]}), rf"{SCALE} has the shape \[1, 1\] for {WEIGHT} .* \[2, 1\]"),
+        (lambda t: t.update({SCALE: t[SCALE] * 0}), r"scale 0 of the codes at byte \d+ is 0; it must be positive"),
+        (lambda t: t.update({SCALE: t[SCALE] * np.nan}), r"scale 0 of the codes at byte \d+ is nan; it must be"),
+        (lambda t: t.update({SCALE: -t[SCALE]}), r"scale 0 of the codes at byte \d+ is -.*; it must be positive"),
+        (lambda t: t.update({SCALE: t[SCALE].astype(np.int32)}), r"is stored as int32; scales are floating-point"),
+        (lambda t: t.update({f"{WEIGHT}_scale": t[SCALE]}), rf"with scales both in {SCALE} and in {WEIGHT}_scale"),
+        (lambda t: t.update({WEIGHT: t[WEIGHT][:, :8]}), rf"{WEIGHT} has \(136, 8\), the model \(136, 16\)"),
+        (
+            lambda t: t.update(dequantized(STORED)),
+            r"config.json says that weights are stored in fp8 \(float8_e4m3fn\), and no tensor is",
+        ),
+    ],
+)  # fmt: skip
+def test_damaged_scales_are_refused(tmp_path, change, message):
+    tensors = dict(STORED)
+    change(tensors)
+    with pytest.raises(CheckpointError, match=message):
+        read(write_stored(tmp_path / "damaged", tensors, CONFIG))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"quant_method": "gguf"}, ConfigError, r"a quantization_config \(gguf\), and weights that are quantized so"),
+        ({"fmt": "e3m4"}, ConfigError, r"quantization_config.fmt is 'e3m4'"),
+        ({"weight_block_size": [128]}, ConfigError, r"weight_block_size is \[128\]; it must be two positive integers"),
+        ({"weight_block_sizes": [64, 64]}, ConfigError, r"quantization_config.weight_block_sizes is not known for fp8"),
+        ({"modules_to_not_convert": "lm_head"}, ConfigError, r"modules_to_not_convert is 'lm_head'; it must be a list"),
+        ({"weight_block_size": [64, 128]}, CheckpointError, r"with weight_block_size \[64, 128\] it has \[\d+, \d+\]"),
+        ({"weight_block_size": None}, CheckpointError, r"with a scale for each tensor, matrix or row it has"),
+        ({"modules_to_not_convert": ["o_proj"]}, CheckpointError, r"o_proj.weight is stored as .* it is not quantized"),
+        (None, CheckpointError, r"it is quantised \(.*_scale_inv\)"),
+    ],
+)  # fmt: skip
+def test_contradictions_are_refused(tmp_path, changes, error, message):
+    """Of config.json with itself, and with the files."""
+    quantization = None if changes is None else {**CONFIG["quantization_config"], **changes}
+    with pytest.raises(error, match=message):
+        read(write_stored(tmp_path / "ck", STORED, CONFIG | {"quantization_config": quantization}))
+
+
+@pytest.mark.parametrize(
+    ("block", "shape"),
+    [(None, (1, 1)), (None, ()), (None, (16, 1)), (None, (16,)), ([5, 7], (4, 4))],
+    ids=["tensor", "number", "rows", "flat rows", "blocks"],
+)
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
+def test_every_form_of_scales(block, shape, fmt):
+    """A tensor as it is read in pieces: transposed, in parts, in every second column, and over the ends of rows."""
+    random = np.random.default_rng(1)
+    dtype = np.dtype({"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}[fmt])
+    codes = random.normal(size=(16, 24)).astype(dtype)
+    scales = random.uniform(0.5, 2, shape).astype(np.float32)
+    group = {(): (16, 24), (1, 1): (16, 24), (4, 4): (5, 7)}.get(shape, (1, 24))
+    factors = of_each_element(
+        scales.reshape([-(-n // size) for n, size in zip((16, 24), group, strict=True)]), (16, 24), group
+    )
+    expected = codes.astype(np.float32) * factors
+    memory = MemoryFile(codes.tobytes() + scales.tobytes())
+    scale = Tensor(memory, codes.nbytes, shape, scales.dtype)
+    plain = Tensor(memory, 0, (16, 24), dtype)
+    quantization = Quantization("fp8", dtype.name, None if block is None else tuple(block), ())
+    index, _ = decode_index(TensorIndex({"w": plain, "w_scale": scale}), quantization, "here")
+    assert [*index.tensors] == ["w"]
+    view = tensor_view("w", (16, 24))
+    for changed, values in (
+        (view, expected),
+        (view.transpose((1, 0)), expected.T),
+        (view.slice((3, 5), (14, 23)), expected[3:14, 5:23]),
+        (view.reshape((2, 8, 3, 8)).transpose((2, 0, 3, 1)), expected.reshape(2, 8, 3, 8).transpose(2, 0, 3, 1)),
+        (view.reshape((384,)).slice((100,), (300,)), expected.reshape(384)[100:300]),
+        (view.reshape((16, 12, 2)).slice((0, 0, 1), (16, 12, 2)), expected.reshape(16, 12, 2)[:, :, 1:]),
+    ):
+        target = ReadTarget((0,) * len(changed.shape), np.zeros(changed.shape, np.float32))
+        for read_ in plan_reads(changed, index.tensors, [target], 100):
+            run_read(read_)
+        np.testing.assert_array_equal(target.buffer, values)
+
+
+def test_converted_to_plain_numbers(tmp_path):
+    """The written checkpoint is that of the numbers, without scales, and its config.json has no quantization."""
+    arguments = [f"--model={FOLDER / FP8}", "--hardware.slice=cpu-8", "--workload.param_dtype=float32"]
+    arguments += ["--workload.batch=8", "--workload.position=8", f"--to={tmp_path / 'out'}"]
+    done = run("checkpoint", "convert", *arguments)
+    assert done.returncode == 0, done.stderr
+    written = {
+        name: each for file in (tmp_path / "out").glob("*.safetensors") for name, each in read_stored(file).items()
+    }
+    assert not any(name.endswith("_scale_inv") for name in written)
+    expected = dequantized(STORED)
+    for name, values in written.items():
+        np.testing.assert_array_equal(values, expected[name], err_msg=name)
+    assert {name for name in expected if "layers.2" not in name} <= written.keys()
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+
+
+def test_a_loader_without_scales_is_refused():
+    """Levanter's own loader would take codes for numbers."""
+    template = build_model(read_config(None, open_folder(str(FOLDER / FP8))), 8).template
+    with pytest.raises(CheckpointError, match="is stored as float8_e4m3fn, and this loader does not read its scales"):
+        template.from_state_dict(STORED)
