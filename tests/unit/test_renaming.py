@@ -8,6 +8,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from shardplan.decoder.parts.mlp.experts import ExpertsConfig
+from shardplan.experts.planned_model import with_planned_experts
 from shardplan.model.model_class import DECODER
 from shardplan.model.registry import abstract_module
 from shardplan.search.make_plan import make_plan, model_from_config
@@ -67,7 +68,7 @@ def rename(model, names):
         ]
         config = dataclasses.replace(config, segments=tuple(segments))
     template = abstract_module(config, model.vocab.alias(names["Vocab"]))
-    return dataclasses.replace(model, config=config, template=template)
+    return with_planned_experts(dataclasses.replace(model, config=config, template=template))
 
 
 def rename_config(config, names):
