@@ -79,9 +79,7 @@ def plan_part(checkpoint: Checkpoint, packed: str, mesh: DeviceMesh, process: in
     """Do what one process does before its first read, except for its messages; returns what it will read."""
     tensors = unpack_index(open_folder("."), packed).tensors
     program = match_tensors(checkpoint.model.template, tensors, MODEL)
-    sources = {
-        name: TensorSource(tensor.file_name, tensor.offset, tensor.dtype.itemsize) for name, tensor in tensors.items()
-    }
+    sources = {name: TensorSource(tensor.file_name, tensor.offset, tensor.bits) for name, tensor in tensors.items()}
     specs = array_specs(checkpoint.model.template, MAPPING, program)
     dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
     requests = {}

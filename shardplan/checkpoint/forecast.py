@@ -16,7 +16,7 @@ from shardplan.checkpoint.format.index import read_tensor_index
 from shardplan.checkpoint.load import array_specs
 from shardplan.checkpoint.mapping.state_dict_program import StateDictProgram, trace_program
 from shardplan.checkpoint.match import match_checkpoint
-from shardplan.checkpoint.transfer.byte_ranges import ReadVolume, TensorSource
+from shardplan.checkpoint.transfer.byte_ranges import ReadVolume, TensorSource, bytes_of
 from shardplan.checkpoint.transfer.request import ArrayRequest, stored_dtypes
 from shardplan.checkpoint.transfer.schedule import Schedule, Speeds, make_schedule, read_by_process
 from shardplan.checkpoint.transfer.stream import transfer_limits
@@ -90,7 +90,7 @@ class _StoredModel:
     @property
     def nbytes(self) -> int:
         """Length of the data of all tensors."""
-        return sum(math.prod(shape) * self.sources[name].itemsize for name, shape in self.program.tensors.items())
+        return sum(bytes_of(math.prod(shape) * self.sources[name].bits) for name, shape in self.program.tensors.items())
 
 
 def forecast_reads(config: CheckpointCommand, plan: Plan, model: Model) -> Forecast:
@@ -127,8 +127,7 @@ def _read_checkpoint(ref: str, model: Model) -> _StoredModel:
     index = read_tensor_index(folder)
     match = match_checkpoint(model.template, index, folder.ref, quantization_of(folder))
     sources = {
-        name: TensorSource(tensor.file.name, tensor.offset, tensor.dtype.itemsize)
-        for name, tensor in match.tensors.items()
+        name: TensorSource(tensor.file.name, tensor.offset, tensor.bits) for name, tensor in match.tensors.items()
     }
     return _StoredModel(folder.ref, match.program, stored_dtypes(match.tensors), sources)
 
@@ -141,7 +140,7 @@ def _assume_checkpoint(config_path: str, model_class: str | None, model: Model) 
     sizes = (math.prod(shape) * dtype.itemsize for shape in program.tensors.values())
     offsets = itertools.accumulate(sizes, initial=0)
     sources = {
-        name: TensorSource("checkpoint", offset, dtype.itemsize)
+        name: TensorSource("checkpoint", offset, 8 * dtype.itemsize)
         for name, offset in zip(program.tensors, offsets, strict=False)
     }
     source = f"one file with the tensors of {config_path} in {dtype}"

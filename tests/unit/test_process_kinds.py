@@ -34,7 +34,7 @@ def stored_arrays(draw, shape):
     gap, ends, pieces, sources = draw(st.sampled_from([0, 6])), [0, 0], [], {}
     for cell in draw(st.permutations([*itertools.product(*map(range, shape[:lead]))])):
         name, file = str(cell), draw(st.integers(0, 1))
-        sources[name] = TensorSource(str(file), ends[file] + gap, ITEMSIZE)
+        sources[name] = TensorSource(str(file), ends[file] + gap, 8 * ITEMSIZE)
         span = 1 + sum((n - 1) * stride for n, stride in zip(inner, strides, strict=True))
         ends[file] = sources[name].offset + span * ITEMSIZE
         half = inner[0] // 2 if kind == "two parts" else 0
@@ -92,7 +92,7 @@ def test_gaps_between_the_devices_of_a_process():
     """
     mesh = DeviceMesh((("a", 32),), tuple((i + 2) % 32 // 4 * 2 + i % 2 for i in range(32)))
     shape, strides = (4, 4, 4, 4096), row_major_strides((4, 4, 4, 4096))
-    view, sources = View(shape, (Piece((0,) * 4, shape, "x", 0, strides),)), {"x": TensorSource("file", 0, 4)}
+    view, sources = View(shape, (Piece((0,) * 4, shape, "x", 0, strides),)), {"x": TensorSource("file", 0, 32)}
     strategy = ReadStrategy(((), (), (), ()), ((3, ("a",)),))
     (transfer,) = make_transfers("x", shape, strategy, 4, mesh, TransferLimits(2**30, 2**30))
     kinds = find_process_kinds(transfer, find_grid(view, sources), shape, mesh)
@@ -111,7 +111,7 @@ def test_a_fleet_has_few_kinds(monkeypatch):
     shape, layer_bytes = (126, 53248, 16384), 53248 * 16384 * 2
     strides = (0, *row_major_strides(shape[1:]))
     pieces = tuple(Piece((i, 0, 0), (1, *shape[1:]), str(i), 0, strides) for i in range(shape[0]))
-    sources = {str(i): TensorSource(f"file {i // 3}", i % 3 * layer_bytes, 2) for i in range(shape[0])}
+    sources = {str(i): TensorSource(f"file {i // 3}", i % 3 * layer_bytes, 16) for i in range(shape[0])}
     spec = ((), ("model",), ("data",))
     limits = TransferLimits(64 * 2**20, 256 * 2**20)
     result = make_schedule({"x": ArrayRequest(View(shape, pieces), spec, BFLOAT16)}, sources, mesh, limits)

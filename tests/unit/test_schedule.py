@@ -16,6 +16,7 @@ from shardplan.checkpoint.transfer.byte_ranges import (
     GAP_BYTES,
     ReadVolume,
     TensorSource,
+    bytes_of,
     find_byte_ranges,
     find_runs,
     merge_boxes,
@@ -92,9 +93,9 @@ def test_merged_boxes_contain_the_same_elements(extents, data):
         assert merged == [((0,) * len(extents), tuple(extents))]
 
 
-@given(st.lists(st.integers(1, 6), min_size=1, max_size=3), st.sampled_from([1, 2000, 40_000]), st.data())
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=3), st.sampled_from([4, 8, 16_000, 320_000]), st.data())
 @settings(max_examples=100)
-def test_runs_against_counting(extents, itemsize, data):
+def test_runs_against_counting(extents, bits, data):
     """Neighbouring elements of a box are in one run exactly if the gap between them is short."""
     start = tuple(data.draw(st.integers(0, n - 1)) for n in extents)
     stop = tuple(data.draw(st.integers(s + 1, n)) for s, n in zip(start, extents, strict=True))
@@ -102,15 +103,15 @@ def test_runs_against_counting(extents, itemsize, data):
     (piece,) = tensor_view("x", tuple(extents)).pieces_in(start, stop)
     indices = itertools.product(*map(range, start, stop))
     elements = sorted(sum(i * k for i, k in zip(index, strides, strict=True)) for index in indices)
-    gaps = [(b - a - 1) * itemsize > GAP_BYTES for a, b in itertools.pairwise(elements)]
-    runs = find_runs(piece, itemsize)
+    gaps = [(b - a - 1) * bits > 8 * GAP_BYTES for a, b in itertools.pairwise(elements)]
+    runs = find_runs(piece, bits)
     assert runs.count == 1 + sum(gaps)
     assert runs.count * runs.elements >= len(elements)
 
 
-@given(loads(), st.integers(1, 3), st.data())
+@given(loads(), st.integers(1, 3), st.sampled_from([16, 4]), st.data())
 @settings(max_examples=100)
-def test_volumes_are_those_of_the_ranges(load, layers, data):
+def test_volumes_are_those_of_the_ranges(load, layers, bits, data):
     """What processes read of equal layers is computed once, and equals the ranges of each transfer.
 
     A transfer is of one to three layers, which follow one another in their files at once or after a gap, in any order.
@@ -122,8 +123,8 @@ def test_volumes_are_those_of_the_ranges(load, layers, data):
     view, ends, sources = View(shape, pieces), [0, 0], {}
     for i in data.draw(st.permutations(range(shape[0]))):
         file = data.draw(st.integers(0, 1))
-        sources[str(i)] = TensorSource(str(file), ends[file] + data.draw(st.sampled_from([0, 0, 6])), 2)
-        ends[file] = sources[str(i)].offset + 2 * size
+        sources[str(i)] = TensorSource(str(file), ends[file] + data.draw(st.sampled_from([0, 0, 6])), bits)
+        ends[file] = sources[str(i)].offset + bytes_of(bits * size)
     for strategy in (ReadStrategy(spec), *exchange_strategies(shape, spec, mesh)):
         max_bytes = 2 * layers * size * max(map(len, mesh.devices_by_process.values()))
         transfers = tuple(make_transfers("x", shape, strategy, 2, mesh, TransferLimits(max_bytes, max_bytes)))
@@ -136,7 +137,7 @@ def test_volumes_are_those_of_the_ranges(load, layers, data):
 def test_each_process_reads_its_own_contiguous_shard():
     """Rows sharded over processes and replicated within one need no exchange."""
     mesh = DeviceMesh((("data", 2), ("model", 2)), (0, 0, 1, 1))
-    view, sources = tensor_view("w", (4096, 1024)), {"w": TensorSource("f", 100, 2)}
+    view, sources = tensor_view("w", (4096, 1024)), {"w": TensorSource("f", 100, 16)}
     (transfer,) = make_schedule({"w": ArrayRequest(view, (("data",), ()), BFLOAT16)}, sources, mesh, LIMITS).transfers
     assert not transfer.strategy.collectives and exchanged_bytes(transfer, mesh) == 0
     assert find_byte_ranges(transfer, view, sources, mesh, 1) == [("f", 100 + 4 * MIB, 100 + 8 * MIB)]
@@ -153,7 +154,7 @@ def test_columns_and_copies_are_read_once_and_exchanged(spec, collectives):
     the array replicated, a quarter and a half in two all-gathers.
     """
     mesh = DeviceMesh((("data", 2), ("model", 2)), (0, 1, 2, 3))
-    view, sources = tensor_view("w", (4096, 1024)), {"w": TensorSource("f", 0, 2)}
+    view, sources = tensor_view("w", (4096, 1024)), {"w": TensorSource("f", 0, 16)}
     (transfer,) = make_schedule({"w": ArrayRequest(view, spec, BFLOAT16)}, sources, mesh, LIMITS).transfers
     assert transfer.strategy.collectives == collectives
     ranges = sorted(find_byte_ranges(transfer, view, sources, mesh, process)[0] for process in range(4))
@@ -165,7 +166,7 @@ def test_columns_and_copies_are_read_once_and_exchanged(spec, collectives):
 
 def test_one_process_exchanges_nothing():
     mesh = DeviceMesh((("data", 2), ("model", 2)), (0,) * 4)
-    view, sources = tensor_view("w", (4096, 1024)), {"w": TensorSource("f", 0, 2)}
+    view, sources = tensor_view("w", (4096, 1024)), {"w": TensorSource("f", 0, 16)}
     request, limits = ArrayRequest(view, ((), ("data",)), BFLOAT16), TransferLimits(MIB, MIB)
     transfers = make_schedule({"w": request}, sources, mesh, limits).transfers
     assert not any(transfer.strategy.collectives for transfer in transfers)
@@ -191,7 +192,7 @@ def test_all_processes_together_read_every_byte_once(model, mapping):
     template = build_model(read_config(model, None), 1024).template
     program = trace_program(template)
     offsets = itertools.accumulate((2 * math.prod(s) for s in program.tensors.values()), initial=0)
-    sources = {name: TensorSource("f", offset, 2) for name, offset in zip(program.tensors, offsets, strict=False)}
+    sources = {name: TensorSource("f", offset, 16) for name, offset in zip(program.tensors, offsets, strict=False)}
     specs = {
         path: tuple((mapping[axis.name],) if axis.name in mapping and axis.size % mesh.sizes[mapping[axis.name]] == 0
                     else () for axis in leaf.axes)

@@ -67,6 +67,11 @@ class Tensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
+    def bits(self) -> int:
+        """Bits of an element, as it is stored."""
+        return 8 * self.dtype.itemsize
+
+    @property
     def value_dtype(self) -> np.dtype:
         """Type of its numbers."""
         return self.dtype

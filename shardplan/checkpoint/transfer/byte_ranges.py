@@ -30,8 +30,12 @@ class TensorSource:
     file: str
     offset: int
     """Byte of the file where its data starts."""
-    itemsize: int
-    """Bytes of an element."""
+    bits: int
+    """Bits of an element."""
+
+    def bit(self, element: int) -> int:
+        """Return the bit of the file where an element begins."""
+        return 8 * self.offset + element * self.bits
 
 
 @dataclass(frozen=True)
@@ -61,16 +65,16 @@ class Runs:
         return math.prod(count for _, count in self.dimensions)
 
 
-def find_runs(piece: Piece, itemsize: int) -> Runs:
-    """Find the runs of a piece of a tensor with elements of `itemsize` bytes."""
-    return _find_runs(piece.shape, piece.strides, itemsize)
+def find_runs(piece: Piece, bits: int) -> Runs:
+    """Find the runs of a piece of a tensor with elements of `bits` bits."""
+    return _find_runs(piece.shape, piece.strides, bits)
 
 
 @lru_cache(maxsize=4096)
-def _find_runs(shape: Shape, strides: Shape, itemsize: int) -> Runs:
+def _find_runs(shape: Shape, strides: Shape, bits: int) -> Runs:
     dimensions = sorted((k, n) for n, k in zip(shape, strides, strict=True) if n > 1 and k)
     run = 1
-    while dimensions and (dimensions[0][0] - run) * itemsize <= GAP_BYTES:
+    while dimensions and (dimensions[0][0] - run) * bits <= 8 * GAP_BYTES:
         stride, count = dimensions.pop(0)
         run += stride * (count - 1)
     return Runs(run, tuple(dimensions))
@@ -97,11 +101,11 @@ def estimate_read_volume(
     function is cheap enough to compare read strategies.
     """
     pieces = _pieces_of_process(transfer, view, mesh, process)
-    itemsizes = [sources[piece.tensor].itemsize for piece in pieces]
-    runs = [find_runs(piece, itemsize) for piece, itemsize in zip(pieces, itemsizes, strict=True)]
+    bits = [sources[piece.tensor].bits for piece in pieces]
+    runs = [find_runs(piece, each) for piece, each in zip(pieces, bits, strict=True)]
     if all(run.count <= MAX_EXACT_RUNS for run in runs):
         return sum_ranges(_merge_ranges(pieces, sources))
-    size = sum(run.count * run.elements * itemsize for run, itemsize in zip(runs, itemsizes, strict=True))
+    size = sum(run.count * bytes_of(run.elements * each) for run, each in zip(runs, bits, strict=True))
     return ReadVolume(size, sum(run.count for run in runs))
 
 
@@ -160,14 +164,23 @@ def _merge_ranges(pieces: Iterable[Piece], sources: Mapping[str, TensorSource]) 
 
 def _piece_ranges(piece: Piece, source: TensorSource) -> list[ByteRange]:
     """Return the range of every run of a piece."""
-    runs = find_runs(piece, source.itemsize)
-    first = source.offset + piece.offset * source.itemsize
-    size = runs.elements * source.itemsize
+    runs = find_runs(piece, source.bits)
+    first = source.bit(piece.offset)
+    size = runs.elements * source.bits
     if not runs.dimensions:  # most pieces; fast, since there are a hundred thousand
-        return [(source.file, first, first + size)]
+        return [(source.file, first // 8, bytes_of(first + size))]
     steps = [range(0, stride * count, stride) for stride, count in runs.dimensions]
-    lows = [first + sum(index) * source.itemsize for index in itertools.product(*steps)]
-    return [(source.file, low, low + size) for low in lows]
+    lows = [first + sum(index) * source.bits for index in itertools.product(*steps)]
+    return [(source.file, low // 8, bytes_of(low + size)) for low in lows]
+
+
+def bytes_of(bits: int) -> int:
+    """Return the bytes that hold a number of bits.
+
+    >>> bytes_of(12)
+    2
+    """
+    return -(-bits // 8)
 
 
 def _add(index: Shape, offset: Shape) -> Shape:

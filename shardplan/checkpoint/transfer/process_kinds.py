@@ -35,19 +35,20 @@ class ViewGrid:
     rank: int
     """Number of these dimensions."""
     strides: Shape
-    """Bytes between neighbours along each dimension inside a piece."""
-    itemsize: int
+    """Bits between neighbours along each dimension inside a piece."""
+    bits: int
+    """Bits of an element."""
     files: np.ndarray
     """int[index of the leading dimensions, in row-major order]: number of the file of the piece."""
     positions: np.ndarray
-    """int[index of the leading dimensions, in row-major order]: byte of the file where the piece begins."""
+    """int[index of the leading dimensions, in row-major order]: bit of the file where the piece begins."""
 
 
 def find_grid(view: View, sources: Mapping[str, TensorSource]) -> ViewGrid | None:
     """Return the grid of the pieces of a view; None if they are not alike."""
     if not view.pieces:
         return None
-    first, itemsize = view.pieces[0], sources[view.pieces[0].tensor].itemsize
+    first, bits = view.pieces[0], sources[view.pieces[0].tensor].bits
     rank = max((d + 1 for d, n in enumerate(first.shape) if n != view.shape[d]), default=0)
     leading = view.shape[:rank]
     if any(n > 1 for n in first.shape[:rank]) or len(view.pieces) != math.prod(leading):
@@ -56,14 +57,14 @@ def find_grid(view: View, sources: Mapping[str, TensorSource]) -> ViewGrid | Non
     cells, files, positions = [], [], []
     for piece in view.pieces:
         source = sources[piece.tensor]
-        if (piece.shape, piece.strides, source.itemsize) != (first.shape, first.strides, itemsize):
+        if (piece.shape, piece.strides, source.bits) != (first.shape, first.strides, bits):
             return None
         cells.append(piece.start[:rank])
         files.append(numbers.setdefault(source.file, len(numbers)))
-        positions.append(source.offset + piece.offset * itemsize)
+        positions.append(source.bit(piece.offset))
     order = np.lexsort(np.array(cells, np.int64).T[::-1]) if rank else np.zeros(1, np.int64)
-    strides = tuple(stride * itemsize for stride in first.strides)
-    return ViewGrid(rank, strides, itemsize, np.array(files)[order], np.array(positions, np.int64)[order])
+    strides = tuple(stride * bits for stride in first.strides)
+    return ViewGrid(rank, strides, bits, np.array(files)[order], np.array(positions, np.int64)[order])
 
 
 def find_process_kinds(transfer: Transfer, grid: ViewGrid | None, shape: Shape, mesh: DeviceMesh) -> ProcessKinds:
@@ -94,19 +95,21 @@ def _device_keys(transfer: Transfer, grid: ViewGrid | None, shape: Shape, mesh: 
         return np.stack([row_index, *local.values()], -1)
     # the boxes of a process may be displaced along dimensions that no piece ends in
     relative = [n if d < grid.rank else n - n.min(axis=1, keepdims=True) for d, n in local.items()]
-    by_box = np.stack([row_index, *[np.full_like(row_index, -1)] * 4, *relative], -1)  # no range has -1 bytes
+    by_box = np.stack([row_index, *[np.full_like(row_index, -1)] * 5, *relative], -1)  # no range has -1 bits
     ranges = _find_device_ranges(transfer, grid, shape, mesh, row_index, local)
     has_ranges = np.all(ranges.is_complete, axis=1)
     if not has_ranges.any():
         return by_box
     same_file = _first_equal(ranges.file)
-    distance = ranges.first_byte - np.take_along_axis(ranges.first_byte, same_file, axis=1)
-    by_range = np.stack([same_file, distance, ranges.nbytes, *[np.zeros_like(row_index)] * (2 + len(local))], -1)
+    distance = ranges.first_bit - np.take_along_axis(ranges.first_bit, same_file, axis=1)
+    # where a range begins within a byte decides how many bytes it touches
+    known = [same_file, distance, ranges.first_bit % 8, ranges.bits]
+    by_range = np.stack([*known, *[np.zeros_like(row_index)] * (2 + len(local))], -1)
     # of ranges with short gaps, which may be read as one, the indices decide too
     is_near = _has_short_gap(ranges)
     if is_near.any():
         details = np.stack([1 + ranges.index, _first_equal(ranges.block), *relative], -1)
-        by_range[is_near, :, 3:] = details[is_near]
+        by_range[is_near, :, len(known) :] = details[is_near]
     return np.where(has_ranges[:, None, None], by_range, by_box)
 
 
@@ -118,8 +121,8 @@ class _DeviceRanges:
     """Whether the device reads this range and nothing else."""
     file: np.ndarray
     """Number of the file; -1 of a device that reads nothing."""
-    first_byte: np.ndarray
-    nbytes: np.ndarray
+    first_bit: np.ndarray
+    bits: np.ndarray
     block: np.ndarray
     """Number of the block of rows, which is a range of bytes, that the range is in."""
     index: np.ndarray
@@ -134,25 +137,25 @@ def _find_device_ranges(
     per_device = transfer.rows_per_device(mesh)
     first = np.minimum(transfer.rows, per_device * row_index)
     count = np.minimum(transfer.rows, first + per_device) - first
-    row_bytes = math.prod(transfer.row_shape) * grid.itemsize
+    row_bits = math.prod(transfer.row_shape) * grid.bits
     contiguous = _first_contiguous_dimension(transfer, grid, shape)
     inner = min(contiguous, row_rank)
     block_rows = math.prod(transfer.shape[inner:row_rank])
     block, index = np.divmod(np.minimum(first, transfer.rows - 1), block_rows)
     outer = np.unravel_index(block, transfer.shape[:inner]) if inner else ()
-    cell, first_byte = np.zeros_like(first), index * row_bytes
+    cell, first_bit = np.zeros_like(first), index * row_bits
     for d, size in enumerate(shape):
         at = transfer.start[d] + transfer.local_shape[d] * local.get(d, 0) + (outer[d] if d < inner else 0)
         if d < grid.rank:
             cell = cell * size + at
         else:
-            first_byte = first_byte + at * grid.strides[d]
+            first_bit = first_bit + at * grid.strides[d]
     is_empty = count == 0
     return _DeviceRanges(
         is_complete=is_empty | ((index + count <= block_rows) & (contiguous <= row_rank)),
         file=np.where(is_empty, -1, grid.files[cell]),
-        first_byte=np.where(is_empty, 0, grid.positions[cell] + first_byte),
-        nbytes=count * row_bytes,
+        first_bit=np.where(is_empty, 0, grid.positions[cell] + first_bit),
+        bits=count * row_bits,
         block=np.where(is_empty, -1, cell * max(1, transfer.rows) + block),
         index=index,
     )
@@ -163,10 +166,10 @@ def _first_contiguous_dimension(transfer: Transfer, grid: ViewGrid, shape: Shape
 
     If it numbers rows, a device may read several neighbouring ones as one range.
     """
-    d, nbytes = len(shape), grid.itemsize
-    while d > grid.rank and (shape[d - 1] == 1 or grid.strides[d - 1] == nbytes):
+    d, bits = len(shape), grid.bits
+    while d > grid.rank and (shape[d - 1] == 1 or grid.strides[d - 1] == bits):
         d -= 1
-        nbytes *= shape[d]
+        bits *= shape[d]
         if transfer.shape[d] != shape[d]:  # the next index of the dimension before does not follow
             break
     return d
@@ -179,9 +182,7 @@ def _first_equal(values: np.ndarray) -> np.ndarray:
 
 def _has_short_gap(ranges: _DeviceRanges) -> np.ndarray:
     """Return whether two devices of a process read ranges of one file with a short gap between them, bool[process]."""
-    order = np.lexsort((ranges.first_byte, ranges.file), axis=1)
-    file, first, nbytes = (
-        np.take_along_axis(a, order, axis=1) for a in (ranges.file, ranges.first_byte, ranges.nbytes)
-    )
-    gap = first[:, 1:] - (first + nbytes)[:, :-1]
-    return np.any((file[:, 1:] == file[:, :-1]) & (gap > 0) & (gap <= GAP_BYTES), axis=1)
+    order = np.lexsort((ranges.first_bit, ranges.file), axis=1)
+    file, first, bits = (np.take_along_axis(a, order, axis=1) for a in (ranges.file, ranges.first_bit, ranges.bits))
+    gap = first[:, 1:] - (first + bits)[:, :-1]
+    return np.any((file[:, 1:] == file[:, :-1]) & (gap > 0) & (gap <= 8 * GAP_BYTES), axis=1)

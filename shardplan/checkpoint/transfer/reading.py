@@ -12,7 +12,7 @@ from shardplan.checkpoint.format.casting import copy_cast
 from shardplan.checkpoint.format.codecs.coded_tensor import CodedTensor, decoded_slabs
 from shardplan.checkpoint.format.header import Tensor
 from shardplan.checkpoint.mapping.views import Piece, Shape, View, row_major_strides
-from shardplan.checkpoint.transfer.byte_ranges import find_runs, merge_boxes
+from shardplan.checkpoint.transfer.byte_ranges import bytes_of, find_runs, merge_boxes
 
 _thread = threading.local()
 _EMPTY = np.empty(0, np.uint8)
@@ -49,7 +49,8 @@ class Read:
     def nbytes(self) -> int:
         """Bytes read from the file."""
         low, high = self.span
-        return (high - low) * self.tensor.dtype.itemsize
+        bits = self.tensor.bits
+        return bytes_of(high * bits) - low * bits // 8
 
     @property
     def bounding_box(self) -> Piece:
@@ -140,7 +141,7 @@ def _split_read(read: Read, max_bytes: int) -> Iterator[Read]:
     """Split a read into disjoint reads of at most `max_bytes`, along the outermost dimension of its bounding box."""
     box = read.bounding_box
     extended = [d for d, n in enumerate(box.shape) if n > 1]
-    runs = find_runs(box, read.tensor.dtype.itemsize).count
+    runs = find_runs(box, read.tensor.bits).count
     if not extended or (read.nbytes <= max_bytes and runs == 1):
         yield read
         return

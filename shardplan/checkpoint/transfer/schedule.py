@@ -147,14 +147,14 @@ def _relative_pieces(
             transfer.strategy.local, transfer.local_shape, start, transfer.shape, strict=True
         )
     )
-    first_bytes: dict[str, int] = {}
+    first_bits: dict[str, int] = {}
     pieces = []
     for piece in view.slice(start, stop).pieces:
         source = sources[piece.tensor]
-        position = source.offset + piece.offset * source.itemsize
-        distance = position - first_bytes.setdefault(source.file, position)
-        file = list(first_bytes).index(source.file)
-        pieces.append((piece.start, piece.shape, piece.strides, source.itemsize, file, distance))
+        position = source.bit(piece.offset)
+        distance = position - first_bits.setdefault(source.file, position)
+        file = list(first_bits).index(source.file)
+        pieces.append((piece.start, piece.shape, piece.strides, source.bits, file, distance, position % 8))
     return tuple(pieces)
 
 
@@ -187,7 +187,7 @@ def _cost(
     times = math.prod(first.local_shape) / max(1, math.prod(first.shape))
     kinds = find_process_kinds(first, grid, view.shape, mesh)
     volumes = [estimate_read_volume(first, view, sources, mesh, process) for process in kinds.examples]
-    stored_bytes = sum(piece.size * sources[piece.tensor].itemsize for piece in view.pieces)
+    stored_bytes = sum(piece.size * sources[piece.tensor].bits for piece in view.pieces) / 8
     read_bytes = sum(count * volume.bytes for count, volume in zip(kinds.counts.tolist(), volumes, strict=True))
     reread_bytes = read_bytes * times - stored_bytes
     mean_bytes = read_bytes / len(mesh.devices_by_process)

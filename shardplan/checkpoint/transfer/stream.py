@@ -125,8 +125,7 @@ class _ArrayStream:
         self.pending_bytes = budget - self.threads * self.read_bytes
         self.limits = transfer_limits(budget, self.zero_copy)
         self.sources = {
-            name: TensorSource(tensor.file_name, tensor.offset, tensor.dtype.itemsize)
-            for name, tensor in tensors.items()
+            name: TensorSource(tensor.file_name, tensor.offset, tensor.bits) for name, tensor in tensors.items()
         }
         self.schedule = make_schedule(self.in_transit, self.sources, self.device_mesh, self.limits)
 
