@@ -109,7 +109,7 @@ def run_read(read: Read) -> int:
         source: Any = words.view(tensor.dtype)
         box = _target_box(target, piece)
         if isinstance(tensor, CodedTensor):
-            scales = tensor.read_scales(*piece.span)
+            scales = tensor.read_scales(piece.tensor, *piece.span)
             for part, numbers in decoded_slabs(tensor, source, piece, scales):
                 _copy_scaled(box[part], numbers, piece, tensor.shape)
         else:

@@ -43,8 +43,11 @@ class CodedTensor(Tensor):
         """Number of groups along each dimension."""
         return tuple(-(-n // size) for n, size in zip(self.shape, self.group, strict=True))
 
-    def read_scales(self, low: int, high: int) -> "Scales":
+    def read_scales(self, name: str, low: int, high: int) -> "Scales":
         """Read the scales of the codes `[low, high)`, in row-major order.
+
+        Args:
+            name: that of the tensor, for messages.
 
         Raises:
             CheckpointError: one is not a positive number.
@@ -64,10 +67,10 @@ class CodedTensor(Tensor):
         valid = np.isfinite(numbers) & (numbers > 0)
         if not valid.all():
             index = first * in_row + int(np.argmin(valid))
+            value = numbers[index - first * in_row]
             raise CheckpointError(
-                f"{self.scale.file.name}: scale {index} of the codes at byte {self.offset} is "
-                f"{numbers[index - first * in_row]:g}; it must be positive: download the file again, or quantize the "
-                "model again"
+                f"{self.scale.file.name}: scale {index} of {name} is {value:g}; it must be positive: download the file "
+                "again, or quantize the model again"
             )
         return Scales(numbers.reshape(last - first, *groups[1:]) if self.shape else numbers.reshape(()), first)
 
