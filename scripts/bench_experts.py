@@ -268,6 +268,10 @@ measured runs, which the compiler's cycles exceed. Candidates that are plans or 
 The worst errors of bytes are those of an embedding and an output head that are stored along two mesh axes, and of few
 bytes.
 
+What exchanges, biases, gradients and gathered weights take was read off programs of the second table (gpt-oss-20b on
+v6e-16 and v5p-16; Qwen3-30B exchanging, gathering weights and training; OLMoE training): for these, errors are those of
+the programs that the constants were chosen for. Candidates were compiled afterwards: their row says what to expect.
+
 {accuracy}
 """
 
