@@ -20,7 +20,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from statistics import NormalDist
 
 from shardplan.cost.attention import FLOAT32_BYTES
 from shardplan.cost.collectives import (
@@ -33,6 +32,7 @@ from shardplan.cost.collectives import (
     reduce_scatter_traffic,
 )
 from shardplan.cost.sharding import ShardingAssignment
+from shardplan.experts.measured_load import largest_of_normals
 from shardplan.experts.method import ExpertStrategy
 from shardplan.experts.tiles import GroupedMatmul, buffer_rows, fastest_tiles
 from shardplan.hardware.generations import Generation
@@ -250,7 +250,7 @@ def busiest_part(kind: ExpertKind, shards: float) -> float:
     """Return the rows of the busiest of `shards` devices with different experts, relative to their mean.
 
     Loads of experts are taken to be independent and normal: those of the experts of a device add up, and the largest of
-    several sums is that of the order statistics of normals (Blom's approximation).
+    several sums is that of as many normal numbers.
 
     >>> skewed = ExpertKind(experts=8, experts_per_token=2, embed=4096, mlp=14336, load_spread=0.3)
     >>> round(busiest_part(skewed, shards=8), 2), busiest_part(skewed, shards=1)
@@ -258,8 +258,7 @@ def busiest_part(kind: ExpertKind, shards: float) -> float:
     """
     if shards <= 1 or not kind.load_spread:
         return 1.0
-    largest_of_normals = NormalDist().inv_cdf((shards - 0.375) / (shards + 0.25))
-    return 1 + kind.load_spread / math.sqrt(kind.experts / shards) * largest_of_normals
+    return 1 + kind.load_spread / math.sqrt(kind.experts / shards) * largest_of_normals(shards)
 
 
 def kernel_calls(task: Task, work: ExpertWork) -> tuple[KernelCalls, ...]:

@@ -34,6 +34,12 @@ def has_experts(segments: Sequence[Segment]) -> bool:
     return any(expert_layers(segments))
 
 
+def has_corrections(segments: Sequence[Segment]) -> bool:
+    """Whether all routers have corrections of their scores, by which training balances the load of experts."""
+    routed = [layer.mlp for segment in segments for layer in segment.layers if isinstance(layer.mlp, ExpertsConfig)]
+    return all(mlp.router.has_correction for mlp in routed)
+
+
 def records_by_layer(segments: Sequence[Segment], records: Sequence[Sequence[LayerRecord]]) -> dict[int, LayerRecord]:
     """Return the number of each layer with experts -> its record.
 

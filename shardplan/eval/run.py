@@ -335,6 +335,7 @@ def _finish(
         }
         if experts is not None:
             summary[EXPERTS] = experts.summarize(all_windows)
+            results.add_experts(summary[EXPERTS])
         summary.update(load=load, task=asdict(task.config), plan=plan.to_json(), versions=plan.versions)
         results.write_summary(summary)
 

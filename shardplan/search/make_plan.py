@@ -10,7 +10,9 @@ from shardplan.config.arguments import check_config
 from shardplan.cost.calibration import usable_bytes
 from shardplan.cost.memory import estimate_memory
 from shardplan.cost.roofline import step_tasks
+from shardplan.decoder.expert_layers import has_corrections
 from shardplan.errors import InfeasibleError
+from shardplan.experts.measured_load import measured_load_spread
 from shardplan.experts.planned_model import with_planned_experts
 from shardplan.hardware import GIB
 from shardplan.model.huggingface.hf_config import read_config
@@ -33,6 +35,7 @@ from shardplan.search.reasons import (
     describe_runner_up,
     describe_time,
     describe_trace,
+    describe_uneven_load,
 )
 from shardplan.search.result.assignment_to_plan import StepCost, build_plan, estimate_cost
 from shardplan.search.result.attention_costs import attention_costs
@@ -164,7 +167,7 @@ def _plan(
             *_choice_reasons(result, ranked, runner_up, cost),
             *(CAVEATS[caveat] for caveat in caveats),
             *_attention_reasons(candidate, layers_by_kind(attention)),
-            *_expert_reasons(candidate),
+            *_expert_reasons(candidate, model),
             *describe_trace(space.step),
         ],
         caveats=caveats,
@@ -237,8 +240,8 @@ def _attention_reasons(candidate: Candidate, layers: Mapping[str, str]) -> list[
     return describe_attention(candidate, layers, devices, alternatives)
 
 
-def _expert_reasons(candidate: Candidate) -> list[str]:
-    """How the plan computes routed experts, and what another strategy would change; nothing without experts."""
+def _expert_reasons(candidate: Candidate, model: Model) -> list[str]:
+    """How the plan computes routed experts, and what would change its time; nothing without experts."""
     space = candidate.space
     if not space.step.expert_blocks:
         return []
@@ -255,4 +258,19 @@ def _expert_reasons(candidate: Candidate) -> list[str]:
             tasks = step_tasks(space.step, other, space.hardware, space.calibration)
             seconds = sum(seconds.total for *_, seconds in tasks)
             alternatives.append(ExpertAlternative(strategy, seconds, estimate_memory(space.step, other).peak))
-    return describe_experts(candidate, alternatives)
+    return [*describe_experts(candidate, alternatives), *_uneven_load(candidate, model)]
+
+
+def _uneven_load(candidate: Candidate, model: Model) -> list[str]:
+    """What a load as uneven as that of trained models would change, where the workload takes it to be even."""
+    space = candidate.space
+    tasks = tuple(task for task in space.step.tasks if task.experts is not None)
+    if any(task.experts is not None and task.experts.load_spread for task in tasks):
+        return []
+    spread = measured_load_spread(model.is_decoder and has_corrections(model.config.segments))
+    uneven = tuple(replace(task, experts=replace(task.experts, load_spread=spread)) for task in tasks)
+    even_seconds, uneven_seconds = (
+        sum(seconds.total for *_, seconds in step_tasks(step, candidate.assignment, space.hardware, space.calibration))
+        for step in (replace(space.step, tasks=tasks), replace(space.step, tasks=uneven))
+    )
+    return [describe_uneven_load(candidate, spread, candidate.seconds + uneven_seconds - even_seconds)]

@@ -193,6 +193,12 @@ def describe_experts(best: Candidate, alternatives: Iterable[ExpertAlternative])
     return sentences
 
 
+def describe_uneven_load(best: Candidate, spread: float, seconds: float) -> str:
+    """What a load of experts with a spread would change, in a step of `seconds`."""
+    difference = _difference_text(best, seconds, best.peak_bytes)
+    return f"experts used as unevenly as in trained models (workload.expert_load_spread {spread:g}): {difference}"
+
+
 def describe_indivisible(example: Indivisible) -> str:
     """Which logical axis cannot be sharded over which mesh axes."""
     mesh_axes = " x ".join(example.mesh_axes)

@@ -55,6 +55,7 @@ def test_a_run(expert_checkpoint, arguments, texts, tmp_path):
     first = json.loads((results / "summary.json").read_text())
     assert first["run"]["steps"] == 3
     check_section(first["experts"], expert_checkpoint, texts[1])
+    assert json.loads((results / "run.json").read_text())["experts"] == first["experts"]
     busiest = max(first["experts"]["layers"], key=lambda layer: layer["load_max_over_mean"])
     text = f"experts: busiest {busiest['load_max_over_mean']:.2f} x mean (layer {busiest['layer']}), no overflow"
     assert text in done.stdout and text in page.read_text()
@@ -70,6 +71,7 @@ def test_a_run(expert_checkpoint, arguments, texts, tmp_path):
     assert done.returncode == 0, done.stderr
     again = json.loads((results / "summary.json").read_text())
     assert again["run"]["steps"] == 2 and again["experts"] == first["experts"]
+    assert json.loads((results / "run.json").read_text())["experts"] == first["experts"]
 
 
 def test_windows_of_an_extraction(expert_checkpoint, arguments, texts, tmp_path):

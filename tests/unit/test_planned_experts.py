@@ -1,6 +1,7 @@
 """What a plan says of routed experts: work, traffic and choices, against calculations by hand."""
 
 import json
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -21,10 +22,12 @@ from shardplan.hardware import parse_slice, place_mesh
 from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.model_class import DECODER, LEVANTER
 from shardplan.model.registry import build_model
+from shardplan.plan.mapping import as_tuples
 from shardplan.plan.plan import Plan
 from shardplan.plan.workload.workload import Workload
 from shardplan.program.step_trace import plan_step
 from shardplan.program.tasks import TaskKind
+from shardplan.search.given_plan import plan_given_mappings
 from shardplan.search.make_plan import make_plan, model_from_config
 from shardplan.verify.cache import facts_digest
 from shardplan.verify.case import Case
@@ -113,6 +116,27 @@ def test_a_spread_changes_the_plan(make_config):
     assert skewed.workload.expert_load_spread == 0.5
     with pytest.raises(ConfigError, match=r"workload\.expert_load_spread is -0\.1"):
         make_plan(make_config(**config, workload_expert_load_spread=-0.1))
+
+
+@pytest.mark.parametrize(
+    ("name", "hardware", "spread"), [("mixtral-8x7b", "v5p-64", "0.27"), ("deepseek-v3", "v5p-256", "0.017")]
+)
+def test_an_even_plan_says_what_a_measured_spread_takes(make_config, name, hardware, spread):
+    """That of routers which a loss balances, and of those with corrections; as a plan of the same layout has it."""
+    settings = {"model_config": name, "hardware_slice": hardware, "workload_batch": 32, "workload_position": 2048}
+    plan = make_plan(make_config(**settings))
+    [reason] = [each for each in plan.search.reasons if "as unevenly as" in each]
+    found = re.search(r"expert_load_spread (\S+)\): (?:(\S+) %|same) time, same memory$", reason)
+    config = make_config(**settings, workload_expert_load_spread=float(spread))
+    layout = plan.mesh, as_tuples(plan.compute_mapping), as_tuples(plan.param_mapping), plan.attention, plan.experts
+    model = model_from_config(config)
+    uneven, even = (
+        plan_given_mappings(replace(config, workload=replace(plan.workload, expert_load_spread=each)), model, *layout)
+        for each in (float(spread), 0.0)
+    )
+    expected = 100 * (uneven.cost.step_seconds / even.cost.step_seconds - 1)
+    assert found and found[1] == spread and float(found[2] or 0) == pytest.approx(expected, abs=0.06)
+    assert not any("as unevenly as" in each for each in uneven.search.reasons)
 
 
 @pytest.mark.parametrize(

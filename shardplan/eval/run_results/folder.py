@@ -8,6 +8,8 @@
 | windows.parquet | all windows, once all parts are there |
 | summary.json | totals |
 
+After the run, run.json also has the statistics of experts, as `experts`; they determine nothing.
+
 A file appears under its name when it is complete. Runs on other devices may divide the windows into other parts: parts
 may overlap then, and each window is taken from the first one that has it.
 """
@@ -71,10 +73,11 @@ class ResultsFolder:
                 if others:
                     raise ConfigError(f"output {self.ref} holds {others[0]}, which is no run; name another folder")
                 self._write(RUN, json_bytes(determinants))
-            known = json.loads(read_bytes(self._folder.open_for_reading(), RUN) or b"")
+            known = self._read_run()
         except (ShardplanError, ValueError) as error:
             raise ConfigError(f"output {self.ref} cannot be used: {one_line(error)}") from error
         self._folder.remove_partial_files()
+        known.pop(EXPERTS, None)
         wanted = json.loads(json.dumps(determinants))
         for name in {**wanted, **known}:  # a setting that one of them does not name has its default there
             if known.get(name) != wanted.get(name):
@@ -167,6 +170,14 @@ class ResultsFolder:
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write the summary."""
         self._write(SUMMARY, json_bytes(summary))
+
+    def add_experts(self, section: Mapping[str, Any]) -> None:
+        """Add the statistics of experts of the whole run to `run.json`."""
+        self._write(RUN, json_bytes({**self._read_run(), EXPERTS: section}))
+
+    def _read_run(self) -> dict[str, Any]:
+        run: dict[str, Any] = json.loads(read_bytes(self._folder.open_for_reading(), RUN) or b"")
+        return run
 
     def _ranges(self, subfolder: str = PARTS, pattern: re.Pattern[str] = PART) -> list[tuple[int, int]]:
         """Return the first window of each part, and the one after its last, in order."""
