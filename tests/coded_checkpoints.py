@@ -5,7 +5,10 @@ import json
 import ml_dtypes
 import numpy as np
 
-TYPES = {"F32": np.float32, "F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2, "I32": np.int32}
+TYPES = {
+    "F32": np.float32, "F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2, "I32": np.int32,
+    "U8": np.uint8, "I64": np.int64, "F16": np.float16, "BF16": ml_dtypes.bfloat16,
+}  # fmt: skip
 NAMES = {np.dtype(kind): name for name, kind in TYPES.items()}
 SCALE = "_scale_inv"
 
@@ -69,3 +72,44 @@ def of_each_element(scales, shape, block):
     """The scale of every element of a matrix."""
     rows, columns = (np.arange(size) // length for size, length in zip(shape, block, strict=True))
     return scales[np.ix_(rows, columns)]
+
+
+def numbers_of(tensors):
+    """The tensors of a checkpoint with numbers in place of codes of four bits, as its release says."""
+    result = dict(tensors)
+    for name in list(tensors):
+        if name.endswith("_blocks"):
+            base = name.removesuffix("_blocks")
+            codes, scales = halves(result.pop(name)), result.pop(f"{base}_scales").astype(np.int32) - 127
+            codes = codes.reshape(*scales.shape, 32)
+            values = E2M1[codes] * np.exp2(scales.astype(np.float32))[..., None]
+            result[base] = np.swapaxes(values.reshape(*scales.shape[:-1], -1), -1, -2)
+        elif name.endswith(".weight_packed"):
+            base = name.removesuffix("_packed")
+            codes, scales = halves(result.pop(name)), np.float32(result.pop(f"{base}_scale"))
+            result.pop(f"{base}_shape")
+            result[base] = (codes.astype(np.float32) - 8) * np.repeat(scales, codes.shape[1] // scales.shape[1], 1)
+        elif name.endswith(".qweight"):
+            base = name.removesuffix(".qweight")
+            words, scales = result.pop(name), np.float32(result.pop(f"{base}.scales"))
+            zeros, index = halves(result.pop(f"{base}.qzeros")), result.pop(f"{base}.g_idx", None)
+            if index is None:  # AWQ
+                order = np.argsort([0, 2, 4, 6, 1, 3, 5, 7])
+                codes, zeros = (
+                    each.reshape(len(each), -1, 8)[:, :, order].reshape(each.shape) for each in (halves(words), zeros)
+                )
+                index = np.arange(len(codes)) // (len(codes) // len(scales))
+            else:
+                codes = halves(words.T.copy()).T
+                zeros = zeros.astype(np.int32) + 1
+            result[f"{base}.weight"] = ((codes.astype(np.float32) - zeros[index]) * scales[index]).T
+    return result
+
+
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+
+
+def halves(array):
+    """The halves of the bytes of the last dimension, the low one first."""
+    data = np.ascontiguousarray(array).view(np.uint8)
+    return np.stack([data & 15, data >> 4], -1).reshape(*array.shape[:-1], -1)

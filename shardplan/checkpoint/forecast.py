@@ -12,11 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardplan.checkpoint.format.codecs.decode_index import quantization_of
+from shardplan.checkpoint.format.header import bytes_of
 from shardplan.checkpoint.format.index import read_tensor_index
 from shardplan.checkpoint.load import array_specs
 from shardplan.checkpoint.mapping.state_dict_program import StateDictProgram, trace_program
 from shardplan.checkpoint.match import match_checkpoint
-from shardplan.checkpoint.transfer.byte_ranges import ReadVolume, TensorSource, bytes_of
+from shardplan.checkpoint.transfer.byte_ranges import ReadVolume, TensorSource
 from shardplan.checkpoint.transfer.request import ArrayRequest, stored_dtypes
 from shardplan.checkpoint.transfer.schedule import Schedule, Speeds, make_schedule, read_by_process
 from shardplan.checkpoint.transfer.stream import transfer_limits

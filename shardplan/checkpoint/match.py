@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from shardplan.checkpoint.format.codecs.coded_tensor import CodedTensor
 from shardplan.checkpoint.format.codecs.decode_index import decode_index
 from shardplan.checkpoint.format.compare import hold_the_same
 from shardplan.checkpoint.format.header import Tensor
@@ -16,7 +17,7 @@ from shardplan.checkpoint.mapping.state_dict_program import (
     trace_program,
 )
 from shardplan.checkpoint.mapping.unneeded import kinds_text
-from shardplan.checkpoint.mapping.views import Shape
+from shardplan.checkpoint.mapping.views import Shape, View
 from shardplan.errors import CheckpointError
 from shardplan.model.huggingface.quantization import Quantization
 from shardplan.model.inspect import named_leaves, parameters_of
@@ -76,7 +77,7 @@ def match_checkpoint(template: Any, index: TensorIndex, where: str, quantization
     index, not_read = decode_index(index, quantization, where)
     tensors = _without_second_set(expected, index, where)
     stored = find_stored_names(expected, tensors, where)
-    program = trace_program(template, expected)
+    program = trace_program(template, expected, stored=_coded_views(tensors, stored))
     head = None if any(name.startswith(HEADS) for name in expected) else stored.head
     tied = tied_embedding(template, program)
     names = dict(stored.names)
@@ -159,6 +160,17 @@ def check_values(match: Match, tensors: Mapping[str, Tensor], template: Any) -> 
     return [f"{match.where}: {SINGLE} and the files of {INDEX} hold the same weights; the latter are read"]
 
 
+def _coded_views(tensors: Mapping[str, Tensor], stored: StoredNames) -> dict[str, View]:
+    """Return name -> numbers as a view of codes, of tensors whose codes are in another order."""
+    views = {}
+    for own, name in stored.canonical.items():
+        tensor = tensors[own]
+        view = tensor.view(name) if isinstance(tensor, CodedTensor) else None
+        if view is not None:
+            views[name] = view
+    return views
+
+
 def _trace_stored_names(
     template: Any, tensors: Mapping[str, Tensor], stored: StoredNames
 ) -> tuple[StateDictProgram, dict[str, str]] | None:
@@ -171,7 +183,8 @@ def _trace_stored_names(
     """
     names = {canonical: own for own, canonical in stored.canonical.items()}
     try:
-        program = trace_program(template, {name: tensors[own].shape for name, own in names.items()})
+        shapes = {name: tensors[own].shape for name, own in names.items()}
+        program = trace_program(template, shapes, stored=_coded_views(tensors, stored))
     except (CheckpointError, TypeError, ValueError):  # of Haliax and JAX: tensors of other shapes
         return None
     if any(program.views[p.path].shape != tuple(p.axes.values()) for p in parameters_of(template)):

@@ -264,13 +264,17 @@ def _expert_reasons(candidate: Candidate, model: Model) -> list[str]:
 def _uneven_load(candidate: Candidate, model: Model) -> list[str]:
     """What a load as uneven as that of trained models would change, where the workload takes it to be even."""
     space = candidate.space
-    tasks = tuple(task for task in space.step.tasks if task.experts is not None)
-    if any(task.experts is not None and task.experts.load_spread for task in tasks):
-        return []
     spread = measured_load_spread(model.is_decoder and has_corrections(model.config.segments))
-    uneven = tuple(replace(task, experts=replace(task.experts, load_spread=spread)) for task in tasks)
+    even, uneven = [], []
+    for task in space.step.tasks:
+        if task.experts is None:
+            continue
+        if task.experts.load_spread:
+            return []
+        even.append(task)
+        uneven.append(replace(task, experts=replace(task.experts, load_spread=spread)))
     even_seconds, uneven_seconds = (
         sum(seconds.total for *_, seconds in step_tasks(step, candidate.assignment, space.hardware, space.calibration))
-        for step in (replace(space.step, tasks=tasks), replace(space.step, tasks=uneven))
+        for step in (replace(space.step, tasks=tuple(tasks)) for tasks in (even, uneven))
     )
     return [describe_uneven_load(candidate, spread, candidate.seconds + uneven_seconds - even_seconds)]

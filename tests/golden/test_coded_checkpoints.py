@@ -1,6 +1,7 @@
 """Checkpoints whose weights are stored as codes: every weight equals the codes times scales, and so do logits."""
 
 import dataclasses
+import itertools
 import json
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from coded_checkpoints import dequantized, of_each_element, read_stored, write_stored
+from coded_checkpoints import dequantized, numbers_of, of_each_element, read_stored, write_stored
 from conftest import run
 from test_logits import MESHES, deviation
 
@@ -21,7 +22,7 @@ from shardplan.checkpoint.transfer.reading import ReadTarget, plan_reads, run_re
 from shardplan.errors import CheckpointError, ConfigError
 from shardplan.hardware import parse_slice
 from shardplan.model.huggingface.hf_config import read_config
-from shardplan.model.huggingface.quantization import Quantization
+from shardplan.model.huggingface.quantization import Fp8
 from shardplan.model.inspect import named_leaves
 from shardplan.model.registry import build_model
 from shardplan.runtime.devices import arrange
@@ -47,9 +48,18 @@ def tolerance(name):
     return 2 * float(np.load(FOLDER / name / "golden.npz")["own_error"]) + 1e-6
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-def test_logits_equal_the_reference(make_config, mesh):
-    assert deviation(FOLDER, make_config, FP8, mesh) <= tolerance(FP8)
+CODED = (FP8, "gpt_oss_mxfp4", "kimi_int4", "llama_awq", "llama_gptq")
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        pytest.param(name, mesh, marks=[pytest.mark.whole] if (i + j) % 4 else [])
+        for (i, name), (j, mesh) in itertools.product(enumerate(CODED), enumerate(MESHES))
+    ],
+)
+def test_logits_equal_the_reference(make_config, name, mesh):
+    assert deviation(FOLDER, make_config, name, mesh) <= tolerance(name)
 
 
 def read(folder, dtype="float32", sizes=(1, 2, 4), mapping=None):
@@ -76,6 +86,20 @@ def test_values_are_those_of_codes_and_scales(tmp_path, dtype, mapping):
         np.testing.assert_array_equal(found[path], values, err_msg=path)
 
 
+@pytest.mark.parametrize("name", CODED[1:])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_values_of_four_bits(tmp_path, name, dtype):
+    """Those of an independent reader, bit for bit."""
+    config = json.loads((FOLDER / name / "config.json").read_text()) | {"quantization_config": None}
+    numbers = numbers_of(read_stored(FOLDER / name / "model.safetensors"))
+    tensors = {key: np.float32(each) for key, each in numbers.items()}
+    expected = read(write_stored(tmp_path / "plain", tensors, config), dtype)
+    found = read(FOLDER / name, dtype)
+    assert found.keys() == expected.keys()
+    for path, values in expected.items():
+        np.testing.assert_array_equal(found[path], values, err_msg=path)
+
+
 WEIGHT = "model.layers.1.mlp.experts.0.down_proj.weight"
 SCALE = f"{WEIGHT}_scale_inv"
 
@@ -85,15 +109,15 @@ SCALE = f"{WEIGHT}_scale_inv"
     [
         (lambda t: t.pop(SCALE), rf"{WEIGHT} is stored as float8_e4m3fn without scales"),
         (lambda t: t.update({SCALE: t[SCALE][:1]}), rf"{SCALE} has the shape \[1, 1\] for {WEIGHT} .* \[2, 1\]"),
-        (lambda t: t.update({SCALE: t[SCALE] * 0}), rf"scale 0 of {WEIGHT} is 0; it must be positive"),
-        (lambda t: t.update({SCALE: t[SCALE] * np.nan}), rf"scale 0 of {WEIGHT} is nan; it must be"),
-        (lambda t: t.update({SCALE: -t[SCALE]}), rf"scale 0 of {WEIGHT} is -.*; it must be positive"),
+        (lambda t: t.update({SCALE: t[SCALE] * 0}), rf"{SCALE} has 0 as scale 0; it must be positive"),
+        (lambda t: t.update({SCALE: t[SCALE] * np.nan}), rf"{SCALE} has nan as scale 0; it must be"),
+        (lambda t: t.update({SCALE: -t[SCALE]}), rf"{SCALE} has -.* as scale 0; it must be"),
         (lambda t: t.update({SCALE: t[SCALE].astype(np.int32)}), r"is stored as int32; scales are floating-point"),
         (lambda t: t.update({f"{WEIGHT}_scale": t[SCALE]}), rf"with scales both in {SCALE} and in {WEIGHT}_scale"),
         (lambda t: t.update({WEIGHT: t[WEIGHT][:, :8]}), rf"{WEIGHT} has \(136, 8\), the model \(136, 16\)"),
         (
             lambda t: t.update(dequantized(STORED)),
-            r"config.json says that weights are stored in fp8 \(float8_e4m3fn\), and no tensor is",
+            r"config.json says that weights are stored in fp8, and no tensor is",
         ),
     ],
 )  # fmt: skip
@@ -102,6 +126,60 @@ def test_damaged_scales_are_refused(tmp_path, change, message):
     change(tensors)
     with pytest.raises(CheckpointError, match=message):
         read(write_stored(tmp_path / "damaged", tensors, CONFIG))
+
+
+EXPERTS_BLOCKS = "model.layers.1.mlp.experts.down_proj_blocks"
+EXPERTS_SCALES = "model.layers.1.mlp.experts.down_proj_scales"
+PACKED = "model.layers.1.mlp.experts.0.down_proj.weight"
+LINEAR = "model.layers.1.mlp.down_proj"
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("gpt_oss_mxfp4", lambda t: t.pop(EXPERTS_SCALES), r"down_proj has codes without .*down_proj_scales"),
+        (
+            "gpt_oss_mxfp4",
+            lambda t: t.update({EXPERTS_SCALES: t[EXPERTS_SCALES][..., :0]}),
+            r"down_proj_scales has the shape \[6, 64, 0\]; with .*down_proj it is \[6, 64, \d\]",
+        ),
+        (
+            "gpt_oss_mxfp4",
+            lambda t: t.update({EXPERTS_BLOCKS: t[EXPERTS_BLOCKS][..., :8]}),
+            r"down_proj_blocks has the shape \[6, 64, \d, 8\]; its last dimension is 16",
+        ),
+        ("gpt_oss_mxfp4", lambda t: t.update({EXPERTS_SCALES: t[EXPERTS_SCALES] * 0 + 255}), "has nan as scale 0"),
+        ("kimi_int4", lambda t: t.pop(f"{PACKED}_scale"), r"down_proj has codes without .*down_proj.weight_scale"),
+        (
+            "kimi_int4",
+            lambda t: t.update({f"{PACKED}_scale": t[f"{PACKED}_scale"][:, :0]}),
+            r"weight_scale has the shape \[64, 0\]; with .*down_proj it is \[64, 1\]",
+        ),
+        (
+            "kimi_int4",
+            lambda t: t.update({f"{PACKED}_packed": t[f"{PACKED}_packed"][:32]}),
+            r"weight_scale has the shape \[64, 1\]; with .*down_proj it is \[32, 1\]",
+        ),
+        ("llama_awq", lambda t: t.pop(f"{LINEAR}.qzeros"), r"down_proj has codes without .*down_proj.qzeros"),
+        ("llama_awq", lambda t: t.pop(f"{LINEAR}.qweight"), r"down_proj.*qzeros, .*scales"),
+        (
+            "llama_gptq",
+            lambda t: t.update({f"{LINEAR}.scales": t[f"{LINEAR}.scales"][:2]}),
+            r"down_proj.scales has the shape \[2, 64\]; with .*down_proj it is \[3, 64\]",
+        ),
+        (
+            "llama_gptq",
+            lambda t: t.update({f"{LINEAR}.qweight": t[f"{LINEAR}.qweight"].astype(np.int64)}),
+            r"down_proj.qweight is stored as int64; it must be int32",
+        ),
+    ],
+)
+def test_damaged_codes_of_four_bits_are_refused(tmp_path, name, change, message):
+    config = json.loads((FOLDER / name / "config.json").read_text())
+    tensors = dict(read_stored(FOLDER / name / "model.safetensors"))
+    change(tensors)
+    with pytest.raises(CheckpointError, match=message):
+        read(write_stored(tmp_path / "damaged", tensors, config))
 
 
 @pytest.mark.parametrize(
@@ -145,7 +223,7 @@ def test_every_form_of_scales(block, shape, fmt):
     memory = MemoryFile(codes.tobytes() + scales.tobytes())
     scale = Tensor(memory, codes.nbytes, shape, scales.dtype)
     plain = Tensor(memory, 0, (16, 24), dtype)
-    quantization = Quantization("fp8", dtype.name, None if block is None else tuple(block), ())
+    quantization = Fp8((), dtype.name, None if block is None else tuple(block))
     index, _ = decode_index(TensorIndex({"w": plain, "w_scale": scale}), quantization, "here")
     assert [*index.tensors] == ["w"]
     view = tensor_view("w", (16, 24))

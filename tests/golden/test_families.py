@@ -407,16 +407,6 @@ def test_layers_of_llama_4():
     assert [each[2] for each in kinds_of_layers({"moe_layers": [0, 4]})] == [True, False, False, False, True]
 
 
-def test_a_quantized_gpt_oss_is_refused(tmp_path):
-    """Releases have experts of four bits, with two tensors in place of each."""
-    values = config_of("gpt_oss") | {"quantization_config": {"quant_method": "mxfp4"}}
-    (tmp_path / "config.json").write_text(json.dumps(values))
-    with pytest.raises(
-        ConfigError, match=r"a quantization_config \(mxfp4\), and weights that are quantized so are not"
-    ):
-        read_config(None, open_folder(str(tmp_path)))
-
-
 def test_layers_without_experts():
     """The first ones, others by `moe_layer_freq`, or those that `mlp_layer_types` names."""
     for changes, expected in (

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ml_dtypes import bfloat16
 
+from shardplan.checkpoint.format.header import bytes_of
 from shardplan.checkpoint.mapping.state_dict_program import trace_program
 from shardplan.checkpoint.mapping.views import Piece, View, row_major_strides, tensor_view
 from shardplan.checkpoint.transfer.byte_ranges import (
     GAP_BYTES,
     ReadVolume,
     TensorSource,
-    bytes_of,
     find_byte_ranges,
     find_runs,
     merge_boxes,

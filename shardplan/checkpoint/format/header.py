@@ -77,6 +77,15 @@ class Tensor:
         return self.dtype
 
 
+def bytes_of(bits: int) -> int:
+    """Return the bytes that hold a number of bits.
+
+    >>> bytes_of(12)
+    2
+    """
+    return -(-bits // 8)
+
+
 def header_end(start: bytes | bytearray | memoryview) -> int:
     """Return the byte at which the header of a file ends, from the first 8 or more bytes of the file."""
     return 8 + int.from_bytes(start[:8], "little")

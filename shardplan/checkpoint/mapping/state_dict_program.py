@@ -71,7 +71,10 @@ def dispensable_tensors(template: Any) -> tuple[str, ...]:
 
 
 def trace_program(
-    template: Any, tensors: Mapping[str, Shape] | None = None, prefix: str | None = None
+    template: Any,
+    tensors: Mapping[str, Shape] | None = None,
+    prefix: str | None = None,
+    stored: Mapping[str, View] | None = None,
 ) -> StateDictProgram:
     """Trace the conversion of a checkpoint that holds `tensors`.
 
@@ -79,14 +82,16 @@ def trace_program(
         template: the Levanter model with `jax.ShapeDtypeStruct`s in place of arrays.
         tensors: name in the checkpoint -> shape; `expected_tensors` by default.
         prefix: what the checkpoint puts before every name, such as GPT-2's "transformer".
+        stored: name -> view of what is stored, of tensors that are not stored as they are.
 
     Raises:
         CheckpointError: the converter computes something other than data movement, does not read these names, or
             leaves an array of the model unfilled by the checkpoint.
     """
     shapes = expected_tensors(template) if tensors is None else tensors
+    views_of = {name: tensor_view(name, shape) for name, shape in shapes.items()} | dict(stored or {})
     if isinstance(template, Decoder):
-        return _decoder_program(template, shapes, prefix)
+        return _decoder_program(template, shapes, prefix, views_of)
     state = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in shapes.items()}
     paths: list[str] = []
 
@@ -101,7 +106,7 @@ def trace_program(
     except KeyError as error:
         raise CheckpointError(f"Levanter's converter needs a tensor {error}") from error
     # make_jaxpr flattens the dictionary in sorted order of its keys
-    inputs: list[Value] = [tensor_view(name, shapes[name]) for name in sorted(shapes)]
+    inputs: list[Value] = [views_of[name] for name in sorted(shapes)]
     results = _interpret(traced.jaxpr, traced.consts, inputs)
     views: dict[str, View] = {}
     for path, view in zip(paths, results, strict=True):
@@ -111,7 +116,9 @@ def trace_program(
     return StateDictProgram(shapes, views)
 
 
-def _decoder_program(template: Decoder, tensors: Mapping[str, Shape], prefix: str | None) -> StateDictProgram:
+def _decoder_program(
+    template: Decoder, tensors: Mapping[str, Shape], prefix: str | None, stored_views: Mapping[str, View]
+) -> StateDictProgram:
     """Return the program of a decoder: its rules, computed with views, without a trace."""
 
     def read(stored: StoredTensor) -> View:
@@ -120,7 +127,7 @@ def _decoder_program(template: Decoder, tensors: Mapping[str, Shape], prefix: st
             raise CheckpointError(f"the decoder needs a tensor {name!r}")
         if tuple(tensors[name]) != stored.shape:
             raise CheckpointError(f"{name} has the shape {tuple(tensors[name])}, and the decoder needs {stored.shape}")
-        return tensor_view(name, stored.shape)
+        return stored_views[name]
 
     rules = parameter_rules(template.settings, template.Vocab.size)
     constants = stored_constants(template.settings)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from operator import add
 
+from shardplan.checkpoint.format.header import bytes_of
 from shardplan.checkpoint.mapping.views import Piece, Shape, View
 from shardplan.checkpoint.transfer.transfer import Box, DeviceMesh, ReadStrategy, Transfer
 
@@ -172,15 +173,6 @@ def _piece_ranges(piece: Piece, source: TensorSource) -> list[ByteRange]:
     steps = [range(0, stride * count, stride) for stride, count in runs.dimensions]
     lows = [first + sum(index) * source.bits for index in itertools.product(*steps)]
     return [(source.file, low // 8, bytes_of(low + size)) for low in lows]
-
-
-def bytes_of(bits: int) -> int:
-    """Return the bytes that hold a number of bits.
-
-    >>> bytes_of(12)
-    2
-    """
-    return -(-bits // 8)
 
 
 def _add(index: Shape, offset: Shape) -> Shape:

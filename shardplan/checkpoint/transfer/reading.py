@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from shardplan.checkpoint.format.casting import copy_cast
-from shardplan.checkpoint.format.codecs.coded_tensor import CodedTensor, decoded_slabs
-from shardplan.checkpoint.format.header import Tensor
+from shardplan.checkpoint.format.codecs.coded_tensor import CodedTensor, decoded_slabs, unpack
+from shardplan.checkpoint.format.header import Tensor, bytes_of
 from shardplan.checkpoint.mapping.views import Piece, Shape, View, row_major_strides
-from shardplan.checkpoint.transfer.byte_ranges import bytes_of, find_runs, merge_boxes
+from shardplan.checkpoint.transfer.byte_ranges import find_runs, merge_boxes
 
 _thread = threading.local()
 _EMPTY = np.empty(0, np.uint8)
@@ -90,10 +90,10 @@ def run_read(read: Read) -> int:
     Raises:
         ConfigError: a value is too large for the type of the target.
     """
-    low, _ = read.span
+    low, high = read.span
     tensor = read.tensor
     itemsize = tensor.dtype.itemsize
-    offset = tensor.offset + low * itemsize
+    offset = tensor.offset + low * tensor.bits // 8
     if len(read.pieces) == 1:
         target, piece = read.pieces[0]
         box = _target_box(target, piece)
@@ -102,16 +102,17 @@ def run_read(read: Read) -> int:
             return read.nbytes
     scratch = _scratch(read.nbytes)
     tensor.file.read_into(offset, scratch.data)
-    staging = scratch.view(f"u{itemsize}")  # as_strided does not know every type of ml_dtypes
+    # as_strided does not know every type of ml_dtypes
+    staging = unpack(scratch, tensor, low, high - low).view(f"u{itemsize}")
     for target, piece in read.pieces:
         strides = tuple(k * itemsize for k in piece.strides)
         words = np.lib.stride_tricks.as_strided(staging[piece.offset - low :], piece.shape, strides)
         source: Any = words.view(tensor.dtype)
         box = _target_box(target, piece)
         if isinstance(tensor, CodedTensor):
-            scales = tensor.read_scales(piece.tensor, *piece.span)
-            for part, numbers in decoded_slabs(tensor, source, piece, scales):
-                _copy_scaled(box[part], numbers, piece, tensor.shape)
+            rows = tensor.read_groups(*piece.span)
+            for part, numbers in decoded_slabs(tensor, source, piece, rows):
+                _copy_scaled(box[part], numbers, piece, tensor.dims)
         else:
             _copy_scaled(box, source, piece, tensor.shape)
     return read.nbytes
