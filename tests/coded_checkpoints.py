@@ -1,5 +1,6 @@
 """Checkpoints in fp8 as tests write and read them, by NumPy alone: safetensors' loader for it has no such type."""
 
+import dataclasses
 import json
 
 import ml_dtypes
@@ -113,3 +114,14 @@ def halves(array):
     """The halves of the bytes of the last dimension, the low one first."""
     data = np.ascontiguousarray(array).view(np.uint8)
     return np.stack([data & 15, data >> 4], -1).reshape(*array.shape[:-1], -1)
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryFile:
+    """A file in memory."""
+
+    data: bytes
+    name: str = "memory"
+
+    def read_into(self, offset, buffer):
+        buffer[:] = self.data[offset : offset + len(buffer)]

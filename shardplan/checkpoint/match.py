@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardplan.checkpoint.format.codecs.coded_tensor import CodedTensor
+from shardplan.checkpoint.format.codecs.computed_tensor import ComputedTensor
 from shardplan.checkpoint.format.codecs.decode_index import decode_index
 from shardplan.checkpoint.format.compare import hold_the_same
 from shardplan.checkpoint.format.header import Tensor
@@ -165,7 +165,7 @@ def _coded_views(tensors: Mapping[str, Tensor], stored: StoredNames) -> dict[str
     views = {}
     for own, name in stored.canonical.items():
         tensor = tensors[own]
-        view = tensor.view(name) if isinstance(tensor, CodedTensor) else None
+        view = tensor.view(name) if isinstance(tensor, ComputedTensor) else None
         if view is not None:
             views[name] = view
     return views

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from shardplan.errors import ConfigError
 from shardplan.model.axes import MAX_SIZE
 from shardplan.model.huggingface.foreign_keys import READ_BY_OTHERS, changes_nothing
-from shardplan.model.huggingface.quantization import KEYS as QUANTIZATION
+from shardplan.model.huggingface.read_quantization import KEYS as QUANTIZATION
 
 logger = logging.getLogger(__name__)
 HARMLESS = frozenset(

@@ -1,6 +1,5 @@
 """Checkpoints whose weights are stored as codes: every weight equals the codes times scales, and so do logits."""
 
-import dataclasses
 import itertools
 import json
 from pathlib import Path
@@ -9,7 +8,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from coded_checkpoints import dequantized, numbers_of, of_each_element, read_stored, write_stored
+from coded_checkpoints import MemoryFile, dequantized, numbers_of, of_each_element, read_stored, write_stored
 from conftest import run
 from test_logits import MESHES, deviation
 
@@ -22,7 +21,7 @@ from shardplan.checkpoint.transfer.reading import ReadTarget, plan_reads, run_re
 from shardplan.errors import CheckpointError, ConfigError
 from shardplan.hardware import parse_slice
 from shardplan.model.huggingface.hf_config import read_config
-from shardplan.model.huggingface.quantization import Fp8
+from shardplan.model.huggingface.quantization import ByteCodes
 from shardplan.model.inspect import named_leaves
 from shardplan.model.registry import build_model
 from shardplan.runtime.devices import arrange
@@ -30,17 +29,6 @@ from shardplan.storage import open_folder
 
 FOLDER = Path(__file__).with_name("families")
 FP8 = "deepseek_v3_fp8"
-
-
-@dataclasses.dataclass(frozen=True)
-class MemoryFile:
-    """A file in memory."""
-
-    data: bytes
-    name: str = "memory"
-
-    def read_into(self, offset, buffer):
-        buffer[:] = self.data[offset : offset + len(buffer)]
 
 
 def tolerance(name):
@@ -112,7 +100,7 @@ SCALE = f"{WEIGHT}_scale_inv"
         (lambda t: t.update({SCALE: t[SCALE] * 0}), rf"{SCALE} has 0 as scale 0; it must be positive"),
         (lambda t: t.update({SCALE: t[SCALE] * np.nan}), rf"{SCALE} has nan as scale 0; it must be"),
         (lambda t: t.update({SCALE: -t[SCALE]}), rf"{SCALE} has -.* as scale 0; it must be"),
-        (lambda t: t.update({SCALE: t[SCALE].astype(np.int32)}), r"is stored as int32; scales are floating-point"),
+        (lambda t: t.update({SCALE: t[SCALE].astype(np.int32)}), r"is stored as int32; it must be floating-point"),
         (lambda t: t.update({f"{WEIGHT}_scale": t[SCALE]}), rf"with scales both in {SCALE} and in {WEIGHT}_scale"),
         (lambda t: t.update({WEIGHT: t[WEIGHT][:, :8]}), rf"{WEIGHT} has \(136, 8\), the model \(136, 16\)"),
         (
@@ -141,7 +129,7 @@ LINEAR = "model.layers.1.mlp.down_proj"
         (
             "gpt_oss_mxfp4",
             lambda t: t.update({EXPERTS_SCALES: t[EXPERTS_SCALES][..., :0]}),
-            r"down_proj_scales has the shape \[6, 64, 0\]; with .*down_proj it is \[6, 64, \d\]",
+            r"down_proj_scales has the shape \[6, 64, 0\]; with the codes of .*down_proj it is \[6, 64, \d\]",
         ),
         (
             "gpt_oss_mxfp4",
@@ -153,19 +141,19 @@ LINEAR = "model.layers.1.mlp.down_proj"
         (
             "kimi_int4",
             lambda t: t.update({f"{PACKED}_scale": t[f"{PACKED}_scale"][:, :0]}),
-            r"weight_scale has the shape \[64, 0\]; with .*down_proj it is \[64, 1\]",
+            r"weight_scale has the shape \[64, 0\]; with the codes of .*down_proj it is \[64, 1\]",
         ),
         (
             "kimi_int4",
             lambda t: t.update({f"{PACKED}_packed": t[f"{PACKED}_packed"][:32]}),
-            r"weight_scale has the shape \[64, 1\]; with .*down_proj it is \[32, 1\]",
+            r"weight_scale has the shape \[64, 1\]; with the codes of .*down_proj it is \[32, 1\]",
         ),
         ("llama_awq", lambda t: t.pop(f"{LINEAR}.qzeros"), r"down_proj has codes without .*down_proj.qzeros"),
         ("llama_awq", lambda t: t.pop(f"{LINEAR}.qweight"), r"down_proj.*qzeros, .*scales"),
         (
             "llama_gptq",
             lambda t: t.update({f"{LINEAR}.scales": t[f"{LINEAR}.scales"][:2]}),
-            r"down_proj.scales has the shape \[2, 64\]; with .*down_proj it is \[3, 64\]",
+            r"down_proj.scales has the shape \[2, 64\]; with the codes of .*down_proj it is \[3, 64\]",
         ),
         (
             "llama_gptq",
@@ -188,9 +176,9 @@ def test_damaged_codes_of_four_bits_are_refused(tmp_path, name, change, message)
         ({"quant_method": "gguf"}, ConfigError, r"a quantization_config \(gguf\), and weights that are quantized so"),
         ({"fmt": "e3m4"}, ConfigError, r"quantization_config.fmt is 'e3m4'"),
         ({"weight_block_size": [128]}, ConfigError, r"weight_block_size is \[128\]; it must be two positive integers"),
-        ({"weight_block_sizes": [64, 64]}, ConfigError, r"quantization_config.weight_block_sizes is not known for fp8"),
+        ({"weight_block_sizes": [64, 64]}, ConfigError, r"quantization_config.weight_block_sizes is not known"),
         ({"modules_to_not_convert": "lm_head"}, ConfigError, r"modules_to_not_convert is 'lm_head'; it must be a list"),
-        ({"weight_block_size": [64, 128]}, CheckpointError, r"with weight_block_size \[64, 128\] it has \[\d+, \d+\]"),
+        ({"weight_block_size": [64, 128]}, CheckpointError, r"with blocks of \[64, 128\] it has \[\d+, \d+\]"),
         ({"weight_block_size": None}, CheckpointError, r"with a scale for each tensor, matrix or row it has"),
         ({"modules_to_not_convert": ["o_proj"]}, CheckpointError, r"o_proj.weight is stored as .* it is not quantized"),
         (None, CheckpointError, r"it is quantised \(.*_scale_inv\)"),
@@ -223,7 +211,7 @@ def test_every_form_of_scales(block, shape, fmt):
     memory = MemoryFile(codes.tobytes() + scales.tobytes())
     scale = Tensor(memory, codes.nbytes, shape, scales.dtype)
     plain = Tensor(memory, 0, (16, 24), dtype)
-    quantization = Fp8((), dtype.name, None if block is None else tuple(block))
+    quantization = ByteCodes("fp8", (), dtype.name, None if block is None else tuple(block))
     index, _ = decode_index(TensorIndex({"w": plain, "w_scale": scale}), quantization, "here")
     assert [*index.tensors] == ["w"]
     view = tensor_view("w", (16, 24))

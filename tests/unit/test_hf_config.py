@@ -38,7 +38,7 @@ def variant(golden, tmp_path, name, **changes) -> str:
         (
             "llama",
             {"quantization_config": {"bits": 4}},
-            "weights that are quantized so are not supported (fp8, mxfp4, compressed-tensors, awq, gptq are); use the",
+            "are not supported (fp8, fbgemm_fp8, mxfp4, compressed-tensors, modelopt, awq, gptq are); use the",
         ),
         ("llama", {"rope_theta": "abc"}, "rope_theta is 'abc'; it must be a positive number"),
         ("llama", {"max_position_embeddings": None}, "max_position_embeddings is null; it must be a positive integer"),

@@ -40,6 +40,8 @@ DTYPES: Mapping[str, np.dtype] = {
     }.items()
 }  # fmt: skip
 """safetensors type name -> numpy type."""
+HALF_BYTES = (np.dtype(ml_dtypes.uint4), np.dtype(ml_dtypes.float4_e2m1fn))
+"""Types of four bits. Files have them within tensors of other types; of two in a byte, the first is in the low half."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +66,12 @@ class Tensor:
     @property
     def nbytes(self) -> int:
         """Length of its data."""
-        return math.prod(self.shape) * self.dtype.itemsize
+        return bytes_of(math.prod(self.shape) * self.bits)
 
     @property
     def bits(self) -> int:
         """Bits of an element, as it is stored."""
-        return 8 * self.dtype.itemsize
+        return 4 if self.dtype in HALF_BYTES else 8 * self.dtype.itemsize
 
     @property
     def value_dtype(self) -> np.dtype:

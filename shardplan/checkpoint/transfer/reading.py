@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from shardplan.checkpoint.format.casting import copy_cast
-from shardplan.checkpoint.format.codecs.coded_tensor import CodedTensor, decoded_slabs, unpack
+from shardplan.checkpoint.format.codecs.coded_tensor import unpack
+from shardplan.checkpoint.format.codecs.computed_tensor import ComputedTensor
 from shardplan.checkpoint.format.header import Tensor, bytes_of
 from shardplan.checkpoint.mapping.views import Piece, Shape, View, row_major_strides
 from shardplan.checkpoint.transfer.byte_ranges import find_runs, merge_boxes
@@ -97,7 +98,8 @@ def run_read(read: Read) -> int:
     if len(read.pieces) == 1:
         target, piece = read.pieces[0]
         box = _target_box(target, piece)
-        if box.dtype == tensor.dtype and box.flags.c_contiguous and _is_row_major(piece) and piece.scale == 1:
+        is_stored = not isinstance(tensor, ComputedTensor) and box.dtype == tensor.dtype
+        if is_stored and box.flags.c_contiguous and _is_row_major(piece) and piece.scale == 1:
             tensor.file.read_into(offset, box.reshape(-1).view(np.uint8).data)
             return read.nbytes
     scratch = _scratch(read.nbytes)
@@ -109,9 +111,8 @@ def run_read(read: Read) -> int:
         words = np.lib.stride_tricks.as_strided(staging[piece.offset - low :], piece.shape, strides)
         source: Any = words.view(tensor.dtype)
         box = _target_box(target, piece)
-        if isinstance(tensor, CodedTensor):
-            rows = tensor.read_groups(*piece.span)
-            for part, numbers in decoded_slabs(tensor, source, piece, rows):
+        if isinstance(tensor, ComputedTensor):
+            for part, numbers in tensor.number_slabs(source, piece):
                 _copy_scaled(box[part], numbers, piece, tensor.dims)
         else:
             _copy_scaled(box, source, piece, tensor.shape)

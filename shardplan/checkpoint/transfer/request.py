@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardplan.checkpoint.format.codecs.coded_tensor import CodedTensor
+from shardplan.checkpoint.format.codecs.computed_tensor import ComputedTensor
 from shardplan.checkpoint.format.header import Tensor
 from shardplan.checkpoint.mapping.views import View
 from shardplan.plan.mapping import MeshAxes
@@ -44,5 +44,5 @@ class ArrayRequest:
 
 
 def stored_dtypes(tensors: Mapping[str, Tensor]) -> dict[str, np.dtype | None]:
-    """Return name -> type of the tensors of a checkpoint; None for codes, which become numbers when they are read."""
-    return {name: None if isinstance(tensor, CodedTensor) else tensor.dtype for name, tensor in tensors.items()}
+    """Return name -> type of the tensors of a checkpoint; None where numbers are computed when they are read."""
+    return {name: None if isinstance(tensor, ComputedTensor) else tensor.dtype for name, tensor in tensors.items()}

@@ -12,7 +12,7 @@ from typing import Any
 from shardplan.errors import ConfigError, closest
 from shardplan.model.huggingface.foreign_keys import foreign_keys
 from shardplan.model.huggingface.model_types import OTHER_TYPES, SUPPORTED_TYPES
-from shardplan.model.huggingface.quantization import read_quantization
+from shardplan.model.huggingface.read_quantization import read_quantization
 from shardplan.model.model_class import LEVANTER_CLASSES
 
 MISSPELT = 0.85

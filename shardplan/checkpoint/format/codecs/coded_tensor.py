@@ -6,26 +6,42 @@ codes that are read are read, so that a shard needs its own bytes of both.
 """
 
 import itertools
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-import ml_dtypes
 import numpy as np
 
-from shardplan.checkpoint.format.header import Tensor, bytes_of
+from shardplan.checkpoint.format.codecs.computed_tensor import ComputedTensor
+from shardplan.checkpoint.format.header import HALF_BYTES, Tensor, bytes_of
 from shardplan.checkpoint.mapping.views import Piece, Shape, View, row_major_strides
 from shardplan.errors import CheckpointError
 
-BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 SLAB_ELEMENTS = 2**20
 """Numbers that are made at a time: 4 MiB of float32."""
-HALF_BYTES = (np.dtype(ml_dtypes.uint4), np.dtype(ml_dtypes.float4_e2m1fn))
-"""Types of codes of four bits."""
 HALF_BYTE_CODES, BYTE_CODES = 16, 256
 MIN_ROWS = 8
 """Mean number of rows in a group from which those of each group are made by themselves."""
+
+
+@dataclass(frozen=True, slots=True)
+class CommonScale:
+    """A number that all scales of a tensor are multiplied with, or divided by."""
+
+    name: str
+    """Name of its tensor, for messages."""
+    tensor: Tensor
+    divides: bool = False
+
+    def apply(self, scales: np.ndarray) -> np.ndarray:
+        """Return scales with it.
+
+        Raises:
+            CheckpointError: it is not a positive number.
+        """
+        value = read_elements(self.tensor, 0, 1).astype(np.float32)
+        _check_positive(value, self.name, self.tensor, 0)
+        return scales / value if self.divides else scales * value
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +54,7 @@ class GroupValues:
     strides: Shape
     """Elements between those of neighbouring groups, along each dimension of the codes."""
     is_scale: bool = True
+    common: CommonScale | None = None
 
     def read(self, first: int, groups: Shape) -> np.ndarray:
         """Read those of some groups, from row `first` of groups on: float32 of shape `groups`.
@@ -49,23 +66,58 @@ class GroupValues:
         count = 1 + sum((n - 1) * k for n, k in zip(groups, self.strides, strict=True))
         values = read_elements(self.tensor, low, count).astype(np.float32)
         if self.is_scale:
-            valid = np.isfinite(values) & (values > 0)
-            if not valid.all():
-                index = int(np.argmin(valid))
-                raise CheckpointError(
-                    f"{self.tensor.file.name}: {self.name} has {values[index]:g} as scale {low + index}; it must be "
-                    "positive: download the file again, or quantize the model again"
-                )
+            _check_positive(values, self.name, self.tensor, low)
+        if self.common is not None:
+            values = self.common.apply(values)
         return np.lib.stride_tricks.as_strided(values, groups, tuple(k * values.itemsize for k in self.strides))
 
 
+def _check_positive(scales: np.ndarray, name: str, tensor: Tensor, first: int) -> None:
+    valid = np.isfinite(scales) & (scales > 0)
+    if not valid.all():
+        index = int(np.argmin(valid))
+        raise CheckpointError(
+            f"{tensor.file.name}: {name} has {scales[index]:g} as scale {first + index}; it must be positive: download "
+            "the file again, or quantize the model again"
+        )
+
+
 @dataclass(frozen=True, slots=True)
-class CodedTensor(Tensor):
+class RowGroups:
+    """The group of every row of a tensor, where rows are not in the order of their groups (GPTQ's act-order)."""
+
+    name: str
+    """Name of its tensor, for messages."""
+    tensor: Tensor
+    """int32[rows]."""
+    rows: int
+    """Rows in a step along the first dimension of the codes; the last dimension numbers them."""
+
+    def read(self, first: int, last: int, groups: int) -> np.ndarray:
+        """Read the groups of the rows in the steps `[first, last)`: [steps, rows of a step].
+
+        Args:
+            groups: number of groups of the tensor.
+
+        Raises:
+            CheckpointError: there is no such group.
+        """
+        found = read_elements(self.tensor, first * self.rows, (last - first) * self.rows)
+        wrong = (found < 0) | (found >= groups)
+        if wrong.any():
+            row = int(np.argmax(wrong))
+            raise CheckpointError(
+                f"{self.tensor.file.name}: {self.name} has {found[row]} as the group of row {first * self.rows + row}, "
+                f"and there are {groups}; download the file again"
+            )
+        return found.reshape(-1, self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class CodedTensor(ComputedTensor):
     """A tensor of codes with their scales and zero points; its shape is that of its numbers."""
 
-    code_bits: int = 8
-    """Bits of a code; of two codes of four bits in a byte, the first one is in the low half."""
-    dims: Shape = ()
+    code_dims: Shape = ()
     """Dimensions of the codes, in the order in which they are stored."""
     group: Shape = ()
     """Codes that share a scale, along each of these dimensions."""
@@ -76,21 +128,12 @@ class CodedTensor(Tensor):
     """What is added to stored zero points; the zero point of all codes where none is stored."""
     layout: View | None = None
     """The numbers as a view of the codes; None if these are in the order of the numbers."""
+    row_groups: RowGroups | None = None
 
     @property
-    def bits(self) -> int:
-        """Bits of a code."""
-        return self.code_bits
-
-    @property
-    def nbytes(self) -> int:
-        """Length of the codes."""
-        return bytes_of(math.prod(self.dims) * self.code_bits)
-
-    @property
-    def value_dtype(self) -> np.dtype:
-        """Type of its numbers where no other is asked for: that of most released checkpoints."""
-        return BFLOAT16
+    def dims(self) -> Shape:
+        """Dimensions of the codes, in the order in which they are stored."""
+        return self.code_dims
 
     @property
     def groups(self) -> Shape:
@@ -103,19 +146,35 @@ class CodedTensor(Tensor):
             return None
         return View(self.layout.shape, tuple(piece._replace(tensor=name) for piece in self.layout.pieces))
 
-    def read_groups(self, low: int, high: int) -> "GroupRows":
-        """Read scales and zero points of the codes `[low, high)`.
+    def number_slabs(self, stored: np.ndarray, piece: Piece) -> Iterator[tuple[slice, np.ndarray]]:
+        """Yield the numbers of a piece in slabs.
 
         Raises:
             CheckpointError: a scale is not a positive number.
         """
+        return _decoded_slabs(self, stored, piece, self._read_groups(*piece.span))
+
+    def _read_groups(self, low: int, high: int) -> "GroupRows":
+        """Read scales and zero points of the codes `[low, high)`."""
         assert self.scale is not None
-        row = row_major_strides(self.dims)[0] if self.dims else 1
-        rows = self.group[0] if self.dims else 1
-        first, last = low // row // rows, (high - 1) // row // rows + 1
-        groups = (last - first, *self.groups[1:]) if self.dims else ()
+        if not self.dims:
+            return GroupRows(self.scale.read(0, ()), None, 0)
+        row = row_major_strides(self.dims)[0]
+        steps = low // row, (high - 1) // row + 1
+        first, last = steps[0] // self.group[0], (steps[1] - 1) // self.group[0] + 1
+        order = None
+        if self.row_groups is not None:
+            order = self.row_groups.read(*steps, self.groups[0])
+            in_order = np.arange(steps[0] * order.shape[1], steps[1] * order.shape[1]) // (
+                self.group[0] * order.shape[1]
+            )
+            if np.array_equal(order.reshape(-1), in_order):
+                order = None
+            else:
+                first, last = int(order.min()), int(order.max()) + 1
+        groups = (last - first, *self.groups[1:])
         zeros = None if self.zero is None else self.zero.read(first, groups) + np.float32(self.zero_offset)
-        return GroupRows(self.scale.read(first, groups), zeros, first)
+        return GroupRows(self.scale.read(first, groups), zeros, first, order, steps[0])
 
 
 @dataclass(frozen=True)
@@ -128,6 +187,9 @@ class GroupRows:
     """The same of zero points."""
     first: int
     """Number of the first row of groups."""
+    order: np.ndarray | None = None
+    """Row of groups of each row in the steps from `first_step` on, as `RowGroups.read` has it."""
+    first_step: int = 0
 
 
 def read_elements(tensor: Tensor, low: int, count: int) -> np.ndarray:
@@ -148,19 +210,15 @@ def unpack(data: np.ndarray, tensor: Tensor, low: int, count: int) -> np.ndarray
     return halves[low % 2 :][:count].view(tensor.dtype)
 
 
-def decoded_slabs(
+def _decoded_slabs(
     tensor: CodedTensor, codes: np.ndarray, piece: Piece, rows: GroupRows
 ) -> Iterator[tuple[slice, np.ndarray]]:
-    """Yield the numbers of a piece in slabs along its first dimension, each with where it begins and ends.
-
-    Args:
-        codes: the codes of the piece.
-    """
+    """Yield the numbers of a piece of codes in slabs along its first dimension, each with where it begins and ends."""
     if not piece.shape:
         zero = tensor.zero_offset if rows.zeros is None else rows.zeros.reshape(-1)[0]
         yield slice(None), (_numbers(codes) - np.float32(zero)) * rows.scales.reshape(-1)[0]
         return
-    groups = _groups(tensor, piece, rows.first)
+    groups = _groups(tensor, piece, rows)
     for part in _slabs(piece, groups):
         numbers = _numbers(codes[part])
         of_part = [_reduce(each[part] if each.shape[0] > 1 else each) for each in groups]
@@ -209,16 +267,16 @@ def _of_each(values: np.ndarray, groups: list[np.ndarray]) -> np.ndarray:
     return found if len(firsts) == 1 else np.repeat(found, np.diff([*firsts, count]), axis=-1)
 
 
-def _groups(tensor: CodedTensor, piece: Piece, first: int) -> list[np.ndarray]:
+def _groups(tensor: CodedTensor, piece: Piece, rows: GroupRows) -> list[np.ndarray]:
     """Return the group of every element of a piece along each dimension of the codes, in arrays that broadcast.
 
-    Args:
-        first: number of the row of groups that counts as the first.
+    Rows of groups count from those that `rows` has.
     """
-    groups = []
-    for coordinate, size in zip(_coordinates(tensor.dims, piece), tensor.group, strict=True):
-        groups.append(_reduce(coordinate // size))
-    groups[0] = groups[0] - first
+    coordinates = _coordinates(tensor.dims, piece)
+    groups = [_reduce(coordinate // size) for coordinate, size in zip(coordinates, tensor.group, strict=True)]
+    if rows.order is not None:
+        groups[0] = _reduce(rows.order[coordinates[0] - rows.first_step, coordinates[-1]])
+    groups[0] = groups[0] - rows.first
     return groups
 
 

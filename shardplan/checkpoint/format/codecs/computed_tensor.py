@@ -1,0 +1,47 @@
+"""Tensors whose numbers are computed from what is stored, while it is read."""
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+
+from shardplan.checkpoint.format.header import Tensor, bytes_of
+from shardplan.checkpoint.mapping.views import Piece, Shape, View
+
+
+@dataclass(frozen=True, slots=True)
+class ComputedTensor(Tensor):
+    """A tensor whose numbers are computed from its stored elements; `dtype` is their type, `shape` the numbers'."""
+
+    @property
+    @abstractmethod
+    def dims(self) -> Shape:
+        """Dimensions of the stored elements, in the order in which they are stored."""
+
+    @property
+    def value_dtype(self) -> np.dtype:
+        """Type of the numbers where the model is kept as the checkpoint has it; they are computed in float32."""
+        return np.dtype(ml_dtypes.bfloat16)
+
+    @property
+    def nbytes(self) -> int:
+        """Length of the stored elements."""
+        return bytes_of(math.prod(self.dims) * self.bits)
+
+    def view(self, name: str) -> View | None:
+        """Return the numbers as a view of the elements of a tensor `name`; None if they are in the same order."""
+        return None
+
+    @abstractmethod
+    def number_slabs(self, stored: np.ndarray, piece: Piece) -> Iterator[tuple[slice, np.ndarray]]:
+        """Yield the numbers of a piece, in float32, in slabs along its first dimension.
+
+        Args:
+            stored: the stored elements of the piece.
+
+        Returns:
+            Of each slab where it begins and ends, and its numbers, which the caller may change.
+        """

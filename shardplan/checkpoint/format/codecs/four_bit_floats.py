@@ -1,0 +1,62 @@
+"""Weights in E2M1, numbers of four bits, with scales of groups along the inputs: MXFP4 and NVFP4."""
+
+from dataclasses import replace
+
+import ml_dtypes
+import numpy as np
+
+from shardplan.checkpoint.format.codecs.coded_tensor import CommonScale, GroupValues
+from shardplan.checkpoint.format.codecs.stored_parts import FLOATS, StoredParts
+from shardplan.checkpoint.mapping.views import row_major_strides, tensor_view
+from shardplan.errors import CheckpointError
+from shardplan.model.huggingface.quantization import Mxfp4, Nvfp4
+
+E2M1, E4M3 = np.dtype(ml_dtypes.float4_e2m1fn), np.dtype(ml_dtypes.float8_e4m3fn)
+POWERS = np.dtype(ml_dtypes.float8_e8m0fnu)
+BYTE = np.dtype(np.uint8)
+FLOAT = (np.dtype(np.float32),)
+MX_GROUP, NV_GROUP = 32, 16
+"""Numbers that share a scale: a power of two in MXFP4, a number in E4M3 in NVFP4."""
+HALVES = 2
+
+
+def decode_mxfp4(parts: StoredParts, _: Mxfp4) -> None:
+    """Put coded tensors [..., inputs, outputs] in the place of `_blocks` [..., outputs, groups, 16] and `_scales`.
+
+    Raises:
+        CheckpointError: parts are missing, or have another type or shape.
+    """
+    for name in parts.names_ending("_blocks"):
+        blocks = parts.take_codes(f"{name}_blocks", name, (BYTE,), rank=None)
+        if len(blocks.shape) < 3 or blocks.shape[-1] != MX_GROUP // HALVES:
+            has = f"{parts.where}: {name}_blocks has the shape {list(blocks.shape)}"
+            raise CheckpointError(f"{has}; its last dimension is {MX_GROUP // HALVES}")
+        *outer, groups, _bytes = blocks.shape
+        scale = parts.take(f"{name}_scales", name, (BYTE,), ((*outer, groups),))
+        dims = (*outer, groups * MX_GROUP)
+        last = len(dims) - 1
+        layout = tensor_view("", dims).transpose((*range(last - 1), last, last - 1))
+        parts.put(
+            name, blocks, layout.shape, E2M1, code_dims=dims, group=(*[1] * len(outer), MX_GROUP), layout=layout,
+            scale=GroupValues(f"{name}_scales", replace(scale, dtype=POWERS), row_major_strides(scale.shape)),
+        )  # fmt: skip
+
+
+def decode_nvfp4(parts: StoredParts, quantization: Nvfp4) -> None:
+    """Put coded tensors [outputs, inputs] in the place of codes, scales of groups, and the scale of the tensor.
+
+    Raises:
+        CheckpointError: parts are missing, or have another type or shape.
+    """
+    names = quantization.names
+    for name in parts.names_ending(names.group_scale):
+        codes_name = name + names.codes
+        codes = parts.take_codes(codes_name, name, (BYTE,))
+        dims = (codes.shape[0], codes.shape[1] * HALVES)
+        scale = parts.take(name + names.group_scale, name, (E4M3,), ((dims[0], -(-dims[1] // NV_GROUP)),))
+        common = parts.take(name + names.tensor_scale, name, FLOATS, ((), (1,)))
+        values = GroupValues(
+            name + names.group_scale, scale, row_major_strides(scale.shape),
+            common=CommonScale(name + names.tensor_scale, common, names.divides),
+        )  # fmt: skip
+        parts.put(f"{name}.weight", codes, dims, E2M1, code_dims=dims, group=(1, NV_GROUP), scale=values)

@@ -1,0 +1,88 @@
+"""The tensors of a checkpoint, of which some are parts of coded ones."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from shardplan.checkpoint.format.codecs.coded_tensor import CodedTensor
+from shardplan.checkpoint.format.header import Tensor
+from shardplan.checkpoint.mapping.views import Shape
+from shardplan.errors import CheckpointError
+
+FLOATS = (np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16), np.dtype(ml_dtypes.float8_e8m0fnu))
+"""Types of scales."""
+
+
+class StoredParts:
+    """The tensors of a checkpoint: parts are taken out, and coded tensors are put in."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], where: str) -> None:
+        """Begin with all tensors.
+
+        Args:
+            where: name of the checkpoint, for messages.
+        """
+        self.tensors = dict(tensors)
+        """Those that are left."""
+        self.where = where
+
+    def names_ending(self, suffix: str) -> list[str]:
+        """Return the names of tensors with this ending, without it."""
+        return [name.removesuffix(suffix) for name in self.tensors if name.endswith(suffix)]
+
+    def take(self, name: str, owner: str, dtypes: tuple[np.dtype, ...], shapes: tuple[Shape, ...] = ()) -> Tensor:
+        """Take out a tensor that is a part of another one.
+
+        Args:
+            owner: name of the other one, for messages.
+            dtypes: types that it may have.
+            shapes: shapes that it may have; any if there are none.
+
+        Raises:
+            CheckpointError: it is missing, or has another type or shape.
+        """
+        tensor = self.tensors.pop(name, None)
+        if tensor is None:
+            raise CheckpointError(f"{self.where}: {owner} has codes without {name}; download it again")
+        if tensor.dtype not in dtypes:
+            expected = "floating-point" if dtypes is FLOATS else " or ".join(map(str, dtypes))
+            raise CheckpointError(f"{self.where}: {name} is stored as {tensor.dtype}; it must be {expected}")
+        if shapes and tensor.shape not in shapes:
+            expected = " or ".join(str(list(shape)) for shape in shapes)
+            raise CheckpointError(
+                f"{self.where}: {name} has the shape {list(tensor.shape)}; with the codes of {owner} it is {expected}"
+            )
+        return tensor
+
+    def take_codes(self, name: str, owner: str, dtypes: tuple[np.dtype, ...], rank: int | None = 2) -> Tensor:
+        """Take out the codes of a tensor, which have a number of dimensions.
+
+        Raises:
+            CheckpointError: they are missing, or have another type or number of dimensions, or there are none.
+        """
+        codes = self.take(name, owner, dtypes)
+        if (rank is not None and len(codes.shape) != rank) or 0 in codes.shape:
+            needed = "dimensions" if rank is None else f"{rank} dimensions"
+            raise CheckpointError(
+                f"{self.where}: {name} has the shape {list(codes.shape)}; codes have {needed}, none of them 0"
+            )
+        return codes
+
+    def put(self, name: str, codes: Tensor, shape: Shape, dtype: np.dtype, **parts: Any) -> None:
+        """Put in a coded tensor.
+
+        Args:
+            shape: that of its numbers.
+            dtype: type of a code.
+            parts: fields of `CodedTensor`.
+
+        Raises:
+            CheckpointError: the checkpoint has a tensor of this name as well.
+        """
+        if name in self.tensors:
+            raise CheckpointError(
+                f"{self.where}: {name} is stored both as it is and as codes; remove the one that is not meant"
+            )
+        self.tensors[name] = CodedTensor(codes.file, codes.offset, shape, dtype, codes.path, codes.is_listed, **parts)
