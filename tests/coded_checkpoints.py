@@ -6,6 +6,8 @@ import json
 import ml_dtypes
 import numpy as np
 
+from shardplan.storage.folder import REMOTE
+
 TYPES = {
     "F32": np.float32, "F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2, "I32": np.int32,
     "U8": np.uint8, "I64": np.int64, "F16": np.float16, "BF16": ml_dtypes.bfloat16,
@@ -122,6 +124,15 @@ class MemoryFile:
 
     data: bytes
     name: str = "memory"
+    version: str = "1"
+    tuning = REMOTE
+    is_shared: bool = True
+    reads: list = dataclasses.field(default_factory=list)
+
+    @property
+    def size(self):
+        return len(self.data)
 
     def read_into(self, offset, buffer):
+        self.reads.append((offset, len(buffer)))
         buffer[:] = self.data[offset : offset + len(buffer)]

@@ -3,12 +3,16 @@
 The model stacks the parameters of a segment's repetitions along the first axis, so their rules are stacked as well.
 """
 
+from collections.abc import Mapping
+from functools import lru_cache
+
 from shardplan.decoder.architecture import Architecture
 from shardplan.decoder.families import family_of
 from shardplan.decoder.names import Rule, Stacked
 
 
-def parameter_rules(config: Architecture, vocab: int) -> dict[str, Rule]:
+@lru_cache(maxsize=8)  # a model with routed experts has rules of a hundred thousand tensors
+def parameter_rules(config: Architecture, vocab: int) -> Mapping[str, Rule]:
     """Return the rules of all parameters, by path in the model; a rule has the parameter's elements in any shape.
 
     Args:

@@ -183,6 +183,19 @@ def test_numbers(case):
             np.testing.assert_array_equal(values_of(changed, index.tensors, max_bytes), values)
 
 
+def test_scales_of_many_tensors_are_one_read():
+    """Of 100 tensors whose scales lie side by side, as in files that safetensors wrote."""
+    tensors, expected = {}, {}
+    for i in range(100):
+        config, parts, numbers = byte_codes("compressed-tensors", FP8, (OUT, 1))
+        tensors |= {f"{i}.{name}": values for name, values in parts.items()}
+        expected[f"{i}.w.weight"] = numbers
+    index, _ = decoded(config, dict(sorted(tensors.items(), key=lambda each: -np.asarray(each[1]).itemsize)))
+    for name, numbers in expected.items():
+        np.testing.assert_array_equal(values_of(tensor_view(name, numbers.shape), index.tensors, 10**6), numbers)
+    assert len(index.tensors["0.w.weight"].file.reads) == len(expected) + 1
+
+
 def change(case, **changes):
     make, *arguments = CASES[case]
     config, tensors, _ = make(*arguments)

@@ -82,7 +82,9 @@ def _without_wrappers(stored: Mapping[str, Stored], where: str) -> dict[str, str
     """Return name without wrappers -> name in the checkpoint."""
     plain: dict[str, str] = {}
     for own in stored:
-        name = ".".join(part for part in own.split(".") if part not in WRAPPERS)
+        name = own
+        if any(wrapper in own for wrapper in WRAPPERS):
+            name = ".".join(part for part in own.split(".") if part not in WRAPPERS)
         if plain.setdefault(name, own) != own:
             raise CheckpointError(
                 f"{where} holds both {plain[name]} and {own}, which are one tensor of the model; remove one of the two"
@@ -106,6 +108,8 @@ def _find_prefix(
         inner: name without the prefix `base` -> expected name.
         shapes: shapes of the stored tensors.
     """
+    if all(shapes.get(base + rest) == expected[name] for rest, name in inner.items()):
+        return base
     found: Counter[str] = Counter()
     fitting: Counter[str] = Counter()
     for name, shape in shapes.items():

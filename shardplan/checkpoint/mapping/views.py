@@ -10,7 +10,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from operator import add
 from typing import NamedTuple
 
@@ -87,17 +87,24 @@ class View:
 
     def pieces_in(self, start: Shape, stop: Shape) -> Iterator[Piece]:
         """Yield the parts of the pieces inside the box `[start, stop)`."""
-        candidates: Sequence[Piece] = self.pieces
-        if start:
-            ordered, firsts, longest = self._by_first
-            candidates = ordered[bisect_right(firsts, start[0] - longest) : bisect_left(firsts, stop[0])]
-        return (part for piece in candidates if (part := piece.intersect(start, stop)))
+        candidates, first, last = self.pieces, 0, len(self.pieces)
+        for d, (ordered, firsts, longest) in self._sorted.items():
+            low, high = bisect_right(firsts, start[d] - longest), bisect_left(firsts, stop[d])
+            if high - low < last - first:
+                candidates, first, last = ordered, low, high
+        return (part for piece in candidates[first:last] if (part := piece.intersect(start, stop)))
 
     @cached_property
-    def _by_first(self) -> tuple[list[Piece], list[int], int]:
-        """Pieces sorted by first index along dimension 0, these indices, and the greatest extent along dimension 0."""
-        ordered = sorted(self.pieces, key=lambda piece: piece.start[0])
-        return ordered, [piece.start[0] for piece in ordered], max((piece.shape[0] for piece in ordered), default=0)
+    def _sorted(self) -> dict[int, tuple[tuple[Piece, ...], list[int], int]]:
+        """Dimension along which pieces begin at different indices -> these in order, the indices, greatest extent."""
+        found = {}
+        for d in range(len(self.shape)):
+            starts = [piece.start[d] for piece in self.pieces]
+            if any(each != starts[0] for each in starts):
+                order = sorted(range(len(starts)), key=starts.__getitem__)
+                ordered = tuple(self.pieces[i] for i in order)
+                found[d] = ordered, [starts[i] for i in order], max(piece.shape[d] for piece in ordered)
+        return found
 
     def scale(self, factor: float) -> "View":
         """Multiply every element by `factor`."""
@@ -110,7 +117,8 @@ class View:
             return tuple(values[i] for i in permutation)
 
         pieces = (
-            p._replace(start=permute(p.start), shape=permute(p.shape), strides=permute(p.strides)) for p in self.pieces
+            Piece(permute(p.start), permute(p.shape), p.tensor, p.offset, permute(p.strides), p.scale)
+            for p in self.pieces
         )
         return View(permute(self.shape), tuple(pieces))
 
@@ -139,6 +147,8 @@ class View:
 
     def reshape(self, shape: Shape) -> "View":
         """Reshape as `numpy.reshape` does; a piece that is no box in the new shape is split into several."""
+        if shape == self.shape:
+            return self
         if 0 in shape:
             return View(shape)
         groups = _reshape_groups(self.shape, shape)
@@ -165,14 +175,19 @@ def concatenate(views: Sequence[View], dimension: int) -> View:
 
 def stack(views: Sequence[View], dimension: int) -> View:
     """Stack views as `numpy.stack` does."""
-    expanded = []
-    for view in views:
-        shape = (*view.shape[:dimension], 1, *view.shape[dimension:])
-        others = [d for d in range(len(shape)) if d != dimension]
-        expanded.append(view.broadcast(shape, others))
-    return concatenate(expanded, dimension)
+
+    def insert(values: Shape, value: int) -> Shape:
+        return (*values[:dimension], value, *values[dimension:])
+
+    pieces = [
+        Piece(insert(p.start, i), insert(p.shape, 1), p.tensor, p.offset, insert(p.strides, 0), p.scale)
+        for i, view in enumerate(views)
+        for p in view.pieces
+    ]
+    return View(insert(views[0].shape, len(views)), tuple(pieces))
 
 
+@lru_cache(maxsize=4096)  # of the few shapes of a hundred thousand tensors
 def row_major_strides(shape: Shape) -> Shape:
     """Elements between neighbours along each dimension of a row-major array."""
     return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))

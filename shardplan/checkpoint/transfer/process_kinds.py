@@ -1,19 +1,23 @@
-"""Processes that read alike in a transfer: of each kind one is looked at, and not every process of a fleet.
+"""What each process of a fleet reads in a transfer, without looking at every one.
 
-The bytes and byte ranges that a process reads depend on the distances between the ranges of its devices, not on where
-in the checkpoint they are. So processes are grouped by these distances, which arrays of numpy give for all at once.
+Where each device reads one range of bytes, arrays of numpy give the ranges of all processes at once. Elsewhere the
+bytes and byte ranges that a process reads depend on the distances between the ranges of its devices, not on where in
+the checkpoint they are: processes are grouped by these distances, and of each kind one is looked at.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from shardplan.checkpoint.mapping.views import Shape, View
-from shardplan.checkpoint.transfer.byte_ranges import GAP_BYTES, TensorSource
+from shardplan.checkpoint.transfer.byte_ranges import GAP_BYTES, ReadVolume, TensorSource
 from shardplan.checkpoint.transfer.transfer import DeviceMesh, Transfer
+
+FILE_BYTES = 2**44
+"""More bytes than a file has: files are put one after the other, so that a number says where a range is."""
 
 
 @dataclass(frozen=True)
@@ -21,11 +25,30 @@ class ProcessKinds:
     """The kinds of processes of a transfer; those of one kind read equally many bytes in equally many ranges."""
 
     examples: tuple[int, ...]
-    """A process of each kind."""
-    counts: np.ndarray
-    """int[kind]: number of processes."""
+    """Position of a process of each kind."""
     of_process: np.ndarray
-    """int[process]: its kind; in the order of `DeviceMesh.devices_by_process`."""
+    """int[process]: its kind."""
+
+    def thinned(self, count: int) -> "ProcessKinds":
+        """Return `count` of the kinds, evenly spread; each stands for those between it and the next one, too.
+
+        >>> ProcessKinds((0, 3, 5, 6), np.array([0, 0, 0, 1, 1, 2, 3])).thinned(2)
+        ProcessKinds(examples=(0, 5), of_process=array([0, 0, 0, 0, 0, 1, 1]))
+        """
+        chosen = np.arange(count) * len(self.examples) // count
+        return ProcessKinds(
+            tuple(self.examples[kind] for kind in chosen),
+            np.searchsorted(chosen, self.of_process, side="right") - 1,
+        )
+
+
+class Volumes(NamedTuple):
+    """What processes read, in the order of `DeviceMesh.devices_by_process`."""
+
+    bytes: np.ndarray
+    """int[process]."""
+    ranges: np.ndarray
+    """int[process]: number of ranges."""
 
 
 @dataclass(frozen=True)
@@ -67,50 +90,115 @@ def find_grid(view: View, sources: Mapping[str, TensorSource]) -> ViewGrid | Non
     return ViewGrid(rank, strides, bits, np.array(files)[order], np.array(positions, np.int64)[order])
 
 
-def find_process_kinds(transfer: Transfer, grid: ViewGrid | None, shape: Shape, mesh: DeviceMesh) -> ProcessKinds:
-    """Group the processes that read equally many bytes and ranges in a transfer.
+def find_volumes(
+    transfer: Transfer,
+    grid: ViewGrid | None,
+    shape: Shape,
+    mesh: DeviceMesh,
+    volume_of: Callable[[int], ReadVolume],
+    max_examples: int | None = None,
+) -> Volumes:
+    """Find the bytes and ranges that all processes read in a transfer.
 
     Args:
         grid: of the view of the array; without one, only processes that read the same bytes are of one kind.
         shape: that of the array.
+        volume_of: process -> what it reads; called for a process of each kind.
+        max_examples: of more kinds than that, so many stand for all, evenly spread; default: each is looked at.
     """
     processes = [*mesh.devices_by_process]
-    keys = _device_keys(transfer, grid, shape, mesh).reshape(len(processes), -1)
-    if (keys == keys[0]).all():
-        return ProcessKinds((processes[0],), np.array([len(keys)]), np.zeros(len(keys), np.int64))
-    as_bytes = np.ascontiguousarray(keys).view(np.dtype((np.void, keys.itemsize * keys.shape[1]))).ravel()
-    _, examples, of_process, counts = np.unique(as_bytes, return_index=True, return_inverse=True, return_counts=True)
-    return ProcessKinds(tuple(processes[i] for i in examples), counts, of_process.ravel())
+    reads = _find_reads(transfer, grid, shape, mesh)
+    known = np.zeros(len(processes), bool)
+    volumes = np.zeros((2, len(processes)), np.int64)
+    if reads.ranges is not None:
+        known = reads.ranges.has_ranges & ~_has_short_gap(reads.ranges)
+        volumes[:, known] = _union_volumes(reads.ranges, known)
+    if not known.all():
+        others = np.flatnonzero(~known)
+        kinds = _find_kinds(_device_keys(transfer, reads)[others])
+        if max_examples is not None and len(kinds.examples) > max_examples:
+            kinds = kinds.thinned(max_examples)
+        found = [volume_of(processes[others[example]]) for example in kinds.examples]
+        volumes[:, others] = np.array([(each.bytes, each.count) for each in found]).T[:, kinds.of_process]
+    return Volumes(*volumes)
 
 
-def _device_keys(transfer: Transfer, grid: ViewGrid | None, shape: Shape, mesh: DeviceMesh) -> np.ndarray:
-    """Return numbers for every device of each process, int[process, device, number].
+def _find_kinds(keys: np.ndarray) -> ProcessKinds:
+    """Group processes with equal numbers.
 
-    Processes with equal numbers read equally many bytes and ranges.
+    Args:
+        keys: int[process, device, number].
     """
+    rows = keys.reshape(len(keys), -1)
+    if (rows == rows[0]).all():
+        return ProcessKinds((0,), np.zeros(len(rows), np.int64))
+    as_bytes = np.ascontiguousarray(rows).view(np.dtype((np.void, rows.itemsize * rows.shape[1]))).ravel()
+    _, examples, of_process = np.unique(as_bytes, return_index=True, return_inverse=True)
+    return ProcessKinds(tuple(examples.tolist()), of_process.ravel())
+
+
+@dataclass(frozen=True)
+class _Reads:
+    """What the devices of each process read in a transfer."""
+
+    row_index: np.ndarray
+    """int[process, device]: index along the mesh axes of rows."""
+    local: Mapping[int, np.ndarray]
+    """Dimension that is sharded while it is read -> index along its mesh axes, int[process, device]."""
+    grid_rank: int = 0
+    """Leading dimensions that number pieces."""
+    ranges: "_DeviceRanges | None" = None
+    """The range of each device; None where the pieces of the array are not alike."""
+
+
+def _find_reads(transfer: Transfer, grid: ViewGrid | None, shape: Shape, mesh: DeviceMesh) -> _Reads:
     strategy = transfer.strategy
     row_index = mesh.indices(strategy.row_axes)
     local = {d: mesh.indices(axes) for d, axes in enumerate(strategy.local) if mesh.count(axes) > 1}
     if grid is None or 0 in transfer.shape:
+        return _Reads(row_index, local)
+    ranges = _find_device_ranges(transfer, grid, shape, mesh, row_index, local)
+    return _Reads(row_index, local, grid.rank, ranges)
+
+
+def _device_keys(transfer: Transfer, reads: _Reads) -> np.ndarray:
+    """Return numbers for every device of each process, int[process, device, number].
+
+    Processes with equal numbers read equally many bytes and ranges.
+    """
+    row_index, local, ranges = reads.row_index, reads.local, reads.ranges
+    if ranges is None:
         return np.stack([row_index, *local.values()], -1)
     # the boxes of a process may be displaced along dimensions that no piece ends in
-    relative = [n if d < grid.rank else n - n.min(axis=1, keepdims=True) for d, n in local.items()]
+    relative = [n if d < reads.grid_rank else n - n.min(axis=1, keepdims=True) for d, n in local.items()]
     by_box = np.stack([row_index, *[np.full_like(row_index, -1)] * 5, *relative], -1)  # no range has -1 bits
-    ranges = _find_device_ranges(transfer, grid, shape, mesh, row_index, local)
-    has_ranges = np.all(ranges.is_complete, axis=1)
-    if not has_ranges.any():
-        return by_box
     same_file = _first_equal(ranges.file)
     distance = ranges.first_bit - np.take_along_axis(ranges.first_bit, same_file, axis=1)
-    # where a range begins within a byte decides how many bytes it touches
-    known = [same_file, distance, ranges.first_bit % 8, ranges.bits]
-    by_range = np.stack([*known, *[np.zeros_like(row_index)] * (2 + len(local))], -1)
-    # of ranges with short gaps, which may be read as one, the indices decide too
-    is_near = _has_short_gap(ranges)
-    if is_near.any():
-        details = np.stack([1 + ranges.index, _first_equal(ranges.block), *relative], -1)
-        by_range[is_near, :, len(known) :] = details[is_near]
-    return np.where(has_ranges[:, None, None], by_range, by_box)
+    # where a range begins within a byte decides how many bytes it touches; of ranges with short gaps, which may be read
+    # as one, the indices decide too
+    details = [1 + ranges.index, _first_equal(ranges.block), *relative]
+    by_range = np.stack([same_file, distance, ranges.first_bit % 8, ranges.bits, *details], -1)
+    return np.where(ranges.has_ranges[:, None, None], by_range, by_box)
+
+
+def _union_volumes(ranges: "_DeviceRanges", processes: np.ndarray) -> Volumes:
+    """Return the bytes and ranges of some processes, of whose devices each reads one range; those that touch are one.
+
+    Args:
+        processes: bool[process].
+    """
+    file, first_bit, bits = (each[processes] for each in (ranges.file, ranges.first_bit, ranges.bits))
+    is_read = file >= 0
+    # files one after the other; what is not read is before all of them
+    base = file.astype(np.int64) * FILE_BYTES
+    low = np.where(is_read, base + first_bit // 8, -1)
+    high = np.where(is_read, base - (-(first_bit + bits) // 8), -1)
+    order = np.argsort(low, axis=1)
+    low, high = np.take_along_axis(low, order, axis=1), np.take_along_axis(high, order, axis=1)
+    reach = np.maximum.accumulate(high, axis=1)
+    before = np.concatenate([np.full((len(low), 1), -1), reach[:, :-1]], axis=1)
+    size = np.maximum(high - np.maximum(low, before), 0)
+    return Volumes(size.sum(axis=1), ((low > before) & (low >= 0)).sum(axis=1))
 
 
 @dataclass(frozen=True)
@@ -127,6 +215,11 @@ class _DeviceRanges:
     """Number of the block of rows, which is a range of bytes, that the range is in."""
     index: np.ndarray
     """First row of the range in that block."""
+
+    @property
+    def has_ranges(self) -> np.ndarray:
+        """bool[process]: whether each device reads its range and nothing else."""
+        return np.all(self.is_complete, axis=1)
 
 
 def _find_device_ranges(

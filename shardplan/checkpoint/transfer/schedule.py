@@ -22,7 +22,7 @@ from shardplan.checkpoint.transfer.byte_ranges import (
     find_byte_ranges,
     sum_ranges,
 )
-from shardplan.checkpoint.transfer.process_kinds import ViewGrid, find_grid, find_process_kinds
+from shardplan.checkpoint.transfer.process_kinds import ViewGrid, find_grid, find_volumes
 from shardplan.checkpoint.transfer.request import ArrayRequest
 from shardplan.checkpoint.transfer.transfer import DeviceMesh, ReadStrategy, Transfer, TransferLimits, make_transfers
 from shardplan.plan.mapping import MeshAxes
@@ -31,6 +31,9 @@ MAX_REREAD_BYTES = 256 * 1024
 """Bytes of an array that may be read more than once if that saves time."""
 MAX_IMBALANCE = 1.1
 """Largest ratio of the most bytes that a process reads to the mean that counts as even."""
+
+LOOKS = 32
+"""Most processes that are looked at one by one to estimate what all read with a strategy."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +83,11 @@ def make_schedule(
         for strategy in strategies:
             choices.append(list(make_transfers(path, view.shape, strategy, request.dtype.itemsize, mesh, limits)))
         if len(choices) > 1:
-            grid = find_grid(view, sources)
-            choices.sort(key=partial(_cost, view=view, grid=grid, sources=sources, mesh=mesh, speeds=speeds))
+            array = _StoredArray(
+                view, sources, find_grid(view, sources),
+                sum(piece.size * sources[piece.tensor].bits for piece in view.pieces) / 8,
+            )  # fmt: skip
+            choices.sort(key=partial(_cost, array=array, mesh=mesh, speeds=speeds))
         transfers += choices[0]
     return Schedule(mesh, tuple(transfers))
 
@@ -124,9 +130,12 @@ def read_by_process(
             _relative_pieces(transfer, view, sources, mesh),
         )
         if key not in known:  # layers are alike
-            kinds = find_process_kinds(transfer, grids[transfer.path], view.shape, mesh)
-            volumes = (sum_ranges(find_byte_ranges(transfer, view, sources, mesh, each)) for each in kinds.examples)
-            known[key] = np.array([(volume.bytes, volume.count) for volume in volumes])[kinds.of_process]
+
+            def volume_of(process: int, transfer: Transfer = transfer, view: View = view) -> ReadVolume:
+                return sum_ranges(find_byte_ranges(transfer, view, sources, mesh, process))
+
+            volumes = find_volumes(transfer, grids[transfer.path], view.shape, mesh, volume_of)
+            known[key] = np.stack(volumes, axis=1)
         total += known[key]
     return {
         process: ReadVolume(*volume) for process, volume in zip(mesh.devices_by_process, total.tolist(), strict=True)
@@ -169,13 +178,20 @@ def exchanged_bytes(transfer: Transfer, mesh: DeviceMesh) -> float:
     return received
 
 
+@dataclass(frozen=True)
+class _StoredArray:
+    """An array of the model, and where a checkpoint has it."""
+
+    view: View
+    sources: Mapping[str, TensorSource]
+    """Tensor name -> its location."""
+    grid: ViewGrid | None
+    nbytes: float
+    """Stored bytes."""
+
+
 def _cost(
-    transfers: Sequence[Transfer],
-    view: View,
-    grid: ViewGrid | None,
-    sources: Mapping[str, TensorSource],
-    mesh: DeviceMesh,
-    speeds: Speeds,
+    transfers: Sequence[Transfer], array: _StoredArray, mesh: DeviceMesh, speeds: Speeds
 ) -> tuple[float, bool, float, int]:
     """Estimate the cost of all transfers of an array from the first one.
 
@@ -185,14 +201,14 @@ def _cost(
     """
     first = transfers[0]
     times = math.prod(first.local_shape) / max(1, math.prod(first.shape))
-    kinds = find_process_kinds(first, grid, view.shape, mesh)
-    volumes = [estimate_read_volume(first, view, sources, mesh, process) for process in kinds.examples]
-    stored_bytes = sum(piece.size * sources[piece.tensor].bits for piece in view.pieces) / 8
-    read_bytes = sum(count * volume.bytes for count, volume in zip(kinds.counts.tolist(), volumes, strict=True))
-    reread_bytes = read_bytes * times - stored_bytes
-    mean_bytes = read_bytes / len(mesh.devices_by_process)
-    is_uneven = max(volume.bytes for volume in volumes) > MAX_IMBALANCE * mean_bytes
-    reading_s = max(volume.bytes / speeds.read + volume.count * speeds.request for volume in volumes)
+
+    def volume_of(process: int) -> ReadVolume:
+        return estimate_read_volume(first, array.view, array.sources, mesh, process)
+
+    read_bytes, ranges = find_volumes(first, array.grid, array.view.shape, mesh, volume_of, LOOKS)
+    reread_bytes = int(read_bytes.sum()) * times - array.nbytes
+    is_uneven = bool(read_bytes.max() > MAX_IMBALANCE * read_bytes.mean())
+    reading_s = float((read_bytes / speeds.read + ranges * speeds.request).max())
     exchanging_s = exchanged_bytes(first, mesh) / speeds.exchange
     excess = max(0.0, reread_bytes - MAX_REREAD_BYTES)
     return excess, is_uneven, (reading_s + exchanging_s) * times, len(first.strategy.collectives)

@@ -1,5 +1,7 @@
 """Weights in types of eight bits, under their own names, with scales beside them: fp8 and int8."""
 
+from functools import lru_cache
+
 import ml_dtypes
 import numpy as np
 
@@ -23,39 +25,48 @@ def decode_bytes(parts: StoredParts, quantization: ByteCodes) -> None:
     coded = {name: tensor for name, tensor in parts.tensors.items() if tensor.dtype == dtype}
     for name, codes in coded.items():
         scale_names = [name + suffix for suffix in SCALES if name + suffix in parts.tensors]
-        stored = f"{parts.where}: {name} is stored as {codes.dtype}"
-        if not scale_names:
-            raise CheckpointError(
-                f"{stored} without scales ({name}{SCALES[0]} or {name}{SCALES[1]}); download it again"
-            )
-        if len(scale_names) > 1:
-            raise CheckpointError(f"{stored}, with scales both in {' and in '.join(scale_names)}; remove one of them")
+        if len(scale_names) != 1:
+            problem = f", with scales both in {' and in '.join(scale_names)}; remove one of them"
+            if not scale_names:
+                problem = f" without scales ({name}{SCALES[0]} or {name}{SCALES[1]}); download it again"
+            raise CheckpointError(f"{parts.where}: {name} is stored as {codes.dtype}{problem}")
         scale = parts.take(scale_names[0], name, FLOATS)
-        group = _group(quantization.block, f"{parts.where}: {scale_names[0]}", name, codes.shape, scale.shape)
+        group = _group(quantization.block, codes.shape, scale.shape)
+        if group is None:
+            raise CheckpointError(
+                f"{parts.where}: {scale_names[0]} has the shape {list(scale.shape)} for {name} {list(codes.shape)}; "
+                f"with {_expected_scales(quantization.block, codes.shape)}"
+            )
         values = GroupValues(scale_names[0], scale, row_major_strides(_count(codes.shape, group)))
         del parts.tensors[name]
         parts.put(name, codes, codes.shape, dtype, code_dims=codes.shape, group=group, scale=values)
 
 
-def _group(block: tuple[int, int] | None, scale_text: str, name: str, shape: Shape, scales: Shape) -> Shape:
-    """Return the box of codes that a scale is for: as config.json says, or a row, a matrix, or all of a tensor."""
-    possible: list[Shape] = []
-    if block is not None and len(shape) >= 2:
-        possible.append((*[1] * (len(shape) - 2), *block))
-    elif block is None:
-        possible.append(tuple(max(n, 1) for n in shape))
-        if len(shape) >= 2:
-            possible += [(*[1] * (len(shape) - 1), shape[-1]), (*[1] * (len(shape) - 2), *shape[-2:])]
-    for group in possible:
+@lru_cache
+def _group(block: Shape | None, shape: Shape, scales: Shape) -> Shape | None:
+    """Return the box of codes that a scale is for; None if scales of this shape are for none of those possible."""
+    for group in _possible_groups(block, shape):
         count = _count(shape, group)
         if scales == count or (block is None and _without_ones(scales) == _without_ones(count)):
             return group
-    expected = " or ".join(str(list(_count(shape, group))) for group in possible)
+    return None
+
+
+def _possible_groups(block: Shape | None, shape: Shape) -> list[Shape]:
+    """Return the boxes of codes that share a scale: as config.json says, or all of a tensor, a row, or a matrix."""
+    if block is not None:
+        return [(*[1] * (len(shape) - 2), *block)] if len(shape) >= 2 else []
+    possible: list[Shape] = [tuple(max(n, 1) for n in shape)]
+    if len(shape) >= 2:
+        possible += [(*[1] * (len(shape) - 1), shape[-1]), (*[1] * (len(shape) - 2), *shape[-2:])]
+    return possible
+
+
+def _expected_scales(block: Shape | None, shape: Shape) -> str:
+    """Return the shapes that the scales of a tensor can have, in words."""
+    expected = " or ".join(str(list(_count(shape, group))) for group in _possible_groups(block, shape))
     by = f"blocks of {list(block)}" if block is not None else "a scale for each tensor, matrix or row"
-    raise CheckpointError(
-        f"{scale_text} has the shape {list(scales)} for {name} {list(shape)}; with {by} it has "
-        f"{expected or 'two dimensions or more'}"
-    )
+    return f"{by} it has {expected or 'two dimensions or more'}"
 
 
 def _count(shape: Shape, group: Shape) -> Shape:

@@ -1,6 +1,7 @@
 """The tensors of a checkpoint, of which some are parts of coded ones."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
@@ -10,6 +11,7 @@ from shardplan.checkpoint.format.codecs.coded_tensor import CodedTensor
 from shardplan.checkpoint.format.header import Tensor
 from shardplan.checkpoint.mapping.views import Shape
 from shardplan.errors import CheckpointError
+from shardplan.storage.buffered import BufferedFile
 
 FLOATS = (np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16), np.dtype(ml_dtypes.float8_e8m0fnu))
 """Types of scales."""
@@ -27,13 +29,15 @@ class StoredParts:
         self.tensors = dict(tensors)
         """Those that are left."""
         self.where = where
+        self._buffered: dict[int, BufferedFile] = {}
+        """id of a file -> the file, as scales are read from it."""
 
     def names_ending(self, suffix: str) -> list[str]:
         """Return the names of tensors with this ending, without it."""
         return [name.removesuffix(suffix) for name in self.tensors if name.endswith(suffix)]
 
     def take(self, name: str, owner: str, dtypes: tuple[np.dtype, ...], shapes: tuple[Shape, ...] = ()) -> Tensor:
-        """Take out a tensor that is a part of another one.
+        """Take out the scales of a tensor, or another small part, of which neighbours are read together.
 
         Args:
             owner: name of the other one, for messages.
@@ -43,18 +47,16 @@ class StoredParts:
         Raises:
             CheckpointError: it is missing, or has another type or shape.
         """
-        tensor = self.tensors.pop(name, None)
-        if tensor is None:
-            raise CheckpointError(f"{self.where}: {owner} has codes without {name}; download it again")
-        if tensor.dtype not in dtypes:
-            expected = "floating-point" if dtypes is FLOATS else " or ".join(map(str, dtypes))
-            raise CheckpointError(f"{self.where}: {name} is stored as {tensor.dtype}; it must be {expected}")
+        tensor = self._pop(name, owner, dtypes)
         if shapes and tensor.shape not in shapes:
             expected = " or ".join(str(list(shape)) for shape in shapes)
             raise CheckpointError(
                 f"{self.where}: {name} has the shape {list(tensor.shape)}; with the codes of {owner} it is {expected}"
             )
-        return tensor
+        buffered = self._buffered.get(id(tensor.file))
+        if buffered is None:
+            buffered = self._buffered[id(tensor.file)] = BufferedFile(tensor.file)
+        return replace(tensor, file=buffered)
 
     def take_codes(self, name: str, owner: str, dtypes: tuple[np.dtype, ...], rank: int | None = 2) -> Tensor:
         """Take out the codes of a tensor, which have a number of dimensions.
@@ -62,13 +64,22 @@ class StoredParts:
         Raises:
             CheckpointError: they are missing, or have another type or number of dimensions, or there are none.
         """
-        codes = self.take(name, owner, dtypes)
+        codes = self._pop(name, owner, dtypes)
         if (rank is not None and len(codes.shape) != rank) or 0 in codes.shape:
             needed = "dimensions" if rank is None else f"{rank} dimensions"
             raise CheckpointError(
                 f"{self.where}: {name} has the shape {list(codes.shape)}; codes have {needed}, none of them 0"
             )
         return codes
+
+    def _pop(self, name: str, owner: str, dtypes: tuple[np.dtype, ...]) -> Tensor:
+        tensor = self.tensors.pop(name, None)
+        if tensor is None:
+            raise CheckpointError(f"{self.where}: {owner} has codes without {name}; download it again")
+        if tensor.dtype not in dtypes:
+            expected = "floating-point" if dtypes is FLOATS else " or ".join(map(str, dtypes))
+            raise CheckpointError(f"{self.where}: {name} is stored as {tensor.dtype}; it must be {expected}")
+        return tensor
 
     def put(self, name: str, codes: Tensor, shape: Shape, dtype: np.dtype, **parts: Any) -> None:
         """Put in a coded tensor.
