@@ -45,7 +45,9 @@ class SlowRanges(http.server.SimpleHTTPRequestHandler):
         time.sleep(LATENCY_S)
         path = Path(self.translate_path(self.path))
         first, last = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
-        data = path.read_bytes()[first : last + 1]
+        with path.open("rb") as file:
+            file.seek(first)
+            data = file.read(last + 1 - first)
         self.send_response(206)
         self.send_header("Content-Range", f"bytes {first}-{first + len(data) - 1}/{path.stat().st_size}")
         self.send_header("Content-Length", str(len(data)))

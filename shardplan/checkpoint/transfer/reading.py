@@ -113,7 +113,8 @@ def run_read(read: Read) -> int:
         box = _target_box(target, piece)
         if isinstance(tensor, ComputedTensor):
             for part, numbers in tensor.number_slabs(source, piece):
-                _copy_scaled(box[part], numbers, piece, tensor.dims)
+                index: Any = (*part, ...)  # the ellipsis makes a 0-d array give a view, not a scalar
+                _copy_scaled(box[index], numbers, piece, tensor.dims)
         else:
             _copy_scaled(box, source, piece, tensor.shape)
     return read.nbytes

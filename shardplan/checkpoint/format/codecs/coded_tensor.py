@@ -17,8 +17,8 @@ from shardplan.checkpoint.format.header import HALF_BYTES, Tensor, bytes_of
 from shardplan.checkpoint.mapping.views import Piece, Shape, View, row_major_strides
 from shardplan.errors import CheckpointError
 
-SLAB_ELEMENTS = 2**20
-"""Numbers that are made at a time: 4 MiB of float32."""
+SLAB_ELEMENTS = 2**18
+"""Numbers that are made at a time: 1 MiB of float32."""
 HALF_BYTE_CODES, BYTE_CODES = 16, 256
 MIN_ROWS = 8
 """Mean number of rows in a group from which those of each group are made by themselves."""
@@ -146,7 +146,7 @@ class CodedTensor(ComputedTensor):
             return None
         return View(self.layout.shape, tuple(piece._replace(tensor=name) for piece in self.layout.pieces))
 
-    def number_slabs(self, stored: np.ndarray, piece: Piece) -> Iterator[tuple[slice, np.ndarray]]:
+    def number_slabs(self, stored: np.ndarray, piece: Piece) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
         """Yield the numbers of a piece in slabs.
 
         Raises:
@@ -192,6 +192,11 @@ class GroupRows:
     first_step: int = 0
 
 
+_BYTES = np.arange(BYTE_CODES, dtype=np.uint8)
+_HALVES = np.stack([_BYTES & 15, _BYTES >> 4], axis=-1).view(np.uint16).reshape(-1)
+"""Both halves of each byte, the low one first."""
+
+
 def read_elements(tensor: Tensor, low: int, count: int) -> np.ndarray:
     """Read elements of a tensor in the order in which they are stored, from element `low` on."""
     begin = low * tensor.bits // 8
@@ -204,46 +209,56 @@ def unpack(data: np.ndarray, tensor: Tensor, low: int, count: int) -> np.ndarray
     """Return the elements `[low, low + count)` of a tensor, one in a byte or more, from the bytes that hold them."""
     if tensor.bits >= 8:
         return data.view(tensor.dtype)
-    halves = np.empty(2 * data.size, np.uint8)
-    np.bitwise_and(data, 15, out=halves[0::2])
-    np.right_shift(data, 4, out=halves[1::2])
+    halves = _HALVES.take(data).view(np.uint8)
     return halves[low % 2 :][:count].view(tensor.dtype)
 
 
 def _decoded_slabs(
     tensor: CodedTensor, codes: np.ndarray, piece: Piece, rows: GroupRows
-) -> Iterator[tuple[slice, np.ndarray]]:
-    """Yield the numbers of a piece of codes in slabs along its first dimension, each with where it begins and ends."""
+) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
+    """Yield the numbers of a piece of codes in slabs, each with the part of the piece that it is."""
     if not piece.shape:
         zero = tensor.zero_offset if rows.zeros is None else rows.zeros.reshape(-1)[0]
-        yield slice(None), (_numbers(codes) - np.float32(zero)) * rows.scales.reshape(-1)[0]
+        yield (), (_numbers(codes) - np.float32(zero)) * rows.scales.reshape(-1)[0]
         return
     groups = _groups(tensor, piece, rows)
     for part in _slabs(piece, groups):
         numbers = _numbers(codes[part])
-        of_part = [_reduce(each[part] if each.shape[0] > 1 else each) for each in groups]
+        of_part = [_reduce(_part_of(each, part)) for each in groups]
+        firsts = _first_of_groups(of_part, len(piece.shape) - 1)
         if rows.zeros is not None:
-            numbers -= _of_each(rows.zeros, of_part)
+            _apply(np.subtract, numbers, rows.zeros, of_part, firsts)
         elif tensor.zero_offset:
             numbers -= np.float32(tensor.zero_offset)
-        numbers *= _of_each(rows.scales, of_part)
+        _apply(np.multiply, numbers, rows.scales, of_part, firsts)
         yield part, numbers
 
 
-def _slabs(piece: Piece, groups: list[np.ndarray]) -> Iterator[slice]:
-    """Yield parts of the first dimension of a piece: of few elements, and of one group where groups are long.
+def _slabs(piece: Piece, groups: list[np.ndarray]) -> Iterator[tuple[slice, ...]]:
+    """Yield parts of a piece: of few elements, and of one group along a dimension where groups are long.
 
     Args:
         groups: see `_groups`.
     """
-    rows = piece.shape[0]
-    most = max(1, SLAB_ELEMENTS // max(1, piece.size // rows))
-    changes = _first_of_groups(groups, 0)
+    shape, size, d = piece.shape, piece.size, 0
+    while d < len(shape) - 1 and size > SLAB_ELEMENTS * shape[d]:  # one index of the dimension is more than a slab
+        size //= shape[d]
+        d += 1
+    rows = shape[d]
+    most = max(1, SLAB_ELEMENTS * rows // max(1, size))
+    changes = _first_of_groups(groups, d)
     if rows < MIN_ROWS * len(changes):
         changes = np.zeros(1, np.int64)
-    for first, last in itertools.pairwise([*changes.tolist(), rows]):
-        for start in range(first, last, most):
-            yield slice(start, min(start + most, last))
+    for outer in itertools.product(*map(range, shape[:d])):
+        leading = tuple(slice(index, index + 1) for index in outer)
+        for first, last in itertools.pairwise([*changes.tolist(), rows]):
+            for start in range(first, last, most):
+                yield (*leading, slice(start, min(start + most, last)))
+
+
+def _part_of(groups: np.ndarray, part: tuple[slice, ...]) -> np.ndarray:
+    """Return a part of an array that broadcasts."""
+    return groups[tuple(each if n > 1 else slice(None) for each, n in zip(part, groups.shape, strict=False))]
 
 
 def _first_of_groups(groups: list[np.ndarray], dimension: int) -> np.ndarray:
@@ -259,12 +274,24 @@ def _first_of_groups(groups: list[np.ndarray], dimension: int) -> np.ndarray:
     return np.unique(np.concatenate(found))
 
 
-def _of_each(values: np.ndarray, groups: list[np.ndarray]) -> np.ndarray:
-    """Return the value of every code's group in an array that broadcasts; along the last dimension, one of a group."""
-    count = max(each.shape[-1] for each in groups)
-    firsts = _first_of_groups(groups, groups[0].ndim - 1)
-    found = values[tuple(each[..., firsts] if each.shape[-1] > 1 else each for each in groups)]
-    return found if len(firsts) == 1 else np.repeat(found, np.diff([*firsts, count]), axis=-1)
+def _apply(
+    function: np.ufunc, numbers: np.ndarray, values: np.ndarray, groups: list[np.ndarray], firsts: np.ndarray
+) -> None:
+    """Apply a function to numbers and the values of their groups, in place.
+
+    Args:
+        groups: see `_groups`.
+        firsts: indices along the last dimension at which groups begin.
+    """
+    last = numbers.shape[-1]
+    of_each = values[tuple(each[..., firsts] if each.shape[-1] > 1 else each for each in groups)]
+    sizes = np.diff([*firsts, last])
+    if len(sizes) > 1 and (sizes == sizes[0]).all():
+        numbers = numbers.reshape(*numbers.shape[:-1], len(sizes), sizes[0])
+        of_each = of_each[..., None]
+    elif len(sizes) > 1:
+        of_each = np.repeat(of_each, sizes, axis=-1)
+    function(numbers, of_each, out=numbers)
 
 
 def _groups(tensor: CodedTensor, piece: Piece, rows: GroupRows) -> list[np.ndarray]:

@@ -36,12 +36,12 @@ class ComputedTensor(Tensor):
         return None
 
     @abstractmethod
-    def number_slabs(self, stored: np.ndarray, piece: Piece) -> Iterator[tuple[slice, np.ndarray]]:
-        """Yield the numbers of a piece, in float32, in slabs along its first dimension.
+    def number_slabs(self, stored: np.ndarray, piece: Piece) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
+        """Yield the numbers of a piece, in float32, in slabs.
 
         Args:
             stored: the stored elements of the piece.
 
         Returns:
-            Of each slab where it begins and ends, and its numbers, which the caller may change.
+            Of each slab the part of the piece that it is, and its numbers, which the caller may change.
         """
