@@ -246,6 +246,7 @@ def test_damaged_parts_are_refused(case, changes, message):
         ("nvfp4", {"weight_global_scale": lambda t: t * 0}, "w.weight_global_scale has 0 as scale 0"),
         ("nvfp4", {"weight_scale": lambda t: t * 0}, "w.weight_scale has 0 as scale 0"),
         ("awq", {"scales": lambda t: t * np.nan}, "w.scales has nan as scale 0"),
+        ("fp8-rows", {"weight_scale": lambda t: t * np.float32(1e37)}, "which makes infinite numbers of codes"),
         ("packed-8-None-symmetric", {"weight_scale": lambda t: -t}, "w.weight_scale has -.* as scale 0"),
     ],
 )
@@ -254,6 +255,18 @@ def test_damaged_values_are_refused(case, changes, message):
     tensor = index.tensors["w.weight"]
     with pytest.raises(CheckpointError, match=message):
         values_of(tensor.view("w.weight") or tensor_view("w.weight", tensor.shape), index.tensors)
+
+
+def test_layers_are_stored_alike():
+    """A plain weight beside codes of the same name in another layer is refused, unless config.json lists it."""
+    config, tensors, numbers = byte_codes("compressed-tensors", FP8, (OUT, 1))
+    both = {f"layers.0.{name}": each for name, each in tensors.items()} | {"layers.1.w.weight": numbers}
+    with pytest.raises(
+        CheckpointError, match=r"layers\.1\.w\.weight is stored as float32, and layers\.0\.w\.weight as"
+    ):
+        decoded(config, both)
+    index, _ = decoded({**config, "ignore": ["layers.1.w"]}, both)
+    assert [*index.tensors] == ["layers.1.w.weight", "layers.0.w.weight"]
 
 
 def test_groups_of_inputs_follow_the_file():

@@ -19,6 +19,7 @@ from shardplan.errors import CheckpointError
 
 SLAB_ELEMENTS = 2**18
 """Numbers that are made at a time: 1 MiB of float32."""
+FLOAT32_MAX = float(np.finfo(np.float32).max)
 HALF_BYTE_CODES, BYTE_CODES = 16, 256
 MIN_ROWS = 8
 """Mean number of rows in a group from which those of each group are made by themselves."""
@@ -156,9 +157,8 @@ class CodedTensor(ComputedTensor):
 
     def _read_groups(self, low: int, high: int) -> "GroupRows":
         """Read scales and zero points of the codes `[low, high)`."""
-        assert self.scale is not None
         if not self.dims:
-            return GroupRows(self.scale.read(0, ()), None, 0)
+            return GroupRows(self._read_scales(0, ()), None, 0)
         row = row_major_strides(self.dims)[0]
         steps = low // row, (high - 1) // row + 1
         first, last = steps[0] // self.group[0], (steps[1] - 1) // self.group[0] + 1
@@ -174,7 +174,18 @@ class CodedTensor(ComputedTensor):
                 first, last = int(order.min()), int(order.max()) + 1
         groups = (last - first, *self.groups[1:])
         zeros = None if self.zero is None else self.zero.read(first, groups) + np.float32(self.zero_offset)
-        return GroupRows(self.scale.read(first, groups), zeros, first, order, steps[0])
+        return GroupRows(self._read_scales(first, groups), zeros, first, order, steps[0])
+
+    def _read_scales(self, first: int, groups: Shape) -> np.ndarray:
+        assert self.scale is not None
+        scales = self.scale.read(first, groups)
+        largest = float(scales.max())
+        if largest > FLOAT32_MAX / _largest_code(self.dtype):
+            raise CheckpointError(
+                f"{self.file.name}: {self.scale.name} has the scale {largest:g}, which makes numbers of codes infinite; "
+                "download the file again, or quantize the model again"
+            )
+        return scales
 
 
 @dataclass(frozen=True)
@@ -318,6 +329,13 @@ def _reduce(group: np.ndarray) -> np.ndarray:
 def _numbers(codes: np.ndarray) -> np.ndarray:
     """Return the numbers of codes of one byte, in float32."""
     return _table(codes.dtype).take(codes.view(np.uint8))
+
+
+@lru_cache
+def _largest_code(dtype: np.dtype) -> float:
+    """The largest number of a code of a type, less any zero point."""
+    numbers = np.abs(_table(dtype))
+    return float(numbers[np.isfinite(numbers)].max())
 
 
 @lru_cache

@@ -5,6 +5,7 @@ refused.
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -26,6 +27,7 @@ ACTIVATION_SCALES = (
     ".input_scale", ".activation_scale", ".input_scale_ub", ".input_global_scale", ".k_scale", ".v_scale", ".q_scale",
 )  # fmt: skip
 """Endings of scales by which servers quantize activations and caches; no weight depends on them."""
+NUMBER = re.compile(r"\d+")
 DECODERS: Mapping[type[Quantization], Callable[[StoredParts, Any], None]] = {
     ByteCodes: decode_bytes, Mxfp4: decode_mxfp4, Nvfp4: decode_nvfp4, PackedIntegers: decode_packed, Awq: decode_awq,
     Gptq: decode_gptq,
@@ -79,9 +81,25 @@ def _decode(tensors: Mapping[str, Tensor], quantization: Quantization, where: st
     read = {name: tensor for name, tensor in tensors.items() if not name.endswith(ACTIVATION_SCALES)}
     parts = StoredParts(read, where)
     DECODERS[type(quantization)](parts, quantization)
-    for name, tensor in parts.tensors.items():
-        if isinstance(tensor, CodedTensor) and quantization.is_plain(name):
-            raise CheckpointError(
-                f"{where}: {name} is stored as {tensor.dtype}, and its config.json says that it is not quantized"
-            )
+    _check_agreement(parts.tensors, quantization, where)
     return parts.tensors
+
+
+def _check_agreement(tensors: Mapping[str, Tensor], quantization: Quantization, where: str) -> None:
+    """Check that codes are where config.json says: in all layers and experts alike, but for those that it lists."""
+    coded = {}
+    """Name with `*` for numbers -> a coded tensor of such a name."""
+    for name, tensor in tensors.items():
+        if isinstance(tensor, CodedTensor):
+            coded[NUMBER.sub("*", name)] = name
+            if quantization.is_plain(name):
+                raise CheckpointError(
+                    f"{where}: {name} is stored as {tensor.dtype}, and its config.json says that it is not quantized"
+                )
+    for name, tensor in tensors.items():
+        other = coded.get(NUMBER.sub("*", name))
+        if other is not None and not isinstance(tensor, CodedTensor) and not quantization.is_plain(name):
+            raise CheckpointError(
+                f"{where}: {name} is stored as {tensor.dtype}, and {other} as codes; config.json must list it as not "
+                "quantized if that is meant"
+            )
