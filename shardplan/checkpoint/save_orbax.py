@@ -1,8 +1,10 @@
 """Write a sharded model as an Orbax checkpoint, in the layout that MaxText's parameters have.
 
-Orbax has every process write the shards of its own devices, a few arrays at a time; nothing is gathered. It writes to a
-folder with a temporary name (on gs://, to one without a mark of completeness), which process 0 renames when all shards
-are there: an interrupted run leaves no checkpoint that Orbax restores.
+Orbax has every process write the shards of its own devices; nothing is gathered. A host holds one copy of its shards,
+from which tensorstore writes. They are not compressed: tensorstore would hold all of them in compressed form as well.
+
+Orbax writes to a folder with a temporary name (on gs://, to one without a mark of completeness), which process 0 renames
+when all shards are there: an interrupted run leaves no checkpoint that Orbax restores.
 """
 
 import json
@@ -20,14 +22,13 @@ from shardplan.checkpoint.save import saving_limit_s
 from shardplan.checkpoint.target import CONFIG, ORBAX_STEP, PLAN, claim_target, complete_target, write_file
 from shardplan.config.command_flags import Format
 from shardplan.errors import ConfigError, check_argument, one_line
+from shardplan.plan.arguments import check_plan
 from shardplan.plan.plan import Plan
 from shardplan.runtime.devices import is_first_process
 from shardplan.runtime.processes.group import open_process_group
 
 ITEM = "items"
 """The item of the step that has the parameters, as MaxText names it."""
-TRANSFER_BYTES = 256 * 2**20
-"""Bytes of shards that a process copies from its devices and writes at a time; one array may have more."""
 
 
 def save_orbax(model: Any, ref: str, config: Mapping[str, Any], plan: Plan | None = None) -> None:
@@ -48,6 +49,8 @@ def save_orbax(model: Any, ref: str, config: Mapping[str, Any], plan: Plan | Non
     """
     check_argument("save_orbax", "model", model, eqx.Module, "a Levanter model with its arrays")
     check_argument("save_orbax", "config", config, Mapping, "the content of config.json, a mapping")
+    if plan is not None:
+        check_plan("save_orbax", plan)
     tree = make_tree(model)
     described = describe_written(config, model, count_bytes_by_dtype(model))
     small_files = {CONFIG: json.dumps(described, indent=2)}
@@ -77,9 +80,7 @@ def save_orbax(model: Any, ref: str, config: Mapping[str, Any], plan: Plan | Non
 
 def _write_step(folder: str, tree: Any) -> None:
     """Write the shards of this process, and wait until all processes have written theirs."""
-    handler = ocp.PyTreeCheckpointHandler(
-        use_ocdbt=True, use_zarr3=True, save_device_host_concurrent_gb=TRANSFER_BYTES / 1e9
-    )
+    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True, use_compression=False)
     jax.block_until_ready(tree)
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler(**{ITEM: handler})) as checkpointer:
         checkpointer.save(folder, args=ocp.args.Composite(**{ITEM: ocp.args.PyTreeSave(tree)}))

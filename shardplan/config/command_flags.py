@@ -278,8 +278,8 @@ class ConvertCommand(LoadingConfig):
     to: str | None = None
     """The folder to write, local, gs://, s3:// or az://."""
     format: Format = Format.HF
-    """hf (safetensors, as transformers reads them), levanter (its tensorstore checkpoint) or orbax (sharded, for Orbax's
-    own restore)."""
+    """hf (safetensors, as transformers reads them), levanter (its tensorstore checkpoint) or orbax (a sharded one that
+    Orbax restores)."""
     dry_run: bool = False
     """Print the plan and stop."""
     json: str | None = None

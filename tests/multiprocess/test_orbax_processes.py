@@ -99,7 +99,7 @@ def test_eight_devices_to_four(golden, tmp_path):
 @pytest.mark.parametrize(
     ("fault", "codes", "message"),
     [
-        ("full", [2, 2], "out cannot be written to: [Errno 28] No space left on device"),
+        ("full", [5, 2], "out cannot be written to: [Errno 28] No space left on device"),
         ("killed", [5, -9], "process 1"),
     ],
 )

@@ -23,11 +23,10 @@ def make_tree(model: Any) -> dict[str, Any]:
     """Return the arrays of a model as nested dictionaries; nothing is copied."""
     tree: dict[str, Any] = {}
     for path, leaf in named_leaves(model):
-        node = tree
-        *parents, name = (*PREFIX, *split_path(path))
-        for key in parents:
+        node, keys = tree, [*PREFIX, *split_path(path)]
+        for key in keys[:-1]:
             node = node.setdefault(key, {})
-        node[name] = getattr(leaf, "array", leaf)
+        node[keys[-1]] = getattr(leaf, "array", leaf)
     return tree
 
 
