@@ -3,8 +3,8 @@
 Orbax has every process write the shards of its own devices; nothing is gathered. A host holds one copy of its shards,
 from which tensorstore writes. They are not compressed: tensorstore would hold all of them in compressed form as well.
 
-Orbax writes to a folder with a temporary name (on gs://, to one without a mark of completeness), which process 0 renames
-when all shards are there: an interrupted run leaves no checkpoint that Orbax restores.
+Orbax writes to a folder with a temporary name, which process 0 renames when all shards are there (on gs://, it writes a
+mark of completeness instead): an interrupted run leaves no checkpoint that Orbax restores.
 """
 
 import json

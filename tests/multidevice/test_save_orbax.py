@@ -38,7 +38,7 @@ def tensors(folder) -> dict[str, np.ndarray]:
 
 
 def restored(items):
-    """The arrays of an item as numpy arrays: key.key.key -> array."""
+    """Restore the arrays of an item as numpy arrays: key.key.key -> array."""
     with ocp.PyTreeCheckpointer() as checkpointer:
         metadata = ocp.PyTreeCheckpointHandler().metadata(items)
         arguments = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), metadata.tree)

@@ -1,6 +1,7 @@
 """One of several processes that export a model to Orbax: `orbax_worker.py SOURCE TARGET FAULT`.
 
-The fault "full" is an error of the disk while this process writes its shards, and "killed" ends it there.
+The fault "full" is an error of the disk while this process writes its shards, and "killed" ends it there. With
+"replicated" there is none, and all devices have all arrays.
 """
 
 # ruff: noqa: E402 - the first import makes those after it faster
@@ -26,8 +27,8 @@ from shardplan.runtime.devices import start_devices
 def main(source: str, target: str, fault: str) -> None:
     start_devices("cpu-4", 4, is_cpu=True)
     with jax.set_mesh(Mesh(np.array(jax.devices()), ("data",))):
-        model = load_pretrained(source, axis_mapping={"embed": "data"})
-        if fault:
+        model = load_pretrained(source, axis_mapping={} if fault == "replicated" else {"embed": "data"})
+        if fault in ("full", "killed"):
             ocp.CompositeCheckpointHandler.save = full if fault == "full" else killed
         save_orbax(model, target, {})
 
