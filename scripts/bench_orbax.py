@@ -39,8 +39,9 @@ PACKAGES = ("jax", "orbax-checkpoint", "tensorstore")
 
 LIMITATIONS = (
     "Virtual CPU devices keep their arrays in host memory: the part of the model is in the peak, whether it is written "
-    "or not. On a TPU only the shards that are on their way are in host memory.",
+    "or not. Shards of a TPU are copied to the host before they are written: it holds one copy of its shards.",
     "The peak is that of the whole process from its start to the end of the export, the load included.",
+    "Bare bytes are written after the export, by the same processes.",
     "Both processes share the 2 cores and the disk of one machine, and its other work is not controlled: only ratios "
     "within a run are compared.",
 )

@@ -68,10 +68,12 @@ def open_target(ref: str, file_format: Format = Format.HF, replace: bool = False
             f"{scheme}://; name a folder there, and copy it"
         )
     target = OutputFolder(ref)
-    if replace or target.has_file(INCOMPLETE):
+    if replace:
         return target
+    marked = _marked_files(target) if target.has_file(INCOMPLETE) else []
     for name in COMPLETE_FILES[file_format]:
-        if target.has_file(name):
+        # what is another program's is not removed because an interrupted run has left its mark beside it
+        if not _is_within(name, marked) and target.has_file(name):
             raise ConfigError(f"{target.ref} holds {name} already; name another folder, or remove it")
     return target
 
@@ -162,6 +164,11 @@ def list_checkpoint_files(folder: OutputFolder) -> list[str]:
         return [*names, *sorted(shards)] if _are_inside(shards) else names
     except (ValueError, KeyError, TypeError, AttributeError):
         return names  # no index that names files
+
+
+def _is_within(name: str, marked: Iterable[str]) -> bool:
+    """Whether a file or folder is one of `marked`, or lies in a folder of them."""
+    return any(f"{name}/".startswith(f"{entry.rstrip('/')}/") for entry in marked)
 
 
 def _are_inside(names: Iterable[object]) -> bool:

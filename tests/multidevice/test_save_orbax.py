@@ -119,16 +119,20 @@ def test_a_model_of_levanters_checkpoint(golden, tmp_path):
     assert not (tmp_path / "orbax" / "plan.json").exists()
 
 
+@pytest.mark.parametrize("mark", [None, '{"run": "of hf", "files": ["config.json", "model.safetensors"]}'])
 @pytest.mark.parametrize("name", ["0/_CHECKPOINT_METADATA", "0/default/manifest.ocdbt", "plan.json"])
-def test_a_folder_with_a_step_or_a_plan_is_refused(golden, tmp_path, monkeypatch, name):
-    """Before the load; nothing of it is touched, for the next run would remove what is marked as this run's."""
+def test_a_folder_with_a_step_or_a_plan_is_refused(golden, tmp_path, monkeypatch, name, mark):
+    """Before the load, also beside an interrupted run's files: what is marked as this run's, the next would remove."""
     monkeypatch.setattr(convert, "prepare", None)  # a load would fail
     file = tmp_path / name
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("mine")
+    if mark:
+        (tmp_path / INCOMPLETE).write_text(mark)
     done = run("checkpoint", "convert", f"--model={golden / 'llama'}", *ARGUMENTS, f"--to={tmp_path}")
     fails(done, 2, f"{tmp_path} holds {name.partition('/')[0]} already; name another folder, or remove it")
-    assert file.read_text() == "mine" and not (tmp_path / INCOMPLETE).exists()
+    assert file.read_text() == "mine"
+    assert not mark or (tmp_path / INCOMPLETE).read_text() == mark
 
 
 def test_targets_that_cannot_be_written_to(golden, tmp_path, monkeypatch):
