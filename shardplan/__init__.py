@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from shardplan.checkpoint.best_effort import best_effort_sharding
     from shardplan.checkpoint.load import HFCheckpointConverter, load_pretrained
     from shardplan.checkpoint.save import save_pretrained
+    from shardplan.checkpoint.save_orbax import save_orbax
     from shardplan.config import load_config
     from shardplan.eval.evaluate import evaluate
     from shardplan.execution.device_mesh import make_mesh
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "HFCheckpointConverter", "Plan", "audit", "best_effort_sharding", "end_process", "evaluate", "load_config",
-    "load_pretrained", "make_mesh", "make_plan", "patch_levanter", "rank_slices", "review", "save_pretrained",
-    "trainer_yaml", "verify_plan", "watch", "what_if", "why_not",
+    "load_pretrained", "make_mesh", "make_plan", "patch_levanter", "rank_slices", "review", "save_orbax",
+    "save_pretrained", "trainer_yaml", "verify_plan", "watch", "what_if", "why_not",
 ]  # fmt: skip
 
 _MODULES = {
@@ -47,6 +48,7 @@ _MODULES = {
     "patch_levanter": "shardplan.levanter_patch",
     "rank_slices": "shardplan.explain.rank_slices",
     "review": "shardplan.lint.repair",
+    "save_orbax": "shardplan.checkpoint.save_orbax",
     "save_pretrained": "shardplan.checkpoint.save",
     "trainer_yaml": "shardplan.levanter_config.writer",
     "verify_plan": "shardplan.verify.verify_plan",

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any, assert_never
 
 from shardplan.checkpoint.save import save_levanter, save_pretrained
+from shardplan.checkpoint.save_orbax import save_orbax
 from shardplan.checkpoint.session import Session, prepare
 from shardplan.checkpoint.target import CONFIG
 from shardplan.config.command_flags import Format, LoadingConfig
@@ -44,6 +45,8 @@ def convert_checkpoint(config: LoadingConfig, to: str, file_format: Format) -> s
     match file_format:
         case Format.LEVANTER:
             save_levanter(module, to, config_json)
+        case Format.ORBAX:
+            save_orbax(module, to, config_json, session.plan)
         case Format.HF:
             files = _read_copied_files(session.folder) if is_first_process() else {}
             save_pretrained(module, to, config_json, extra_files=files)

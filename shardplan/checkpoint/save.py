@@ -40,6 +40,7 @@ from shardplan.checkpoint.mapping.state_dict_program import StateDictProgram
 from shardplan.checkpoint.mapping.type_names import trace_type_names
 from shardplan.checkpoint.mapping.views import Piece, Shape
 from shardplan.checkpoint.target import CONFIG, LEVANTER_METADATA, claim_target, complete_target, write_file
+from shardplan.config.command_flags import Format
 from shardplan.errors import CheckpointError, ConfigError, check_argument, one_line
 from shardplan.model.inspect import named_leaves
 from shardplan.model.levanter_compat import CHECKPOINT_FILES, CHECKPOINT_MODEL
@@ -54,7 +55,7 @@ from shardplan.storage.writing import OutputFolder
 MAX_UNWRITTEN_TENSORS = 2
 """Most tensors of one process that are gathered and not yet written."""
 SLOWEST_BYTES_PER_S = 20e6
-"""Rate at which a process writes its part of a Levanter checkpoint, at least; a slower one counts as stuck."""
+"""Rate at which a process writes its part of a checkpoint by tensorstore, at least; a slower one counts as stuck."""
 
 
 @dataclass(frozen=True)
@@ -90,11 +91,9 @@ def save_levanter(model: Any, ref: str, config: Mapping[str, Any]) -> None:
     tree = {CHECKPOINT_MODEL: eqx.filter(model, eqx.is_array)}
     with open_process_group() as processes:
         # arrays of an interrupted run may have other types, and tensorstore does not replace these
-        claim = claim_target(ref, (CONFIG, LEVANTER_METADATA, *CHECKPOINT_FILES), processes, is_levanter=True)
+        claim = claim_target(ref, (CONFIG, LEVANTER_METADATA, *CHECKPOINT_FILES), processes, Format.LEVANTER)
         target = claim.folder
-        own_bytes = sum(shard.data.nbytes for array in jax.tree.leaves(tree) for shard in array.addressable_shards)
-        # tensorstore does not say how far it is
-        limit_s = DEADLINE_S + own_bytes / SLOWEST_BYTES_PER_S
+        limit_s = saving_limit_s(tree)
         manager = GlobalAsyncCheckpointManager(timeout_secs=round(limit_s))
         with processes.phase("saving", limit_s):
             try:
@@ -113,6 +112,12 @@ def save_levanter(model: Any, ref: str, config: Mapping[str, Any]) -> None:
             described = describe_written(config, model, count_bytes_by_dtype(model))
             write_file(target, CONFIG, json.dumps(described, indent=2).encode())
         complete_target(claim, processes)
+
+
+def saving_limit_s(tree: Any) -> float:
+    """Return the seconds after which tensorstore, which does not say how far it is, counts as stuck with the arrays."""
+    own_bytes = sum(shard.data.nbytes for array in jax.tree.leaves(tree) for shard in array.addressable_shards)
+    return DEADLINE_S + own_bytes / SLOWEST_BYTES_PER_S
 
 
 def save_pretrained(

@@ -7,11 +7,12 @@ for the files of both are mixed then.
 
 import json
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shardplan.checkpoint.format.index import INDEX, SINGLE
+from shardplan.config.command_flags import Format
 from shardplan.errors import ConfigError
 from shardplan.storage import read_bytes
 from shardplan.storage.writing import OutputFolder
@@ -22,8 +23,19 @@ if TYPE_CHECKING:
 CONFIG = "config.json"
 LEVANTER_METADATA = "metadata.json"
 """The file that Levanter writes last, and by which it recognises a checkpoint."""
-LEVANTER_SCHEMES = ("gs", "s3")
-"""Object stores that JAX writes tensorstore arrays to."""
+ORBAX_STEP = "0"
+"""The folder of the only step of an Orbax checkpoint."""
+PLAN = "plan.json"
+"""The Plan beside an Orbax checkpoint."""
+OWN_STORES: Mapping[Format, tuple[str, ...]] = {Format.LEVANTER: ("gs", "s3"), Format.ORBAX: ("gs",)}
+"""Object stores that are supported by the libraries that write a format: JAX for Levanter, and Orbax."""
+COMPLETE_FILES: Mapping[Format, tuple[str, ...]] = {
+    Format.HF: (CONFIG, INDEX, SINGLE, LEVANTER_METADATA),
+    Format.LEVANTER: (CONFIG, INDEX, SINGLE, LEVANTER_METADATA),
+    # object stores have no folders, but every step has this file
+    Format.ORBAX: (CONFIG, INDEX, SINGLE, LEVANTER_METADATA, PLAN, ORBAX_STEP, f"{ORBAX_STEP}/_CHECKPOINT_METADATA"),
+}
+"""Format to write -> files and folders of another checkpoint, with which a folder is refused."""
 INCOMPLETE = "shardplan.incomplete"
 """The mark: JSON with the id of a run and its files (folders end with `/`). It is written first and removed last."""
 
@@ -37,32 +49,41 @@ class Claim:
     """The content of the mark; only process 0 writes and compares it."""
 
 
-def open_target(ref: str, is_levanter: bool = False, replace: bool = False) -> OutputFolder:
+def open_target(ref: str, file_format: Format = Format.HF, replace: bool = False) -> OutputFolder:
     """Open the folder that `ref` names to write a checkpoint to.
 
     Args:
-        is_levanter: whether it is a Levanter checkpoint.
+        file_format: the format of the checkpoint.
         replace: whether it may hold a complete checkpoint.
 
     Raises:
         ConfigError: the folder holds a complete checkpoint already, or cannot be written to.
     """
     scheme, separator, _ = ref.partition("://")
-    if is_levanter and separator and scheme not in LEVANTER_SCHEMES:
+    stores = OWN_STORES.get(file_format)
+    if stores is not None and separator and scheme not in stores:
+        *first, last = ("local folders", *(f"{store}://" for store in stores))
         raise ConfigError(
-            f"{ref}: Levanter's checkpoints are written to local folders, gs:// and s3://, not {scheme}://"
+            f"{ref}: checkpoints in the format {file_format} are written to {', '.join(first)} and {last}, not "
+            f"{scheme}://; name a folder there, and copy it"
         )
     target = OutputFolder(ref)
-    if replace or target.has_file(INCOMPLETE):
+    if replace:
         return target
-    for name in (CONFIG, INDEX, SINGLE, LEVANTER_METADATA):
-        if target.has_file(name):
+    marked = _marked_files(target) if target.has_file(INCOMPLETE) else []
+    for name in COMPLETE_FILES[file_format]:
+        # what is another program's is not removed because an interrupted run has left its mark beside it
+        if not _is_within(name, marked) and target.has_file(name):
             raise ConfigError(f"{target.ref} holds {name} already; name another folder, or remove it")
     return target
 
 
 def claim_target(
-    ref: str, names: Iterable[str], processes: "ProcessGroup", is_levanter: bool = False, replace: bool = False
+    ref: str,
+    names: Iterable[str],
+    processes: "ProcessGroup",
+    file_format: Format = Format.HF,
+    replace: bool = False,
 ) -> Claim:
     """Open a target, mark it as incomplete, and check that all processes see the mark.
 
@@ -70,9 +91,10 @@ def claim_target(
 
     Args:
         names: the files and folders (with `/` at the end) that all processes together are going to write.
+        file_format: the format of the checkpoint.
         replace: whether a complete checkpoint in the folder is removed, and not refused.
     """
-    folder = processes.agree("target", lambda: open_target(ref, is_levanter, replace), lambda _: {})
+    folder = processes.agree("target", lambda: open_target(ref, file_format, replace), lambda _: {})
     mark = b""
     if processes.process_index == 0:
         old = _marked_files(folder) if folder.has_file(INCOMPLETE) else list_checkpoint_files(folder) if replace else []
@@ -142,6 +164,11 @@ def list_checkpoint_files(folder: OutputFolder) -> list[str]:
         return [*names, *sorted(shards)] if _are_inside(shards) else names
     except (ValueError, KeyError, TypeError, AttributeError):
         return names  # no index that names files
+
+
+def _is_within(name: str, marked: Iterable[str]) -> bool:
+    """Whether a file or folder is one of `marked`, or lies in a folder of them."""
+    return any(f"{name}/".startswith(f"{entry.rstrip('/')}/") for entry in marked)
 
 
 def _are_inside(names: Iterable[object]) -> bool:

@@ -101,6 +101,8 @@ class Format(StrEnum):
     """safetensors, as transformers reads them."""
     LEVANTER = "levanter"
     """Levanter's tensorstore checkpoint."""
+    ORBAX = "orbax"
+    """Orbax's sharded checkpoint, in the layout of MaxText's parameters."""
 
 
 @dataclass(frozen=True)
@@ -276,7 +278,8 @@ class ConvertCommand(LoadingConfig):
     to: str | None = None
     """The folder to write, local, gs://, s3:// or az://."""
     format: Format = Format.HF
-    """hf (safetensors, as transformers reads them) or levanter (its tensorstore checkpoint)."""
+    """hf (safetensors, as transformers reads them), levanter (its tensorstore checkpoint) or orbax (a sharded one that
+    Orbax restores)."""
     dry_run: bool = False
     """Print the plan and stop."""
     json: str | None = None

@@ -38,8 +38,8 @@ OTHER_FORMATS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("tf_model.h5", "flax_model.msgpack"), "its weights ({}) are for TensorFlow or Flax; use the safetensors files"),
     (("*.distcp", "pytorch_model_fsdp*", "global_step*", "zero_pp_rank*"), "it is a distributed training checkpoint "
      "of PyTorch ({}); merge it into a Hugging Face checkpoint first"),
-    (("manifest.ocdbt", "_CHECKPOINT_METADATA", "_METADATA"), "it is a checkpoint of Orbax or Levanter ({}); convert "
-     "it to Hugging Face safetensors first"),
+    (("manifest.ocdbt", "_CHECKPOINT_METADATA", "_METADATA", "0/"), "it is a checkpoint of Orbax or Levanter ({}); "
+     "convert it to Hugging Face safetensors first"),
     (("*.tar", "*.tar.gz", "*.tgz", "*.zip"), "it holds an archive ({}); unpack it"),
     (("checkpoint-*/", "step-*/", "epoch-*/"), "its checkpoints are in subfolders ({}); name one of them"),
     (("*.safetensors",), "it holds {}, which is none of these names"),

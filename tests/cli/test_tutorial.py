@@ -32,6 +32,9 @@ def test_its_steps_work_one_after_the_other(checkpoint, tmp_path, monkeypatch, c
     (snippet,) = (text for language, text in blocks("howto/convert.md") if language == "python")
     run_python(snippet)  # which begins with the tutorial's files
     run_command("shardplan eval --model build/from-python --workload.position 256 --dry_run", capsys)
+    _, snippet = (text for language, text in blocks("howto/orbax.md") if language == "python")
+    run_python(snippet)
+    assert (tmp_path / "build" / "trained" / "0" / "items").is_dir()
 
 
 def blocks(page):

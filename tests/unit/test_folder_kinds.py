@@ -36,6 +36,7 @@ def fill(folder, *names):
         (["model-q4_k.gguf"], "its weights (model-q4_k.gguf) are for llama.cpp"),
         (["__0_0.distcp"], "a distributed training checkpoint of PyTorch (__0_0.distcp)"),
         (["manifest.ocdbt"], "a checkpoint of Orbax or Levanter"),
+        (["0/items/_METADATA", "plan.json"], "a checkpoint of Orbax or Levanter (0/)"),
         (["weights.tar.gz"], "it holds an archive (weights.tar.gz); unpack it"),
         (["diffusion.safetensors"], "it holds diffusion.safetensors, which is none of these names"),
         ([], "is it a safetensors checkpoint?"),

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from shardplan.commands.plan.plan import dry_run
 from shardplan.config import parse_config
-from shardplan.config.command_flags import ConvertCommand, Format
+from shardplan.config.command_flags import ConvertCommand
 from shardplan.errors import ConfigError
 
 
@@ -21,7 +21,7 @@ def main(argv: Sequence[str]) -> None:
     from shardplan.checkpoint.target import open_target
 
     # before the load, and before JAX is imported: a folder that cannot be written to fails at once
-    target = open_target(config.to, is_levanter=config.format is Format.LEVANTER)
+    target = open_target(config.to, config.format)
     from shardplan.checkpoint.convert import convert_checkpoint
     from shardplan.runtime.devices import is_first_process
     from shardplan.runtime.progress import print_note
