@@ -182,7 +182,7 @@ class CodedTensor(ComputedTensor):
         largest = float(scales.max())
         if largest > FLOAT32_MAX / _largest_code(self.dtype):
             raise CheckpointError(
-                f"{self.file.name}: {self.scale.name} has the scale {largest:g}, which makes numbers of codes infinite; "
+                f"{self.file.name}: {self.scale.name} has the scale {largest:g}, with which numbers are infinite; "
                 "download the file again, or quantize the model again"
             )
         return scales
