@@ -60,6 +60,8 @@ class ModelInfo:
     """Logical axis of the vocabulary."""
     unsharded_in_kernels: list[str] = field(default_factory=lambda: ["q_heads_per_group", "head_size"])
     """Logical axes of attention heads that must be unsharded for Levanter's splash attention to be right."""
+    adapter: str | None = None
+    """The adapter whose changes are added to the weights, as it was named; the plan does not depend on it."""
 
     @property
     def class_name(self) -> str:
@@ -255,6 +257,8 @@ class Plan(Displayed):
         for name in ("details", "experts"):
             if values[name] is None:
                 del values[name]
+        if values["model"]["adapter"] is None:
+            del values["model"]["adapter"]
         for method in (values["attention"], *values["attention"]["kinds"].values()):
             if not method["kinds"]:  # as in plans of models with one kind of attention
                 del method["kinds"]

@@ -33,8 +33,8 @@ def test_arguments_that_stand_for_keys(arguments, expected):
     ("arguments", "message"),
     [
         (
-            {"peft": "org/adapter"},
-            "peft cannot be used; merge the adapter or delta with the model, and name the merged",
+            {"delta": "org/delta"},
+            "delta cannot be used; merge the delta with the model, and name the merged",
         ),
         ({"load_in_4bit": True}, "load_in_4bit cannot be used; quantized weights are not supported"),
         ({"quantization_config": {"bits": 4}}, "quantization_config cannot be used; quantized weights"),

@@ -272,7 +272,7 @@ def _groups(tensor: CodedTensor, piece: Piece, rows: GroupRows) -> list[np.ndarr
 
     Rows of groups count from those that `rows` has.
     """
-    coordinates = _coordinates(tensor.dims, piece)
+    coordinates = element_coordinates(tensor.dims, piece)
     groups = [_reduce(coordinate // size) for coordinate, size in zip(coordinates, tensor.group, strict=True)]
     if rows.order is not None:
         groups[0] = _reduce(rows.order[coordinates[0] - rows.first_step, coordinates[-1]])
@@ -300,10 +300,10 @@ def _table(dtype: np.dtype) -> np.ndarray:
     return np.arange(count, dtype=np.uint8).view(dtype).astype(np.float32)
 
 
-def _coordinates(shape: Shape, piece: Piece) -> list[np.ndarray]:
+def element_coordinates(shape: Shape, piece: Piece) -> list[np.ndarray]:
     """Return the index of every element of a piece along each dimension of its tensor; the arrays broadcast.
 
-    >>> rows, columns = _coordinates((4, 6), Piece((0, 0), (2, 3), "t", 8, (6, 1)))
+    >>> rows, columns = element_coordinates((4, 6), Piece((0, 0), (2, 3), "t", 8, (6, 1)))
     >>> rows.tolist(), columns.tolist()
     ([[1], [2]], [[2, 3, 4]])
     """
