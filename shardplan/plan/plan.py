@@ -70,8 +70,9 @@ class ModelInfo:
 
     @property
     def name(self) -> str:
-        """The reference of the checkpoint, else the path of the config.json."""
-        return self.ref or str(self.config)
+        """The reference of the checkpoint, else the path of the config.json; and that of the adapter."""
+        model = self.ref or str(self.config)
+        return model if self.adapter is None else f"{model} + {self.adapter}"
 
 
 @dataclass(frozen=True)
