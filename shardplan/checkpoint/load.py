@@ -103,6 +103,9 @@ def load_pretrained(
     if plan is not None and axis_mapping is not None:
         raise ConfigError("load_pretrained takes a plan or an axis_mapping, not both")
     check_argument("load_pretrained", "ref", ref, (str, RepoRef, os.PathLike), "a folder, org/model@revision or a URL")
+    if adapter is not None:
+        remedy = "a folder, org/adapter@revision or a URL"
+        check_argument("load_pretrained", "adapter", adapter, (str, RepoRef, os.PathLike), remedy)
     dtype = _loadable_dtype(dtype)
     mesh = make_mesh(plan) if plan is not None else _current_mesh()
     folder, adapter_folder = open_folder(str(ref)), open_adapter(None if adapter is None else str(adapter))

@@ -105,16 +105,15 @@ def test_codes_with_scales(golden, tmp_path):
 
 
 def test_an_adapter(golden, tmp_path):
-    """Two processes add an adapter to their parts of the weights, and exchange the sums; both must have the same."""
+    """Two processes add an adapter to their parts of the weights, and exchange the sums; both must have it."""
     base = read_folder(golden / "llama")
     config = json.loads((golden / "llama" / "config.json").read_text())
     shapes = {
         name.removesuffix(".weight"): each.shape for name, each in base.items()
         if name.endswith(("q_proj.weight", "down_proj.weight"))
     }  # fmt: skip
-    targets = {"target_modules": ["q_proj", "down_proj"]}
     tensors = matrices(shapes, is_exact=True)
-    adapters = [write_adapter(tmp_path / str(i), tensors, **targets) for i in range(2)]
+    adapters = [write_adapter(tmp_path / str(i), tensors, target_modules=["q_proj", "down_proj"]) for i in range(2)]
     # the sums are rounded once, whoever makes them: the weights are of float32 too
     merged = {name: each.astype(np.float32) for name, each in merge(base, tensors, lambda module: 2).items()}
     environment = {"MODEL_CLASS": "", "DTYPE": "float32"}
@@ -123,12 +122,8 @@ def test_an_adapter(golden, tmp_path):
     own = [{"ADAPTER": str(folder)} for folder in adapters]
     codes, _, errors = wait_for(start(folders, [{}, INNER], [""] * 2, environment, of_each=own))
     assert codes == [0, 0], errors
-    other = write_adapter(tmp_path / "other", tensors, **targets, use_rslora=True)
-    own = [{"ADAPTER": str(adapters[0])}, {"ADAPTER": str(other)}]
-    codes, _, errors = wait_for(start(folders, [{}], [""] * 2, environment, of_each=own))
-    assert codes == [4, 4] and "the version of adapter/adapter_config.json is" in errors[0], errors
     codes, _, errors = wait_for(start(folders, [{}], [""] * 2, environment, of_each=[own[0], {}]))
-    assert codes == [4, 4] and "adapter/adapter_config.json" in errors[0], errors
+    assert codes == [4, 4] and "the version of adapter/adapter_config.json is None in process 1" in errors[0], errors
 
 
 def test_from_an_object_store(golden, store):

@@ -61,6 +61,12 @@ def test_arguments_that_are_refused(arguments, message):
     assert str(error.value).startswith("model_args: ") and message in str(error.value)
 
 
+def test_an_adapter():
+    assert translate({"peft": "org/adapter"}) == {"model.adapter": "org/adapter"}
+    with pytest.raises(ConfigError, match=r"peft=org/a contradicts model\.adapter=org/b; leave one"):
+        translate({"peft": "org/a", "model.adapter": "org/b"})
+
+
 def test_what_has_no_effect_is_said(caplog):
     arguments = {"parallelize": True, "trust_remote_code": True, "logits_cache": False, "peft": None, "delta": ""}
     same = {"backend": "causal", "softmax_dtype": "float32", "use_fast_tokenizer": True, "load_in_8bit": False}

@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint with an adapter: numbers and their change are added in float32 while the former are read."""
+"""Tensors of a checkpoint with an adapter: the change by it is added to the numbers while these are read."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -49,9 +49,7 @@ class AdaptedTensor(ComputedTensor):
         rows, columns = self._coordinates(piece)
         for part, numbers in self._base_slabs(stored, piece):
             own_rows, own_columns = (each[part] if each.shape[0] > 1 else each for each in (rows, columns))
-            change = matrices.product(own_rows, own_columns)
-            change *= self.factors.scaling
-            numbers += change.astype(np.float32)
+            numbers += matrices.change(own_rows, own_columns)  # each sum is rounded once, to float32
             yield part, numbers
 
     def _base_slabs(self, stored: np.ndarray, piece: Piece) -> Iterator[tuple[slice, np.ndarray]]:

@@ -22,30 +22,32 @@ CHUNK = 2**16
 
 @dataclass(frozen=True)
 class Matrices:
-    """Both matrices in float32: the change of a weight is `left @ right`, times the scaling."""
+    """Both matrices in float32: the change of a weight is `scaling * left @ right`."""
 
     left: np.ndarray
     """{rows, rank}."""
     right: np.ndarray
     """{rank, columns}."""
+    scaling: float
 
     @property
     def nbytes(self) -> int:
         """Memory of both."""
         return self.left.nbytes + self.right.nbytes
 
-    def product(self, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
-        """Return elements of `left @ right`, in float64.
+    def change(self, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
+        """Return elements of `scaling * left @ right`, in float64.
 
-        A sum in float64 is rounded to the same float32 however the elements are divided among reads: the order of the
-        sum, which a library of matrix products chooses by their shape, is far below that rounding.
+        A library of matrix products chooses the order of sums by the shape of the matrices, which depends on how a
+        weight is divided among reads. In float64 that order is far below the rounding to float32 that follows.
 
         Args:
             rows, columns: the row and the column of every element, in arrays that broadcast.
         """
         shape = np.broadcast_shapes(rows.shape, columns.shape)
         if all(1 in pair for pair in zip(rows.shape, columns.shape, strict=True)):
-            box = self.left[rows.ravel()].astype(np.float64) @ self.right[:, columns.ravel()].astype(np.float64)
+            left = self.left[rows.ravel()].astype(np.float64) * self.scaling
+            box = left @ self.right[:, columns.ravel()].astype(np.float64)
             rank = len(shape)
             interleaved = [d for pair in zip(range(rank), range(rank, 2 * rank), strict=True) for d in pair]
             return box.reshape(*rows.shape, *columns.shape).transpose(interleaved).reshape(shape)
@@ -54,12 +56,12 @@ class Matrices:
         for start in range(0, result.size, CHUNK):
             part = slice(start, start + CHUNK)
             left, right = self.left[all_rows[part]], self.right.T[all_columns[part]]
-            result[part] = np.einsum("nr,nr->n", left, right, dtype=np.float64)
+            result[part] = np.einsum("nr,nr->n", left, right, dtype=np.float64) * self.scaling
         return result.reshape(shape)
 
 
 @dataclass
-class _Entry:
+class _KeptMatrices:
     """Matrices that are kept, and the lock of whoever reads them."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -72,7 +74,7 @@ class MatrixCache:
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
-        self._entries: OrderedDict[str, _Entry] = OrderedDict()
+        self._entries: OrderedDict[str, _KeptMatrices] = OrderedDict()
 
     def get(self, factors: "Factors") -> Matrices:
         """Return the matrices of a weight; they are read if they are not kept, by one thread for all.
@@ -81,7 +83,7 @@ class MatrixCache:
             CheckpointError: they cannot be read, or a number is not finite.
         """
         with self._lock:
-            entry = self._entries.setdefault(factors.name, _Entry())
+            entry = self._entries.setdefault(factors.name, _KeptMatrices())
             self._entries.move_to_end(factors.name)
         with entry.lock:
             if entry.matrices is None:
@@ -139,7 +141,8 @@ class Factors:
                     f"{tensor.file.name}: {name} has a number that is not finite; download the adapter again, or train "
                     "it again"
                 )
-        return Matrices(a.T, b.T) if self.is_transposed else Matrices(b, a)
+        left, right = (a.T, b.T) if self.is_transposed else (b, a)
+        return Matrices(left, right, self.scaling)
 
     def changes_nothing(self) -> bool:
         """Return whether one of both matrices is zero, as before any training."""

@@ -26,4 +26,4 @@ def check(subject: HostSubject) -> Iterator[HostFinding]:
     if adapter is not None:
         parts = read_adapter(adapter)
         changed = len(parts.pairs.keys() | parts.saved.keys())
-        yield HostFinding(Level.OK, f"{adapter.ref}: an adapter that changes {changed} tensors")
+        yield HostFinding(Level.OK, f"{adapter.ref}: an adapter that changes {changed} of the tensors")
