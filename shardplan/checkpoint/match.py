@@ -93,6 +93,8 @@ def match_checkpoint(
     stored = find_stored_names(expected, tensors, where)
     changes = Changes({}, {})
     if adapter is not None:
+        if base.missing_files and stored.names.keys() != expected.keys():  # or else the adapter would be blamed
+            raise CheckpointError(missing_files_text(base, where))
         changes = merge_adapter(adapter, tensors, stored, expected, where, stores_inputs_first(template))
         tensors = {**tensors, **changes.tensors}
         stored = find_stored_names(expected, tensors, where)

@@ -299,6 +299,14 @@ def test_tensors_that_the_model_has_no_use_for(tmp_path, caplog):
         load(base, alone)
 
 
+def test_missing_files_of_the_checkpoint_are_not_blamed_on_the_adapter(golden, tmp_path):
+    shutil.copytree(golden / "llama", tmp_path / "base")
+    (tmp_path / "base" / "model-00002-of-00003.safetensors").unlink()
+    adapter = write_adapter(tmp_path / "adapter", matrices({"model.layers.0.self_attn.q_proj": (32, 32)}))
+    with pytest.raises(CheckpointError, match=r"1 of 3 shards missing: model-00002-of-00003\.safetensors"):
+        load(tmp_path / "base", adapter)
+
+
 def test_checksums_include_the_files_of_an_adapter(capsys):
     opened = open_folder(str(GOLDEN))
     template = build_model(read_config(None, opened), 8).template
@@ -405,6 +413,8 @@ def no_change(tensors):
         (put(B0.replace("weight", "bias"), np.ones(32)), r"lora_B.bias: a bias of lora_B is not supported"),
         (put(f"{PREFIX}model.embed_tokens.token_adapter.trainable_tokens_delta", [1]), "some tokens were trained"),
         (put(f"{PREFIX}prompt", [1]), r"holds .*prompt: no LoRA adapter has a tensor of this name"),
+        (put(f"{PREFIX}model.layers.0.self_attn.q_proj.lora_E", [1]), r"lora_E: this kind of adapter is not supported"),
+        (put(f"{PREFIX}model.layers.0.self_attn.sinks", [1]), r"llama_lora has no model.layers.0.self_attn.sinks;"),
         (put(A0.replace(".weight", ".default.weight"), np.ones((4, 32))), r"which are one tensor; remove one"),
         (
             put(f"{PREFIX}model.layers.0.self_attn.q_proj.lora_embedding_A", np.ones((4, 32))),

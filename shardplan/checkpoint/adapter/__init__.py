@@ -1,1 +1,1 @@
-"""LoRA adapters that PEFT has saved: what they change, and the tensors that they make of those of a checkpoint."""
+"""LoRA adapters that PEFT has saved, and their merge into the tensors of a checkpoint."""

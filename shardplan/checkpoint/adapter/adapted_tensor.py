@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint with an adapter: the change by it is added to the numbers while these are read."""
+"""Matrices of a checkpoint to which an adapter is added while they are read."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ Digits = tuple[Shape, Shape]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptedTensor(ComputedTensor):
-    """A matrix of a checkpoint, stored as numbers or as codes, with the change by an adapter."""
+    """A matrix of a checkpoint, stored as numbers or as codes, plus its change by an adapter."""
 
     base: Tensor
     """The matrix without the adapter."""
@@ -77,7 +77,7 @@ class AdaptedTensor(ComputedTensor):
 
 
 def adapt_tensor(base: Tensor, factors: Factors, digits: Digits | None) -> AdaptedTensor:
-    """Return a matrix with the change by an adapter.
+    """Return a matrix plus its change by an adapter.
 
     Args:
         digits: see `AdaptedTensor.digits`.

@@ -4,7 +4,7 @@
 |---|---|
 | `lora_A.weight`, `lora_B.weight` | the matrices of a linear layer |
 | `lora_embedding_A`, `lora_embedding_B` | the matrices of an embedding |
-| `weight`, `bias`, also in `modules_to_save` or `base_layer` | a parameter that was saved whole |
+| any other parameter, also in `modules_to_save` or `base_layer` | a parameter that was saved whole |
 
 The name of the adapter, `default`, may follow `lora_A` and its like, and `modules_to_save`.
 """
@@ -32,14 +32,15 @@ PREFIX = "base_model.model."
 PART_OF_RUN = "adapter/"
 """What is put before the paths of an adapter's files, which are compared together with those of the checkpoint."""
 MATRIX = re.compile(r"(.+)\.lora_(embedding_)?([AB])(\.default)?(\.weight)?")
-WHOLE = re.compile(r"(.+?)(\.base_layer|\.modules_to_save(\.default)?)?\.(weight|bias)")
+WHOLE = re.compile(r"(.+?)(\.base_layer|\.modules_to_save(\.default)?)?\.([^.]+)")
 FOREIGN: Mapping[str, str] = {
     "lora_magnitude_vector": "DoRA",
     "lora_B": "a bias of lora_B",
+    "lora_": "this kind of adapter",
     "trainable_tokens": "an embedding of which some tokens were trained",
     "original_module": "a copy of what was trained",
 }
-"""Part of the name of a tensor that is not read -> what it belongs to."""
+"""Part of the name of a tensor that is refused -> what it belongs to; the first one that fits."""
 CACHE_PARTS = 8
 """The matrices that are kept take at most the memory of a load divided by this."""
 
@@ -68,7 +69,7 @@ class Adapter:
     """Name of its folder, for messages."""
     config: AdapterConfig
     pairs: Mapping[str, Pair]
-    """Name of a weight -> the matrices that change it."""
+    """Name of a weight -> its two matrices."""
     saved: Mapping[str, Tensor]
     """Name -> tensor of the parameters that were saved whole."""
     stored: tuple[Tensor, ...]

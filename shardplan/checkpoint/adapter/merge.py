@@ -1,7 +1,7 @@
 """Finds the tensors of a checkpoint that an adapter changes, and checks that it is an adapter of this model.
 
-An adapter of another model often has matrices of the right shape, such as that of a smaller model of the same family
-for its first layers. So every tensor must have its place, and every module that the configuration names its tensors.
+Shapes alone do not show it: an adapter of a model with fewer layers fits the first layers of a model with more. So
+every tensor of the adapter must have a place in the model, and every module that its configuration names must have tensors.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -34,13 +34,13 @@ class Changes:
     """The tensors that an adapter puts in the place of those of a checkpoint, by their names there."""
 
     adapted: Mapping[str, AdaptedTensor]
-    """Those with a change, which may be in the place of one that was saved whole."""
+    """Matrices plus a change; their base may be a tensor that was saved whole."""
     saved: Mapping[str, Tensor]
-    """Those that were saved whole; also an output head that the checkpoint does not have."""
+    """Tensors that were saved whole, among them an output head that the checkpoint of a tied model does not have."""
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
-        """All of them."""
+        """Name -> tensor of both."""
         return {**self.saved, **self.adapted}
 
 
@@ -130,7 +130,8 @@ def _own_names(adapter: Adapter, names: StoredNames, stored: StoredNames, where:
 
 def _check_shape(adapter: Adapter, name: str, shape: Shape, expected: Shape, where: str, own: str) -> None:
     if shape != expected:
-        vocabulary = "; a vocabulary that was resized is not supported" if shape[1:] == expected[1:] else ""
+        is_longer = name in adapter.saved and len(shape) == 2 and shape[1:] == expected[1:]
+        vocabulary = "; a vocabulary that was resized is not supported" if is_longer else ""
         raise CheckpointError(
             f"{adapter.where} is not an adapter of this model: its change of {name} has the shape {list(shape)}, and "
             f"{own} of {where} {list(expected)}{vocabulary}"
