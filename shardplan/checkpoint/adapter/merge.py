@@ -1,7 +1,7 @@
 """Finds the tensors of a checkpoint that an adapter changes, and checks that it is an adapter of this model.
 
 Shapes alone do not show it: an adapter of a model with fewer layers fits the first layers of a model with more. So
-every tensor of the adapter must have a place in the model, and every module that its configuration names must have tensors.
+every tensor of the adapter must have a place in the model, and every module that its configuration names its tensors.
 """
 
 from collections.abc import Collection, Iterable, Mapping
