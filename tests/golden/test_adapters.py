@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from coded_checkpoints import MemoryFile, dequantized, numbers_of, quantized, read_stored, write_stored
 from conftest import run
+from levanter.adaptor import lora
 from lora_adapters import PREFIX, matrices, merge, read_folder, write_adapter
 from safetensors.numpy import save_file
 from test_logits import MESHES, deviation
@@ -645,3 +646,27 @@ def test_results_are_those_of_the_files_of_an_adapter(checkpoint, tmp_path):
         done = evaluate("adapted", f"--model.adapter={tmp_path / 'moved'}")
         assert done.returncode == 2 and f"files of the adapter differ: adapter/{name}" in done.stderr
         path.write_bytes(before)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_adapters_of_levanter(golden, tmp_path, name):
+    """What Levanter's LoRA has saved makes the weights that Levanter's own merge makes."""
+    opened = open_folder(str(golden / name))
+    template = build_model(read_config(None, opened, "levanter"), 8).template
+    mesh = arrange(jax.devices(), parse_slice("cpu-8"), {"replica": 1, "data": 2, "model": 4})
+    base, _ = stream_checkpoint(template, opened, mesh, {}, "float32")
+    settings = lora.LoraConfig(r=4, alpha=6.0, a_init_mode="random", exclude_modules=["lm_head"])
+    with jax.set_mesh(mesh):
+        adapted = lora.loraize(base, settings, jax.random.PRNGKey(0))
+        lora.save_peft_pretrained(adapted, settings, None, str(tmp_path / "adapter"))
+        merged = lora.merge_lora_modules(adapted)
+    loaded, _ = stream_checkpoint(
+        template, opened, mesh, {}, "float32", adapter=open_adapter(str(tmp_path / "adapter"))
+    )
+    changed = 0
+    before = {path: np.asarray(leaf.array) for path, leaf in named_leaves(base)}
+    expected = {path: np.asarray(leaf.array) for path, leaf in named_leaves(merged)}
+    for path, leaf in named_leaves(loaded):
+        np.testing.assert_allclose(np.asarray(leaf.array), expected[path], atol=2e-6, err_msg=path)
+        changed += not np.array_equal(expected[path], before[path])
+    assert changed >= 4
