@@ -52,7 +52,8 @@ def convert_checkpoint(config: LoadingConfig, to: str, file_format: Format) -> s
             save_pretrained(module, to, config_json, extra_files=files)
         case _:
             assert_never(file_format)
-    return f"{session.folder.ref} written to {to}: {file_format}, {session.plan.workload.param_dtype}"
+    adapter = "" if session.adapter is None else f" with the adapter {session.adapter.ref}"
+    return f"{session.folder.ref}{adapter} written to {to}: {file_format}, {session.plan.workload.param_dtype}"
 
 
 def _read_config_json(session: Session) -> dict[str, Any]:

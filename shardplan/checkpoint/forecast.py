@@ -11,6 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from shardplan.checkpoint.adapter.adapter import read_adapter
 from shardplan.checkpoint.format.codecs.decode_index import quantization_of
 from shardplan.checkpoint.format.header import bytes_of
 from shardplan.checkpoint.format.index import read_tensor_index
@@ -23,12 +24,13 @@ from shardplan.checkpoint.transfer.schedule import Schedule, Speeds, make_schedu
 from shardplan.checkpoint.transfer.stream import transfer_limits
 from shardplan.checkpoint.transfer.transfer import DeviceMesh, ReadStrategy, Transfer
 from shardplan.config.command_flags import CheckpointCommand
+from shardplan.config.sections import ModelConfig
 from shardplan.hardware import GIB, parse_slice, place_mesh
 from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.parameter_dtypes import parameter_dtypes
 from shardplan.model.registry import Model
 from shardplan.plan.plan import Plan
-from shardplan.storage import open_folder
+from shardplan.storage import open_adapter, open_folder
 
 
 @dataclass(frozen=True)
@@ -103,9 +105,7 @@ def forecast_reads(config: CheckpointCommand, plan: Plan, model: Model) -> Forec
     hardware = parse_slice(plan.hardware.slice)
     path = config.model.config
     stored = (
-        _read_checkpoint(config.model.ref, model)
-        if path is None
-        else _assume_checkpoint(path, config.model_class, model)
+        _read_checkpoint(config.model, model) if path is None else _assume_checkpoint(path, config.model_class, model)
     )
     program = stored.program
     sources = {name: stored.sources[name] for name in program.tensors}
@@ -123,10 +123,11 @@ def forecast_reads(config: CheckpointCommand, plan: Plan, model: Model) -> Forec
     return Forecast(stored.source, stored.nbytes, bandwidth, processes, arrays)
 
 
-def _read_checkpoint(ref: str, model: Model) -> _StoredModel:
-    folder = open_folder(ref)
+def _read_checkpoint(config: ModelConfig, model: Model) -> _StoredModel:
+    folder, adapter = open_folder(config.ref), open_adapter(config.adapter)
     index = read_tensor_index(folder)
-    match = match_checkpoint(model.template, index, folder.ref, quantization_of(folder))
+    read = None if adapter is None else read_adapter(adapter)
+    match = match_checkpoint(model.template, index, folder.ref, quantization_of(folder), read)
     sources = {
         name: TensorSource(tensor.file.name, tensor.offset, tensor.bits) for name, tensor in match.tensors.items()
     }

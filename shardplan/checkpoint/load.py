@@ -18,6 +18,7 @@ from haliax.partitioning import ResourceMapping, current_thread_local_mapping, p
 from jax.sharding import Mesh, PartitionSpec
 from levanter.compat.hf_checkpoints import RepoRef
 
+from shardplan.checkpoint.adapter.adapter import CACHE_PARTS, Adapter, read_adapter
 from shardplan.checkpoint.best_effort import best_effort_sharding
 from shardplan.checkpoint.format.casting import float_dtype
 from shardplan.checkpoint.format.codecs.decode_index import quantization_of
@@ -50,7 +51,7 @@ from shardplan.plan.mapping import MeshAxes
 from shardplan.plan.plan import Plan
 from shardplan.runtime.processes.group import open_process_group
 from shardplan.runtime.processes.watch.activity import DEADLINE_S
-from shardplan.storage import Folder, open_folder
+from shardplan.storage import Folder, open_adapter, open_folder
 from shardplan.storage.contents import find_adapter
 
 logger = logging.getLogger(__name__)
@@ -66,6 +67,7 @@ def load_pretrained(
     budget: int = DEFAULT_BUDGET,
     checksum: bool = False,
     strict: bool = False,
+    adapter: str | RepoRef | None = None,
 ) -> Any:
     """Load a Hugging Face checkpoint into a Levanter model, every array streamed straight into its sharding.
 
@@ -86,35 +88,42 @@ def load_pretrained(
         budget: most host memory to use beyond the arrays themselves, bytes.
         checksum: compare the files with the checksums that their store recorded, if it recorded any.
         strict: refuse a checkpoint with tensors that the model has no use for, instead of a warning.
+        adapter: repository or folder of a LoRA adapter that PEFT has saved; its change of the weights is added to them
+            in float32 while they are read.
 
     Returns:
         The Levanter model (an `LmHeadModel`), its arrays sharded over the plan's mesh or the current one.
 
     Raises:
-        ConfigError: there is no such checkpoint, no mesh, or the plan is for another model.
-        CheckpointError: the checkpoint does not match the model, or is damaged.
+        ConfigError: there is no such checkpoint or adapter, no mesh, or the plan is for another model.
+        CheckpointError: the checkpoint or the adapter does not match the model, or is damaged.
     """
     if not isinstance(plan, Plan | None):
         raise ConfigError(f"load_pretrained: plan is {plan!r}, not a Plan; read a file with Plan.load(path)")
     if plan is not None and axis_mapping is not None:
         raise ConfigError("load_pretrained takes a plan or an axis_mapping, not both")
     check_argument("load_pretrained", "ref", ref, (str, RepoRef, os.PathLike), "a folder, org/model@revision or a URL")
+    if adapter is not None:
+        remedy = "a folder, org/adapter@revision or a URL"
+        check_argument("load_pretrained", "adapter", adapter, (str, RepoRef, os.PathLike), remedy)
     dtype = _loadable_dtype(dtype)
     mesh = make_mesh(plan) if plan is not None else _current_mesh()
-    folder = open_folder(str(ref))
+    folder, adapter_folder = open_folder(str(ref)), open_adapter(None if adapter is None else str(adapter))
     if config is not None:
         model_class: str | None = name_of_class(type(config))
     elif plan is not None:
         model_class = plan.model.class_name
     else:
         model_class = _class_without_plan(folder)
-    template = _make_template(read_config(None, folder, model_class), config, folder)
+    template = _make_template(read_config(None, folder, model_class), config, folder, adapter_folder)
     if plan is not None:
         _check_plan(plan, template)
     mapping = plan.param_mapping if plan is not None else _mapping_or_current(axis_mapping)
     if dtype is None and plan is not None:
         dtype = plan.workload.param_dtype
-    model, _ = stream_checkpoint(template, folder, mesh, mapping, dtype, budget, checksum, strict=strict)
+    model, _ = stream_checkpoint(
+        template, folder, mesh, mapping, dtype, budget, checksum, strict=strict, adapter=adapter_folder
+    )
     return model
 
 
@@ -199,16 +208,16 @@ def _custom_config(converter: Any, hf_config: dict[str, Any]) -> Any:
     return converter.config_from_hf_config(converter.HfConfigClass(**values))
 
 
-def _make_template(hf_config: dict[str, Any], config: Any, folder: Folder) -> Any:
+def _make_template(hf_config: dict[str, Any], config: Any, folder: Folder, adapter: Folder | None = None) -> Any:
     """Make the model without weights, of a Levanter configuration, or of config.json if `config` is None.
 
-    The latter has an output head of its own if the checkpoint in `folder` holds one.
+    The latter has an output head of its own if the checkpoint in `folder`, or the adapter, holds one.
     """
     if config is None:
         template = build_model(hf_config, position=1).template
         if is_tied(template):
             with open_process_group() as processes:
-                if has_own_head(template, folder, processes):
+                if has_own_head(template, folder, processes, adapter):
                     return build_model({**hf_config, **UNTIED}, position=1).template
         return template
     size = getattr(transformers_config(hf_config), "vocab_size", None)
@@ -262,6 +271,7 @@ def stream_checkpoint(
     deadline_s: float = DEADLINE_S,
     strict: bool = False,
     is_copy: bool = False,
+    adapter: Folder | None = None,
 ) -> tuple[Any, StateDictProgram]:
     """Stream the checkpoint in `folder` into the model `template`.
 
@@ -276,42 +286,46 @@ def stream_checkpoint(
         strict: refuse a checkpoint with tensors that the model has no use for.
         is_copy: the model is written again: parameters that it keeps in float32 are cast to the narrowest type that
             holds `dtype` and their stored type.
+        adapter: the folder of an adapter, whose changes are added to the weights.
 
     Returns:
         The model with its arrays, and the program that maps the checkpoint's tensors to them.
 
     Raises:
-        CheckpointError: the checkpoint does not match the model, or is damaged.
+        ConfigError: the adapter is of a kind that is not supported.
+        CheckpointError: the checkpoint or the adapter does not match the model, or is damaged.
     """
     if checksum:
-        folder = CheckedFolder(folder)
+        folder, adapter = CheckedFolder(folder), None if adapter is None else CheckedFolder(adapter)
+    cache_bytes = 0 if adapter is None else budget // CACHE_PARTS
     with open_process_group() as processes:
 
-        def inspect() -> tuple[TensorIndex, Match]:
+        def inspect() -> tuple[TensorIndex, Match, Adapter | None]:
             # the checksums of files are asked for in every process
             index = read_tensor_index(folder) if checksum else read_shared_index(folder, processes)
-            match = match_checkpoint(template, index, folder.ref, quantization_of(folder))
+            read = None if adapter is None else read_adapter(adapter, cache_bytes)
+            match = match_checkpoint(template, index, folder.ref, quantization_of(folder), read)
             if strict and match.unneeded:
                 raise CheckpointError(f"{_unneeded_text(match)}; leave out load.strict to load it nevertheless")
-            return index, match
+            return index, match, read
 
-        _, match = processes.agree("checkpoint", inspect, _file_versions)
+        _, match, read_parts = processes.agree("checkpoint", inspect, _file_versions)
         tensors, program = match.tensors, match.program
         if match.needs_values:
             compared = processes.broadcast("values", lambda: check_values(match, tensors, template))
         else:
             compared = []
         if processes.process_index == 0:
-            _warn(match, compared, folder)
+            _warn(match, compared, folder, adapter)
         specs = _best_effort_specs(mesh, program) if mapping is None else array_specs(template, mapping, program)
         float32 = float32_paths(template)
         requests = {}
         for path, view in program.views.items():
             array_dtype = _array_dtype(view, tensors, dtype, path in float32, is_copy)
             requests[path] = ArrayRequest(view, specs[path], array_dtype)
-        arrays = stream_arrays(requests, tensors, mesh, processes, budget, deadline_s=deadline_s)
+        arrays = stream_arrays(requests, tensors, mesh, processes, budget - cache_bytes, deadline_s=deadline_s)
         if checksum:
-            check_files(tensors.values(), processes)
+            check_files([*tensors.values(), *(read_parts.stored if read_parts else ())], processes)
 
     def fill(path: tuple[Any, ...], leaf: Any) -> Any:
         array = arrays.get(jax.tree_util.keystr(path).lstrip("."))
@@ -323,13 +337,14 @@ def stream_checkpoint(
     return model, program
 
 
-def _file_versions(checkpoint: tuple[TensorIndex, Match]) -> dict[str, str]:
-    """Return file of the checkpoint -> version of its content."""
-    index, _ = checkpoint
-    return {tensor.file_name: tensor.file.version for tensor in [*index.tensors.values(), *index.single.values()]}
+def _file_versions(checkpoint: tuple[TensorIndex, Match, Adapter | None]) -> dict[str, str]:
+    """Return file of the checkpoint, or of the adapter -> version of its content."""
+    index, _, adapter = checkpoint
+    tensors = [*index.tensors.values(), *index.single.values()]
+    return {tensor.file_name: tensor.file.version for tensor in tensors} | (adapter.versions if adapter else {})
 
 
-def _warn(match: Match, compared: list[str], folder: Folder) -> None:
+def _warn(match: Match, compared: list[str], folder: Folder, adapter: Folder | None) -> None:
     """Log what a checkpoint holds beside the model, and what its index gets wrong.
 
     Args:
@@ -341,11 +356,11 @@ def _warn(match: Match, compared: list[str], folder: Folder) -> None:
         logger.warning("%s", note)
     if match.unneeded:
         logger.warning("%s; ignored (load.strict refuses such a checkpoint)", _unneeded_text(match))
-    adapter = find_adapter(folder)
-    if adapter:
+    found = find_adapter(folder)
+    if found and adapter is None:
         logger.warning(
-            "%s holds an adapter beside the model (%s), which is not applied; merge it with PEFT if it is meant",
-            match.where, adapter,
+            "%s holds an adapter beside the model (%s), which is not applied; name its folder as model.adapter, if it "
+            "is meant", match.where, found,
         )  # fmt: skip
 
 

@@ -1,9 +1,12 @@
 """Matches the tensors of a checkpoint with the arrays of a model: names, shapes, and what either has alone."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from shardplan.checkpoint.adapter.adapted_tensor import AdaptedTensor
+from shardplan.checkpoint.adapter.adapter import Adapter
+from shardplan.checkpoint.adapter.merge import Changes, check_changes, check_tied, merge_adapter, unused_changes
 from shardplan.checkpoint.format.codecs.computed_tensor import ComputedTensor
 from shardplan.checkpoint.format.codecs.decode_index import decode_index
 from shardplan.checkpoint.format.compare import hold_the_same
@@ -14,6 +17,7 @@ from shardplan.checkpoint.mapping.state_dict_program import (
     StateDictProgram,
     dispensable_tensors,
     expected_tensors,
+    stores_inputs_first,
     trace_program,
 )
 from shardplan.checkpoint.mapping.unneeded import kinds_text
@@ -42,12 +46,14 @@ class Match:
     notes: tuple[str, ...] = ()
     """What the index gets wrong."""
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
-    """Name -> tensor of the checkpoint; coded ones under the names of weights."""
+    """Name -> tensor of the checkpoint; coded ones under the names of weights, and with the changes of an adapter."""
+    adapted: tuple[AdaptedTensor, ...] = ()
+    """Tensors with a change by an adapter, if nothing but such changes is read of it: one must be other than zero."""
 
     @property
     def needs_values(self) -> bool:
         """Whether values must be compared before the tensors are read (`check_values`)."""
-        return bool(self.head or self.second_set or self.rivals)
+        return bool(self.head or self.second_set or self.rivals or self.adapted)
 
 
 def match_tensors(template: Any, tensors: Mapping[str, Tensor], where: str) -> StateDictProgram:
@@ -62,25 +68,44 @@ def match_tensors(template: Any, tensors: Mapping[str, Tensor], where: str) -> S
     return match_checkpoint(template, TensorIndex(tensors), where).program
 
 
-def match_checkpoint(template: Any, index: TensorIndex, where: str, quantization: Quantization | None = None) -> Match:
+def match_checkpoint(
+    template: Any,
+    index: TensorIndex,
+    where: str,
+    quantization: Quantization | None = None,
+    adapter: Adapter | None = None,
+) -> Match:
     """Match the tensors of a checkpoint with the arrays of the model.
 
     Args:
         template: a Levanter model with `jax.ShapeDtypeStruct`s in place of arrays.
         where: name of the checkpoint, for messages.
         quantization: how its config.json says that weights are stored; None for plain numbers.
+        adapter: changes tensors of the checkpoint.
 
     Raises:
-        CheckpointError: the checkpoint does not match the model.
+        CheckpointError: the checkpoint does not match the model, or the adapter is for another one.
     """
     expected = expected_tensors(template)
-    index, not_read = decode_index(index, quantization, where)
-    tensors = _without_second_set(expected, index, where)
+    base, not_read = decode_index(index, quantization, where)
+    index = base
+    tensors = _without_second_set(expected, base, where)
     stored = find_stored_names(expected, tensors, where)
+    changes = Changes({}, {})
+    if adapter is not None:
+        if base.missing_files and stored.names.keys() != expected.keys():  # or else the adapter would be blamed
+            raise CheckpointError(missing_files_text(base, where))
+        changes = merge_adapter(adapter, tensors, stored, expected, where, stores_inputs_first(template))
+        tensors = {**tensors, **changes.tensors}
+        stored = find_stored_names(expected, tensors, where)
+        index = replace(base, tensors={**base.tensors, **changes.tensors})
     program = trace_program(template, expected, stored=_coded_views(tensors, stored))
     head = None if any(name.startswith(HEADS) for name in expected) else stored.head
     tied = tied_embedding(template, program)
     names = dict(stored.names)
+    if adapter is not None and tied is not None:
+        own_head = stored.head or f"{stored.head_module}.weight"
+        check_tied(changes, adapter, names.get(tied), own_head, own_head in base.tensors, where)
     if head is not None and tied is not None and tied not in names and tensors[head].shape == expected[tied]:
         names[tied], head = head, None  # only the head was saved of what both are
     if names.keys() != expected.keys():
@@ -99,10 +124,11 @@ def match_checkpoint(template: Any, index: TensorIndex, where: str, quantization
         program,
         (head, names[tied]) if head is not None and tied in names else None,
         (*unneeded, *not_read),
-        _second_set(expected, names, program, index, where),
-        tuple((name, tensor) for name, tensor in index.rivals if name in program.tensors),
-        (*_index_notes(index, program),),
+        _second_set(expected, names, program, base, where),
+        tuple((name, tensor) for name, tensor in base.rivals if name in program.tensors and name not in changes.saved),
+        (*_index_notes(index, program), *unused_changes(changes, {*program.tensors, *ignored}, where)),
         index.tensors,
+        () if changes.saved else tuple(changes.adapted.values()),
     )
 
 
@@ -150,6 +176,7 @@ def check_values(match: Match, tensors: Mapping[str, Tensor], template: Any) -> 
                 f"{match.where}: {name} is in both {tensors[name].file_name} and {rival.file_name}, with other values, "
                 f"and {INDEX} lists neither; remove the file that is not meant"
             )
+    check_changes(match.adapted, match.where)
     if not match.second_set:
         return []
     if not hold_the_same(match.second_set):
@@ -208,12 +235,13 @@ def _second_set(
     expected: Mapping[str, Shape], names: Mapping[str, str], program: StateDictProgram, index: TensorIndex, where: str
 ) -> tuple[tuple[Tensor, Tensor], ...]:
     """Return the tensors of the index with those of `model.safetensors`, if both have all that the model needs."""
-    if not index.single or any(index.tensors[name].file_name == SINGLE for name in program.tensors):
+    read = program.tensors.keys() & index.tensors.keys()  # an adapter may add an output head
+    if not index.single or any(index.tensors[name].file_name == SINGLE for name in read):
         return ()
     second = find_stored_names(expected, index.single, where).names
     renamed = {own: second[name] for name, own in names.items() if name in second}
     pairs = []
-    for name in program.tensors:
+    for name in sorted(read):
         other = index.single.get(renamed.get(name, name))
         if other is None:
             return ()

@@ -8,6 +8,7 @@ model is planned, so that a head of its own is planned for, loaded and used.
 import logging
 from typing import Any
 
+from shardplan.checkpoint.adapter.adapter import read_adapter
 from shardplan.checkpoint.format.codecs.decode_index import quantization_of
 from shardplan.checkpoint.format.compare import hold_the_same
 from shardplan.checkpoint.format.shared_index import read_shared_index
@@ -25,18 +26,22 @@ HEAD_PATH = "lm_head.weight"
 """Path of the output head in Levanter's models that have one of their own."""
 
 
-def has_own_head(template: Any, folder: Folder, processes: ProcessGroup) -> bool:
+def has_own_head(template: Any, folder: Folder, processes: ProcessGroup, adapter: Folder | None = None) -> bool:
     """Return whether the checkpoint of a tied model holds an output head that differs from its embedding.
 
     Every process calls this; process 0 compares the values.
 
+    Args:
+        adapter: the folder of an adapter, which may have saved a head.
+
     Raises:
-        CheckpointError: the checkpoint does not match the model, or is damaged.
+        CheckpointError: the checkpoint does not match the model, or is damaged; or the adapter.
     """
     index = read_shared_index(folder, processes)
 
     def compare() -> str:
-        match = match_checkpoint(template, index, folder.ref, quantization_of(folder))
+        read = None if adapter is None else read_adapter(adapter)
+        match = match_checkpoint(template, index, folder.ref, quantization_of(folder), read)
         if match.head is None:
             return ""
         head, embedding = match.head

@@ -24,7 +24,7 @@ from shardplan.runtime.processes.group import ProcessGroup, open_process_group, 
 from shardplan.runtime.processes.watch.activity import DEADLINE_S
 from shardplan.search.given_plan import check_model
 from shardplan.search.make_plan import build_configured, make_plan
-from shardplan.storage import Folder, open_folder
+from shardplan.storage import Folder, open_adapter, open_folder
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,8 @@ class Session:
 
     config: LoadingConfig
     folder: Folder
+    adapter: Folder | None
+    """The folder of the adapter that changes the weights, if there is one."""
     model: Model
     plan: Plan
     mesh: Mesh
@@ -57,7 +59,7 @@ class Session:
         mapping, budget = self.plan.param_mapping, int(config.load.gib * GIB)
         return stream_checkpoint(
             template, self.folder, self.mesh, mapping, dtype, budget, config.checksum, deadline_s, config.load.strict,
-            is_copy,
+            is_copy, self.adapter,
         )  # fmt: skip
 
 
@@ -80,13 +82,13 @@ def prepare(config: LoadingConfig, plan: Plan | None, deadline_s: float = DEADLI
     check_generation(hardware)
     with open_process_group() as processes, processes.phase("planning", deadline_s):
 
-        def open_model() -> tuple[Folder, dict[str, Any], Model]:
-            folder = open_folder(config.model.ref)
+        def open_model() -> tuple[Folder, Folder | None, dict[str, Any], Model]:
+            folder, adapter = open_folder(config.model.ref), open_adapter(config.model.adapter)
             hf_config = read_config(config.model.config, folder, config.model_class)
-            return folder, hf_config, build_configured(config, hf_config)
+            return folder, adapter, hf_config, build_configured(config, hf_config)
 
-        folder, hf_config, model = processes.agree("model", open_model, lambda _: {})
-        if is_tied(model.template) and has_own_head(model.template, folder, processes):
+        folder, adapter, hf_config, model = processes.agree("model", open_model, lambda _: {})
+        if is_tied(model.template) and has_own_head(model.template, folder, processes, adapter):
             model = build_configured(config, {**hf_config, **UNTIED})
 
         def check(plan: Plan) -> None:
@@ -94,7 +96,7 @@ def prepare(config: LoadingConfig, plan: Plan | None, deadline_s: float = DEADLI
             check_head(plan, model.template)
 
         plan = _agree_on_plan(processes, plan, lambda: make_plan(config, model), check)
-    return Session(config, folder, model, plan, make_mesh(plan))
+    return Session(config, folder, adapter, model, plan, make_mesh(plan))
 
 
 PLAN_PARTS = ("mesh", "compute_mapping", "param_mapping", "workload", "attention", "experts", "compiler_options")

@@ -5,8 +5,8 @@ from shardplan.config.command_flags import DoctorCommand, EvalCommand, PlanComma
 
 
 def input_paths(config: PlanConfig) -> list[str]:
-    """Return the paths that the configuration names to be read: files, and the folder of the checkpoint."""
-    paths = [*config.files, config.plan, config.model.ref, config.model.config]
+    """Return the paths that the configuration names to be read: files, and folders of weights."""
+    paths = [*config.files, config.plan, config.model.ref, config.model.adapter, config.model.config]
     match config:
         case PlanCommand():
             paths += [config.lint, config.verdicts]
@@ -22,9 +22,10 @@ def local_inputs(config: EvalCommand) -> dict[str, str]:
     from shardplan.model.bundled_configs import BUNDLED
     from shardplan.storage import is_local
 
-    ref, model, texts = config.model.ref, config.model.config, config.data.path
+    ref, adapter, model, texts = config.model.ref, config.model.adapter, config.model.config, config.data.path
     inputs = {
         "model.ref": ref if is_local(ref) else None,
+        "model.adapter": adapter if adapter and is_local(adapter) else None,
         "model.config": model if model not in BUNDLED else None,
         "data.path": texts if texts and "://" not in texts else None,
     }

@@ -59,6 +59,7 @@ def load_given_plan[C: PlanConfig](config: C) -> tuple[C, Plan | None]:
             model=replace(
                 config.model,
                 ref=config.model.ref or plan.model.ref,
+                adapter=config.model.adapter or plan.model.adapter,
                 config=config.model.config or plan.model.config,
                 levanter_class=config.model.levanter_class or plan.model.class_name,
             ),

@@ -32,6 +32,9 @@ class ModelConfig:
 
     ref: str = ""
     """Hugging Face checkpoint: a local folder, org/model@revision, gs://, s3://, az:// or https:// folder."""
+    adapter: str | None = None
+    """A LoRA adapter that PEFT has saved, whose changes are added to the weights of model.ref while they are read: a
+    folder or repository, named like model.ref."""
     config: str | None = None
     """A config.json, or the name of a bundled model such as llama-3.1-8b, to plan from when the checkpoint itself is
     not at hand; default: the one of model.ref."""

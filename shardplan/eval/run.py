@@ -19,6 +19,7 @@ import equinox as eqx
 import jax
 import numpy as np
 
+from shardplan.checkpoint.adapter.adapter import read_adapter
 from shardplan.checkpoint.format.index import read_tensor_index
 from shardplan.checkpoint.session import Session, prepare
 from shardplan.config.command_flags import LoadingConfig, MonitoringConfig
@@ -56,7 +57,7 @@ from shardplan.storage import Folder
 logger = logging.getLogger(__name__)
 
 MONITORING = MonitoringConfig()
-NOUNS = {"texts": "text", "checkpoint": "the checkpoint's file"}
+NOUNS = {"texts": "text", "checkpoint": "the checkpoint's file", "adapter": "the adapter's file"}
 """Determinant -> what each of its digests is of."""
 MAX_NAMED = 1000
 """Largest number of texts, or of files of a checkpoint, that processes compare one by one."""
@@ -144,6 +145,8 @@ def run_evaluation(
             module, _ = session.load(model.template, deadlines.loading)
             size = sum(array.nbytes for array in jax.tree.leaves(eqx.filter(module, eqx.is_array)))
             load = {"ref": session.folder.ref, "seconds": time.perf_counter() - started, "bytes": size}
+            if session.adapter is not None:
+                load["adapter"] = session.adapter.ref
             monitor.audit(module)
             monitor.record_memory(LOADED)
             with processes.phase("compiling", deadlines.compiling):
@@ -193,10 +196,12 @@ def _determinants(session: Session, store: TextStore, tokenizer: bytes) -> dict[
     workload = session.plan.workload
     tensors = read_tensor_index(session.folder).tensors
     files = {tensor.file_name: tensor.file.version for tensor in tensors.values()}
+    adapter = {} if session.adapter is None else {"adapter": read_adapter(session.adapter).versions}
     return {
         "texts": {text.id: text.digest for text in store.texts},
         "tokenizer": digest_of(tokenizer),
         "checkpoint": dict(sorted(files.items())),
+        **adapter,
         "types": {"parameters": workload.param_dtype, "compute": workload.compute_dtype},
     }
 

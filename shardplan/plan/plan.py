@@ -60,6 +60,8 @@ class ModelInfo:
     """Logical axis of the vocabulary."""
     unsharded_in_kernels: list[str] = field(default_factory=lambda: ["q_heads_per_group", "head_size"])
     """Logical axes of attention heads that must be unsharded for Levanter's splash attention to be right."""
+    adapter: str | None = None
+    """The adapter whose changes are added to the weights, as it was named; the plan does not depend on it."""
 
     @property
     def class_name(self) -> str:
@@ -68,8 +70,9 @@ class ModelInfo:
 
     @property
     def name(self) -> str:
-        """The reference of the checkpoint, else the path of the config.json."""
-        return self.ref or str(self.config)
+        """The reference of the checkpoint, else the path of the config.json; and that of the adapter."""
+        model = self.ref or str(self.config)
+        return model if self.adapter is None else f"{model} + {self.adapter}"
 
 
 @dataclass(frozen=True)
@@ -255,6 +258,8 @@ class Plan(Displayed):
         for name in ("details", "experts"):
             if values[name] is None:
                 del values[name]
+        if values["model"]["adapter"] is None:
+            del values["model"]["adapter"]
         for method in (values["attention"], *values["attention"]["kinds"].values()):
             if not method["kinds"]:  # as in plans of models with one kind of attention
                 del method["kinds"]

@@ -15,44 +15,56 @@ from pathlib import Path
 from fsspec.registry import known_implementations, registry
 
 from shardplan.errors import ConfigError, closest, nearest
-from shardplan.storage.folder import File, Folder, read_bytes
+from shardplan.storage.folder import File, Folder, RefKey, read_bytes
 
-__all__ = ["File", "Folder", "is_local", "open_folder", "read_bytes"]
+__all__ = ["File", "Folder", "is_local", "open_adapter", "open_folder", "read_bytes"]
 
 REPOSITORY = r"[\w.-]+/[\w.-]+(@[\w./-]+)?"
 """A model repository of the hub, with or without a revision."""
 OBJECT_SCHEMES = ("gs", "s3", "az", "http", "https")
 
 
-def open_folder(ref: str) -> Folder:
+def open_adapter(ref: str | None) -> Folder | None:
+    """Return the folder of an adapter that `ref` names; None for None.
+
+    Raises:
+        ConfigError: see `open_folder`.
+    """
+    return None if ref is None else open_folder(ref, RefKey.ADAPTER)
+
+
+def open_folder(ref: str, key: RefKey = RefKey.MODEL) -> Folder:
     """Return the folder that `ref` names.
+
+    Args:
+        key: the key whose value it is, for messages.
 
     Raises:
         ConfigError: the folder does not exist, or its scheme is not supported.
     """
     if "${" in ref:
         raise ConfigError(
-            f"model.ref {ref!r}: variables are replaced by the shell, not in a file; write out the value, or give "
-            "--model on the command line"
+            f"{key} {ref!r}: variables are replaced by the shell, not in a file; write out the value, or give "
+            f"{'--model' if key is RefKey.MODEL else f'--{key}'} on the command line"
         )
     if ref.startswith("~"):
         ref = os.path.expanduser(ref)
     if ref.startswith("hf://") and re.fullmatch(REPOSITORY, ref.removeprefix("hf://")):
         from shardplan.storage.hub import HubFolder
 
-        return HubFolder(ref.removeprefix("hf://"))
+        return HubFolder(ref.removeprefix("hf://"), key)
     scheme, separator, _ = ref.partition("://")
     if separator and scheme in OBJECT_SCHEMES:
         from shardplan.storage.objects import ObjectFolder
 
-        return ObjectFolder(ref)
+        return ObjectFolder(ref, key)
     if separator:
         schemes = {*OBJECT_SCHEMES, *known_implementations, *registry}
         if scheme not in schemes:
-            raise ConfigError(f"model.ref {ref!r}: unknown scheme {scheme!r}; {nearest(scheme, schemes)}")
+            raise ConfigError(f"{key} {ref!r}: unknown scheme {scheme!r}; {nearest(scheme, schemes)}")
         from shardplan.storage.filesystem import FilesystemFolder
 
-        return FilesystemFolder(ref)
+        return FilesystemFolder(ref, key)
     if Path(ref).is_dir():
         from shardplan.storage.local import LocalFolder
 
@@ -60,10 +72,10 @@ def open_folder(ref: str) -> Folder:
     if _is_repository(ref):
         from shardplan.storage.hub import HubFolder
 
-        return HubFolder(ref)
+        return HubFolder(ref, key)
     if Path(ref).is_file():
-        raise ConfigError(f"model.ref {ref} is a file; name the folder of the checkpoint")
-    raise ConfigError(f"checkpoint folder {ref} does not exist; {_missing_part(Path(ref))}")
+        raise ConfigError(f"{key} {ref} is a file; name the folder of the {key.noun}")
+    raise ConfigError(f"{key.noun} folder {ref} does not exist; {_missing_part(Path(ref))}")
 
 
 def _missing_part(path: Path) -> str:

@@ -76,8 +76,8 @@ def describe_folder(ref: str, folder: Folder) -> str | None:
     if adapter and not _matching(names, ("model*.safetensors", "pytorch_model*.bin")):
         base = adapter_base(folder)
         return (
-            f"it is an adapter ({adapter[0]}){f' of {base}' if base else ''}, not a model; merge it into its base "
-            "model with PEFT (merge_and_unload), and name the folder that it is saved in"
+            f"it is an adapter ({adapter[0]}){f' of {base}' if base else ''}, not a model; name its base model as "
+            "model.ref, and this folder as model.adapter"
         )
     unfinished = find_unfinished(ref, names)
     if unfinished:

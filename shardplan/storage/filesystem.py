@@ -9,6 +9,7 @@ from shardplan.storage.checksums import Checksum, checksum_from_properties
 from shardplan.storage.folder import (
     REMOTE,
     File,
+    RefKey,
     changed_error,
     open_or_none,
     query_checksum,
@@ -58,12 +59,12 @@ class FilesystemFile:
 class FilesystemFolder:
     """A folder of an fsspec file system."""
 
-    def __init__(self, ref: str):
+    def __init__(self, ref: str, key: RefKey = RefKey.MODEL):
         self.ref = ref
         try:
             self._filesystem, self._root = fsspec.url_to_fs(ref.rstrip("/"), use_listings_cache=False)
         except Exception as error:
-            raise ConfigError(f"model.ref {ref!r} cannot be opened: {one_line(error)}") from error
+            raise ConfigError(f"{key} {ref!r} cannot be opened: {one_line(error)}") from error
 
     def open(self, name: str) -> File | None:
         """See `Folder.open`."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Protocol
 
 from shardplan.errors import CheckpointError, ShardplanError, one_line
@@ -23,6 +24,18 @@ MAX_SMALL_FILE_BYTES = 256 * 2**20
 """Size of a file that is read at once, at most: the largest tokenizers have some 30 MiB, indices a few."""
 REMOTE = ReadTuning(16 * 2**20, 32)
 """Long ranges and many of them: the latency of a request is high, and one connection is slower than the network."""
+
+
+class RefKey(StrEnum):
+    """The key of a configuration that names a folder, for messages."""
+
+    MODEL = "model.ref"
+    ADAPTER = "model.adapter"
+
+    @property
+    def noun(self) -> str:
+        """What is in the folder."""
+        return "checkpoint" if self is RefKey.MODEL else "adapter"
 
 
 class File(Protocol):

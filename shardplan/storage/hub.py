@@ -15,12 +15,14 @@ from huggingface_hub.utils import build_hf_headers
 
 from shardplan.errors import ConfigError, one_line
 from shardplan.storage.checksums import Checksum, checksum_from_properties
-from shardplan.storage.folder import File, open_or_none, query_checksum
+from shardplan.storage.folder import File, RefKey, open_or_none, query_checksum
 from shardplan.storage.local import LocalFile
 from shardplan.storage.objects import ObjectFile, open_store
 
 STREAMED_SUFFIX = ".safetensors"
 """Suffix of files of which only ranges are fetched."""
+WITHOUT_CHECKPOINT = "plan from a config.json or bundled model with model.config"
+"""What to do without the files of a model."""
 
 
 @cache
@@ -58,10 +60,11 @@ class HubFile(ObjectFile):
 class HubFolder:
     """A model repository on the Hugging Face hub, at one commit."""
 
-    def __init__(self, ref: str):
+    def __init__(self, ref: str, key: RefKey = RefKey.MODEL):
         self._repository, _, revision = ref.partition("@")
         self._revision = revision or None
         self._commit: str | None = None
+        self._key = key
         self.ref = ref
 
     def open(self, name: str) -> File | None:
@@ -82,14 +85,15 @@ class HubFolder:
             # An error that is a FileNotFoundError too means that the hub could not be reached. Then only files in the
             # cache exist, and if none was read so far, the reference is wrong or unavailable.
             if isinstance(error, FileNotFoundError) and commit is None:
+                without = "leave it out" if self._key is RefKey.ADAPTER else WITHOUT_CHECKPOINT
                 raise ConfigError(
-                    f"model.ref {self.ref!r}: not a local folder, and {name} can neither be downloaded from the "
-                    "hub nor read from its cache; check the spelling and the network, name a local folder, or plan "
-                    "from a config.json or bundled model with model.config"
+                    f"{self._key} {self.ref!r}: not a local folder, and {name} can neither be downloaded from the "
+                    "hub nor read from its cache; check the spelling and the network, name a local folder, or "
+                    f"{without}"
                 ) from error
             return None
         except Exception as error:
-            raise ConfigError(f"model.ref {self.ref!r}: {one_line(error)}") from error
+            raise ConfigError(f"{self._key} {self.ref!r}: {one_line(error)}") from error
         # .../snapshots/<commit>/<name>
         self._commit = Path(path).parts[-1 - len(Path(name).parts)]
         self.ref = f"{repository}@{self._commit}"

@@ -20,6 +20,7 @@ from shardplan.storage.checksums import Checksum, fetch_checksum
 from shardplan.storage.folder import (
     REMOTE,
     File,
+    RefKey,
     changed_error,
     open_or_none,
     query_checksum,
@@ -151,12 +152,12 @@ def open_store(ref: str, retries: bool = False, headers: Mapping[str, str] | Non
 class ObjectFolder:
     """A prefix in an object store or a folder on a web server."""
 
-    def __init__(self, ref: str):
+    def __init__(self, ref: str, key: RefKey = RefKey.MODEL):
         self.ref = ref.rstrip("/")
         try:
             self._store = open_store(ref)
         except Exception as error:
-            raise ConfigError(f"model.ref {ref!r} cannot be opened: {one_line(error)}") from error
+            raise ConfigError(f"{key} {ref!r} cannot be opened: {one_line(error)}") from error
 
     def open(self, name: str) -> File | None:
         """See `Folder.open`."""

@@ -27,7 +27,7 @@ from shardplan.plan.mapping import as_tuples
 from shardplan.runtime.devices import arrange
 from shardplan.search.make_plan import make_plan
 from shardplan.steps.forward import cast_for_compute, compute_logits
-from shardplan.storage import open_folder
+from shardplan.storage import open_adapter, open_folder
 
 TOLERANCE = 2e-5
 MESHES = [(1, 4, 2), (2, 2, 2), (1, 1, 8), (1, 8, 1)]
@@ -82,7 +82,14 @@ def run(
     )
     model = specialize(model, plan)
     device_mesh = arrange(jax.devices()[: np.prod(mesh)], parse_slice(plan.hardware.slice), plan.mesh)
-    module, _ = stream_checkpoint(model.template, folder, device_mesh, plan.param_mapping, plan.workload.param_dtype)
+    module, _ = stream_checkpoint(
+        model.template,
+        folder,
+        device_mesh,
+        plan.param_mapping,
+        plan.workload.param_dtype,
+        adapter=open_adapter(config.model.adapter),
+    )
     expected = np.tile(reference["logits" if "logits" in reference else "logits_float64"], (4, 1, 1))
     assert np.abs(expected).max() > 1  # or else the comparison would be meaningless
     return compute(module, model, plan, device_mesh, tokens), expected

@@ -8,6 +8,8 @@ drop-in for Levanter's converter.
 The environment variable REFERENCE names the folder whose values are compared with, default: the golden Llama; DTYPE
 names the type of the loaded arrays, default: the stored one.
 
+The environment variable ADAPTER names an adapter that is added to the weights.
+
 The environment variable MODEL_CLASS names the class of the model; default: Levanter's. If it is empty, the model is the
 decoder, which reads what it compares with by its own rules.
 
@@ -47,7 +49,7 @@ from shardplan.model.inspect import named_leaves
 from shardplan.model.model_class import LEVANTER
 from shardplan.model.registry import build_model
 from shardplan.runtime.devices import start_devices
-from shardplan.storage import local, open_folder
+from shardplan.storage import local, open_adapter, open_folder
 from shardplan.storage.local import LocalFile
 
 SMALL_BUDGET = 40_000
@@ -81,7 +83,10 @@ def main(folder: str, mappings: list[dict[str, str]], fault: str = "", output: s
         read.clear()
         checksum = "://" in folder and number == 0
         dtype = os.environ.get("DTYPE")
-        module, _ = stream_checkpoint(template, open_folder(folder), mesh, mapping, dtype, budget, checksum)
+        adapter = open_adapter(os.environ.get("ADAPTER"))
+        module, _ = stream_checkpoint(
+            template, open_folder(folder), mesh, mapping, dtype, budget, checksum, adapter=adapter
+        )
         for path, leaf in named_leaves(module):
             for shard in leaf.array.addressable_shards:
                 np.testing.assert_array_equal(np.asarray(shard.data), expected[path][shard.index], err_msg=path)

@@ -12,6 +12,7 @@ import pytest
 from coded_checkpoints import dequantized, quantized, write_stored
 from jax.sharding import Mesh
 from levanter.checkpoint import load_checkpoint
+from lora_adapters import matrices, merge, read_folder, write_adapter
 from processes import fork_apart, fork_python
 from safetensors.numpy import load_file, save_file
 from test_eval import free_port
@@ -29,14 +30,19 @@ MAX_SECONDS = 150
 """Seconds in which the other processes must end, their start included; JAX itself waits for 300 and more."""
 
 
-def start(folders, mappings, faults, environment=None, outputs=None, start_process=fork_python):
-    """Start one process per folder, connected on loopback."""
+def start(folders, mappings, faults, environment=None, outputs=None, start_process=fork_python, of_each=None):
+    """Start one process per folder, connected on loopback.
+
+    Args:
+        of_each: further variables of the environment of each process.
+    """
     together = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}", "JAX_NUM_PROCESSES": str(len(folders))}
     together |= {"PYTHONPATH": str(WORKER.parents[2]), **(environment or {})}
     processes = []
     for number, (folder, fault) in enumerate(zip(folders, faults, strict=True)):
         argv = [WORKER, folder, json.dumps(mappings), fault, *([outputs[number]] if outputs else [])]
-        processes.append(start_process(argv, JAX_PROCESS_ID=str(number), **together))
+        own = of_each[number] if of_each else {}
+        processes.append(start_process(argv, JAX_PROCESS_ID=str(number), **together, **own))
     return processes
 
 
@@ -96,6 +102,28 @@ def test_codes_with_scales(golden, tmp_path):
     environment = {"MODEL_CLASS": "", "REFERENCE": str(plain), "DTYPE": "float32"}
     codes, _, errors = wait_for(start([folder] * 2, [{}, INNER], [""] * 2, environment))
     assert codes == [0, 0], errors
+
+
+def test_an_adapter(golden, tmp_path):
+    """Two processes add an adapter to their parts of the weights, and exchange the sums; both must have it."""
+    base = read_folder(golden / "llama")
+    config = json.loads((golden / "llama" / "config.json").read_text())
+    shapes = {
+        name.removesuffix(".weight"): each.shape for name, each in base.items()
+        if name.endswith(("q_proj.weight", "down_proj.weight"))
+    }  # fmt: skip
+    tensors = matrices(shapes, is_exact=True)
+    adapters = [write_adapter(tmp_path / str(i), tensors, target_modules=["q_proj", "down_proj"]) for i in range(2)]
+    # the sums are rounded once, whoever makes them: the weights are of float32 too
+    merged = {name: each.astype(np.float32) for name, each in merge(base, tensors, lambda module: 2).items()}
+    environment = {"MODEL_CLASS": "", "DTYPE": "float32"}
+    environment["REFERENCE"] = str(write_stored(tmp_path / "merged", merged, config))
+    folders = [golden / "llama"] * 2
+    own = [{"ADAPTER": str(folder)} for folder in adapters]
+    codes, _, errors = wait_for(start(folders, [{}, INNER], [""] * 2, environment, of_each=own))
+    assert codes == [0, 0], errors
+    codes, _, errors = wait_for(start(folders, [{}], [""] * 2, environment, of_each=[own[0], {}]))
+    assert codes == [4, 4] and "the version of adapter/adapter_config.json is None in process 1" in errors[0], errors
 
 
 def test_from_an_object_store(golden, store):

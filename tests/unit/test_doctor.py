@@ -6,6 +6,7 @@ import socket
 import pytest
 from conftest import run
 from doctor_checks import V4_64, subject
+from lora_adapters import matrices, write_adapter
 
 from shardplan.doctor import run as doctor_run
 from shardplan.doctor.findings import Check, Level
@@ -82,17 +83,20 @@ def test_a_healthy_host(checkpoint, tmp_path, patient):
 
 
 def test_a_plan_by_itself(checkpoint, tmp_path, patient, monkeypatch):
-    """It names the checkpoint and the slice."""
+    """It names the checkpoint, its adapter and the slice."""
     # the others take seconds, and are in the test above
     for check in {*Check} - {Check.PLAN, Check.DEVICES, Check.CHECKPOINT}:
         monkeypatch.delitem(doctor_run.MODULES, check)
     path = str(tmp_path / "plan.json")
     planning = ("--workload.batch=4", "--workload.position=64", "--hardware.slice=cpu-2", f"--json={path}")
-    assert run("plan", f"--model.ref={checkpoint}", *planning).returncode == 0
+    adapter = write_adapter(tmp_path / "adapter", matrices({"model.layers.0.self_attn.q_proj": (32, 32)}))
+    assert run("plan", f"--model.ref={checkpoint}", f"--model.adapter={adapter}", *planning).returncode == 0
     done = run("doctor", "--plan", path, "--json", "-")
     assert done.returncode == 0, done.stderr
-    measured = {each["check"]: each["measured"] for each in json.loads(done.stdout)["findings"]}
-    assert measured["plan"].startswith(f"{path}: {checkpoint} on cpu-2, mesh ")
+    findings = json.loads(done.stdout)["findings"]
+    assert f"{adapter}: an adapter that changes 1 of the tensors" in [each["measured"] for each in findings]
+    measured = {each["check"]: each["measured"] for each in reversed(findings)}
+    assert measured["plan"].startswith(f"{path}: {checkpoint} + {adapter} on cpu-2, mesh ")
     assert measured["devices"].startswith("2 virtual CPU devices") and "21 tensors" in measured["checkpoint"]
 
 

@@ -60,7 +60,7 @@ def test_an_adapter_alone(tmp_path):
     (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "org/base"}))
     fill(tmp_path, "adapter_model.safetensors")
     assert re.search(
-        r"it is an adapter \(adapter_config.json\) of org/base, not a model; merge", config_error(tmp_path)
+        r"it is an adapter \(adapter_config.json\) of org/base, not a model; name its base", config_error(tmp_path)
     )
 
 

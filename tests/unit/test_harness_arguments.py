@@ -33,8 +33,8 @@ def test_arguments_that_stand_for_keys(arguments, expected):
     ("arguments", "message"),
     [
         (
-            {"peft": "org/adapter"},
-            "peft cannot be used; merge the adapter or delta with the model, and name the merged",
+            {"delta": "org/delta"},
+            "delta cannot be used; merge the delta with the model, and name the merged",
         ),
         ({"load_in_4bit": True}, "load_in_4bit cannot be used; quantized weights are not supported"),
         ({"quantization_config": {"bits": 4}}, "quantization_config cannot be used; quantized weights"),
@@ -59,6 +59,12 @@ def test_arguments_that_are_refused(arguments, message):
     with pytest.raises(ConfigError) as error:
         translate(arguments)
     assert str(error.value).startswith("model_args: ") and message in str(error.value)
+
+
+def test_an_adapter():
+    assert translate({"peft": "org/adapter"}) == {"model.adapter": "org/adapter"}
+    with pytest.raises(ConfigError, match=r"peft=org/a contradicts model\.adapter=org/b; leave one"):
+        translate({"peft": "org/a", "model.adapter": "org/b"})
 
 
 def test_what_has_no_effect_is_said(caplog):

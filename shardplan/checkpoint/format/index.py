@@ -22,8 +22,19 @@ from shardplan.errors import CheckpointError, one_line
 from shardplan.storage import Folder, read_bytes
 from shardplan.storage.contents import describe_contents, describe_folder, find_unfinished
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
+
+@dataclass(frozen=True)
+class WeightFiles:
+    """Names of the files with weights in a folder."""
+
+    single: str
+    """The file that has all tensors."""
+    index: str
+    """The file that says which other file has each tensor."""
+
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+MODEL_FILES = WeightFiles(SINGLE, INDEX)
 WITHOUT_HEAD = (
     "it was saved from the base model, without the output head: save it from the class for causal language models, or "
     'set "tie_word_embeddings": true in its config.json if the embedding is the head'
@@ -52,61 +63,62 @@ class TensorIndex:
     """Name and tensor of further files that hold a tensor of that name, where the index lists none of the files."""
 
 
-def read_index(folder: Folder) -> dict[str, Tensor]:
+def read_index(folder: Folder, files: WeightFiles = MODEL_FILES) -> dict[str, Tensor]:
     """Read the index and all headers of the checkpoint in `folder`: tensor name -> tensor.
 
     Raises:
         CheckpointError: see `read_tensor_index`; or a file that the index names is missing.
     """
-    index = read_tensor_index(folder)
+    index = read_tensor_index(folder, files)
     if index.missing_files:
         raise CheckpointError(missing_files_text(index, folder.ref))
     return dict(index.tensors)
 
 
-def read_tensor_index(folder: Folder) -> TensorIndex:
+def read_tensor_index(folder: Folder, files: WeightFiles = MODEL_FILES) -> TensorIndex:
     """Read the index and all headers of the checkpoint in `folder`.
 
     Raises:
         CheckpointError: no safetensors file, none of the files that the index names, or a damaged index or header.
     """
-    text = read_bytes(folder, INDEX)
-    file = folder.open(SINGLE)
+    text = read_bytes(folder, files.index)
+    file = folder.open(files.single)
     if text is None:
         if file is None:
-            raise CheckpointError(_no_weights_text(folder))
-        return TensorIndex(read_header(file, SINGLE))
+            raise CheckpointError(_no_weights_text(folder, files))
+        return TensorIndex(read_header(file, files.single))
     try:
         weight_map = _parse_weight_map(text)
     except (ValueError, RecursionError) as error:
         problem = describe_contents(text) or one_line(error)
-        raise CheckpointError(f"{folder.ref}/{INDEX} is damaged: {problem}") from error
-    paths = sorted(set(weight_map.values()) - {SINGLE})
+        raise CheckpointError(f"{folder.ref}/{files.index} is damaged: {problem}") from error
+    paths = sorted(set(weight_map.values()) - {files.single})
     with ThreadPoolExecutor(CONCURRENT_FILES) as pool:
         opened = dict(zip(paths, pool.map(folder.open, paths), strict=True))
-        files = {path: shard for path, shard in opened.items() if shard is not None}
-        headers = dict(zip(files, pool.map(read_header, files.values(), files), strict=True))
-    missing = [path for path in paths if path not in files]
+        shards = {path: shard for path, shard in opened.items() if shard is not None}
+        headers = dict(zip(shards, pool.map(read_header, shards.values(), shards), strict=True))
+    missing = [path for path in paths if path not in shards]
     if file is None and not headers:
         raise CheckpointError(missing_files_text(TensorIndex({}, missing_files=tuple(missing)), folder.ref))
-    single = read_header(file, SINGLE) if file is not None else {}
+    single = read_header(file, files.single) if file is not None else {}
     if single and missing and (not headers or weight_map.keys() <= single.keys()):
         return TensorIndex(single, is_stale=True)
     if single:
-        headers[SINGLE] = single
-    is_apart = SINGLE not in weight_map.values()
-    tensors, rivals = _choose_tensors(weight_map, headers)
+        headers[files.single] = single
+    is_apart = files.single not in weight_map.values()
+    tensors, rivals = _choose_tensors(weight_map, headers, files.single)
     absent = tuple(name for name in weight_map if name not in tensors)
     return TensorIndex(tensors, single if is_apart else {}, tuple(missing), absent, rivals=rivals)
 
 
 def _choose_tensors(
-    weight_map: Mapping[str, str], headers: Mapping[str, Mapping[str, Tensor]]
+    weight_map: Mapping[str, str], headers: Mapping[str, Mapping[str, Tensor]], single: str
 ) -> tuple[dict[str, Tensor], tuple[tuple[str, Tensor], ...]]:
     """Choose which file each tensor is read from: the one that the index lists, or else the first that holds it.
 
     Args:
-        headers: path of each file -> its tensors; `model.safetensors` last, unless the index names it.
+        headers: path of each file -> its tensors; `single` last, unless the index names it.
+        single: the file that has all tensors.
 
     Returns:
         Tensor name -> the tensor that is read, and the `rivals` of `TensorIndex`.
@@ -120,7 +132,7 @@ def _choose_tensors(
                 continue
             if name not in unlisted:
                 unlisted[name] = replace(tensor, is_listed=False)
-            elif path != SINGLE:
+            elif path != single:
                 rivals.append((name, tensor))
     return {**chosen, **unlisted}, tuple(rivals)
 
@@ -134,10 +146,10 @@ def missing_files_text(index: TensorIndex, where: str) -> str:
     return f"{where}: {len(missing)} of {count} shards missing: {', '.join(missing)}; download them again{begun}"
 
 
-def _no_weights_text(folder: Folder) -> str:
+def _no_weights_text(folder: Folder, files: WeightFiles) -> str:
     """Return the message for a folder without safetensors files of the names that are read."""
     kind = describe_folder(folder.ref, folder)
-    text = f"{folder.ref} has neither {INDEX} nor {SINGLE}"
+    text = f"{folder.ref} has neither {files.index} nor {files.single}"
     return f"{text}: {kind}" if kind else f"{text}; is it a safetensors checkpoint?"
 
 

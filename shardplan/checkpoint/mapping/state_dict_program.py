@@ -27,6 +27,8 @@ from shardplan.decoder.names import StoredTensor, evaluate
 from shardplan.decoder.parameter_rules import parameter_rules, stored_constants
 from shardplan.errors import CheckpointError
 from shardplan.model.inspect import named_leaves
+from shardplan.model.model_class import LEVANTER_CLASSES
+from shardplan.model.registry import name_of_class
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,13 @@ def expected_tensors(template: Any) -> dict[str, Shape]:
 def dispensable_tensors(template: Any) -> tuple[str, ...]:
     """Return parts of names of the tensors that a model can do without, though its blocks have them."""
     return family_of(template.settings).dispensable if isinstance(template, Decoder) else ()
+
+
+def stores_inputs_first(template: Any) -> bool:
+    """Return whether a model has the weights of linear layers as {inputs, outputs}, but for its output head."""
+    if isinstance(template, Decoder):
+        return family_of(template.settings).stores_inputs_first
+    return name_of_class(type(template.config)) == LEVANTER_CLASSES["gpt2"]
 
 
 def trace_program(

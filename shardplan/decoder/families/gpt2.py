@@ -70,4 +70,4 @@ def _linear_rules(path: str, name: str, outputs: int, inputs: int) -> Rules:
     return {f"{path}.weight": weight, f"{path}.bias": StoredTensor(f"{name}.bias", (outputs,))}
 
 
-FAMILY = Family(read, layer_rules, rules)
+FAMILY = Family(read, layer_rules, rules, stores_inputs_first=True)

@@ -3,6 +3,7 @@
 | arguments of `hf` | here |
 |---|---|
 | `pretrained`, `revision`, `dtype` | `model.ref`, and both types of the workload |
+| `peft` | `model.adapter` |
 | `tokenizer`, `chat_template_args`, `enable_thinking` | as in `hf` |
 | `WITHOUT_EFFECT` | accepted with a warning: the plan or the program decides what they are for |
 | `REFUSED` | an error that names what to do |
@@ -34,7 +35,7 @@ WITHOUT_EFFECT = {
 }
 """Argument of `hf` -> why it has no effect here."""
 REFUSED = {
-    **dict.fromkeys(("peft", "delta"), "merge the adapter or delta with the model, and name the merged folder"),
+    "delta": "merge the delta with the model, and name the merged folder",
     **dict.fromkeys(
         ("autogptq", "gptqmodel", "gguf_file", "load_in_4bit", "load_in_8bit", "quantization_config"),
         "quantized weights are not supported; name a checkpoint in bfloat16, float16 or float32",
@@ -50,7 +51,7 @@ ONLY_VALUES = {
     "use_fast_tokenizer": ((True,), "the tokenizer is the fast one where there is one"),
 }
 """Argument of `hf` -> the values that are the same here, and why."""
-KEY_SYNONYMS = ("pretrained", "revision", "dtype")
+KEY_SYNONYMS = ("pretrained", "revision", "dtype", "peft")
 """Arguments that stand for keys of the configuration."""
 TEXT_ARGUMENTS = ("tokenizer", "chat_template_args", "enable_thinking")
 """Arguments that decide how texts become tokens."""
@@ -88,12 +89,14 @@ def translate(arguments: Mapping[str, Any]) -> dict[str, Any]:
         ConfigError: an argument of `hf` that cannot be used here, or that contradicts a key.
     """
     given = {name: value for name, value in arguments.items() if name not in TEXT_ARGUMENTS}
-    ref, revision, dtype = (given.pop(name, None) for name in KEY_SYNONYMS)
+    ref, revision, dtype, adapter = (given.pop(name, None) for name in KEY_SYNONYMS)
     for name in sorted({*given} & {*REFUSED, *ONLY_VALUES, *WITHOUT_EFFECT}):
         _check_argument(name, given.pop(name))
     keys = flatten(given)
     if ref is not None:
         _set(keys, "model.ref", str(ref), f"pretrained={ref}")
+    if adapter:
+        _set(keys, "model.adapter", str(adapter), f"peft={adapter}")
     if revision is not None:
         _set_revision(keys, str(revision))
     if dtype is not None:

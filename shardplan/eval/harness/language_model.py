@@ -228,6 +228,7 @@ class ShardplanLM(TemplateLM):
         return {
             **info,
             "model_ref": self._session.folder.ref,
+            "model_adapter": None if self._session.adapter is None else self._session.adapter.ref,
             "max_length": self.max_length,
             "plan": replace(plan, details=None).to_json(),
             "programs_compiled": self._scorer.statistics.programs,

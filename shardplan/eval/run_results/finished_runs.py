@@ -23,9 +23,10 @@ NAMES = {EvaluationKind.EXTRACTION: "an extraction", EvaluationKind.LOSS: "a los
 
 
 def model_name(summary: Mapping[str, Any]) -> str:
-    """Return the name of the model of a run: the last part of its reference."""
+    """Return the name of the model of a run: the last part of its reference, and that of its adapter."""
     model = summary["plan"]["model"]
-    return str(model["ref"] or model["config"]).rstrip("/").rpartition("/")[2]
+    refs = [model["ref"] or model["config"], model.get("adapter")]
+    return " + ".join(str(ref).rstrip("/").rpartition("/")[2] for ref in refs if ref)
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ RUN, PARTS, WINDOWS, SUMMARY = "run.json", "parts", "windows.parquet", "summary.
 EXPERTS = "experts"
 READ_BYTES = 2**20
 """Bytes that are read from a file of results at a time."""
-DIGESTS = ("texts", "checkpoint")
+DIGESTS = ("texts", "checkpoint", "adapter")
 """Determinants with a digest or version of each of several files."""
 DIGEST = re.compile("[0-9a-f]{64}")
 SHOWN = 5

@@ -5,7 +5,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from shardplan.errors import ConfigError, nearest
+from shardplan.errors import ConfigError
+from shardplan.model.huggingface.checked_keys import CheckedKeys
 from shardplan.model.huggingface.quantization import (
     PATTERN,
     Awq,
@@ -73,49 +74,21 @@ def read_modelopt_file(data: bytes, where: str) -> Quantization | None:
     return _read_modelopt(_Keys({"quant_method": "modelopt", **values}, f"{where}: quantization"))
 
 
-class _Keys:
-    """The keys of a mapping, each of which is taken or ignored by name."""
+class _Keys(CheckedKeys):
+    """The keys of a quantization_config, of which some list modules that are stored as plain numbers."""
 
     def __init__(self, values: Any, where: str) -> None:
-        if not isinstance(values, dict):
-            raise ConfigError(f"{where} is {values!r}; it must be a mapping")
-        self.values, self.where = values, where
-        self.known = {"quant_method", *PLAIN_KEYS}
+        super().__init__(values, where)
+        self.known |= {"quant_method", *PLAIN_KEYS}
         modules: list[str] = []
         for key in PLAIN_KEYS:
-            listed = values.get(key) or []
-            if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
-                raise ConfigError(f"{where}.{key} is {listed!r}; it must be a list of names of modules")
-            modules += listed
+            modules += self.names(key)
         for name in modules:
             try:
                 re.compile(name.removeprefix(PATTERN) if name.startswith(PATTERN) else "")
             except re.error as error:
                 raise ConfigError(f"{where} lists {name!r}, which is no regular expression: {error}") from error
         self.plain = tuple(modules)
-
-    def take(self, name: str, default: Any, *allowed: Any) -> Any:
-        """Return a value; of those that are allowed, if any are named."""
-        self.known.add(name)
-        value = self.values.get(name, default)
-        value = default if value is None else value
-        if allowed and value not in allowed:
-            raise ConfigError(f"{self.where}.{name} is {value!r}; it must be {' or '.join(map(repr, allowed))}")
-        return value
-
-    def is_true(self, name: str, default: bool) -> bool:
-        """Return a value that is true or false."""
-        value: bool = self.take(name, default)
-        if type(value) is not bool:
-            raise ConfigError(f"{self.where}.{name} is {value!r}; it must be true or false")
-        return value
-
-    def size(self, name: str, default: int | None = None) -> int | None:
-        """Return a positive integer; None for -1, which stands for all."""
-        value = self.take(name, default)
-        if type(value) is not int or (value < 1 and value != -1):
-            raise ConfigError(f"{self.where}.{name} is {value!r}; it must be a positive integer, or -1 for all")
-        return None if value == -1 else value
 
     def block(self, name: str) -> tuple[int, int] | None:
         """Return a number of rows and columns; None if there is none."""
@@ -129,13 +102,6 @@ class _Keys:
     def section(self, name: str) -> "_Keys":
         """Return the keys of a value that is a mapping."""
         return _Keys(self.take(name, {}), f"{self.where}.{name}")
-
-    def check(self, *ignored: str) -> None:
-        """Refuse keys that are neither taken nor known to change no weight."""
-        for name in self.values.keys() - self.known - {*ignored}:
-            if self.values[name] is not None:
-                known = sorted({*self.known, *ignored})
-                raise ConfigError(f"{self.where}.{name} is not known; {nearest(name, known)}")
 
 
 def _read_fp8(keys: _Keys) -> ByteCodes:

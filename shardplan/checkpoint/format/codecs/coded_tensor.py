@@ -235,7 +235,7 @@ def _decoded_slabs(
     groups = _groups(tensor, piece, rows)
     for part in _slabs(piece, groups):
         numbers = _numbers(codes[part])
-        of_part = [_reduce(_part_of(each, part)) for each in groups]
+        of_part = [_reduce(part_of(each, part)) for each in groups]
         firsts = _first_of_groups(of_part, len(piece.shape) - 1)
         if rows.zeros is not None:
             _apply(np.subtract, numbers, rows.zeros, of_part, firsts)
@@ -267,7 +267,7 @@ def _slabs(piece: Piece, groups: list[np.ndarray]) -> Iterator[tuple[slice, ...]
                 yield (*leading, slice(start, min(start + most, last)))
 
 
-def _part_of(groups: np.ndarray, part: tuple[slice, ...]) -> np.ndarray:
+def part_of(groups: np.ndarray, part: tuple[slice, ...]) -> np.ndarray:
     """Return a part of an array that broadcasts."""
     return groups[tuple(each if n > 1 else slice(None) for each, n in zip(part, groups.shape, strict=False))]
 
@@ -310,7 +310,7 @@ def _groups(tensor: CodedTensor, piece: Piece, rows: GroupRows) -> list[np.ndarr
 
     Rows of groups count from those that `rows` has.
     """
-    coordinates = _coordinates(tensor.dims, piece)
+    coordinates = element_coordinates(tensor.dims, piece)
     groups = [_reduce(coordinate // size) for coordinate, size in zip(coordinates, tensor.group, strict=True)]
     if rows.order is not None:
         groups[0] = _reduce(rows.order[coordinates[0] - rows.first_step, coordinates[-1]])
@@ -345,10 +345,10 @@ def _table(dtype: np.dtype) -> np.ndarray:
     return np.arange(count, dtype=np.uint8).view(dtype).astype(np.float32)
 
 
-def _coordinates(shape: Shape, piece: Piece) -> list[np.ndarray]:
+def element_coordinates(shape: Shape, piece: Piece) -> list[np.ndarray]:
     """Return the index of every element of a piece along each dimension of its tensor; the arrays broadcast.
 
-    >>> rows, columns = _coordinates((4, 6), Piece((0, 0), (2, 3), "t", 8, (6, 1)))
+    >>> rows, columns = element_coordinates((4, 6), Piece((0, 0), (2, 3), "t", 8, (6, 1)))
     >>> rows.tolist(), columns.tolist()
     ([[1], [2]], [[2, 3, 4]])
     """

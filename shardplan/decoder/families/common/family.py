@@ -30,3 +30,5 @@ class Family:
     """Return name -> value of the scalars that checkpoints hold for a layer, but that are no parameters."""
     dispensable: tuple[str, ...] = ()
     """Parts of the names of tensors that checkpoints hold for a layer, and that the decoder does without."""
+    stores_inputs_first: bool = False
+    """Whether the weights of linear layers are stored as {inputs, outputs}, but for the output head."""

@@ -1,0 +1,1 @@
+"""LoRA adapters that PEFT has saved, and their merge into the tensors of a checkpoint."""
