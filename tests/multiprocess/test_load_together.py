@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from coded_checkpoints import dequantized, quantized, write_stored
+from coded_checkpoints import dequantized, numbers_of, quantized, read_stored, write_stored
 from jax.sharding import Mesh
 from levanter.checkpoint import load_checkpoint
 from lora_adapters import matrices, merge, read_folder, write_adapter
@@ -99,6 +99,25 @@ def test_codes_with_scales(golden, tmp_path):
     plain = write_stored(tmp_path / "plain", dequantized(coded, block), config)
     quantization = {"quant_method": "fp8", "weight_block_size": block}
     folder = write_stored(tmp_path / "coded", coded, config | {"quantization_config": quantization})
+    environment = {"MODEL_CLASS": "", "REFERENCE": str(plain), "DTYPE": "float32"}
+    codes, _, errors = wait_for(start([folder] * 2, [{}, INNER], [""] * 2, environment))
+    assert codes == [0, 0], errors
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gpt_oss_mxfp4", pytest.param("llama_awq", marks=pytest.mark.whole),
+        pytest.param("llama_gptq", marks=pytest.mark.whole),
+        pytest.param("kimi_int4", marks=pytest.mark.whole),
+    ],
+)  # fmt: skip
+def test_codes_of_four_bits(golden, tmp_path, name):
+    """Two processes read codes that are in another order than the numbers, of which devices have parts of columns."""
+    folder = golden.parent / "families" / name
+    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": None}
+    numbers = numbers_of(read_stored(folder / "model.safetensors"))
+    plain = write_stored(tmp_path / "plain", {key: np.float32(each) for key, each in numbers.items()}, config)
     environment = {"MODEL_CLASS": "", "REFERENCE": str(plain), "DTYPE": "float32"}
     codes, _, errors = wait_for(start([folder] * 2, [{}, INNER], [""] * 2, environment))
     assert codes == [0, 0], errors
