@@ -257,10 +257,18 @@ class PlannedLoad:
         return {"load": load, "devices": devices}
 
 
-def load_by_plan(plan: Plan, forecast: Forecast) -> PlannedLoad:
-    """Return the load of a plan, by the forecast of its reads."""
+def load_by_plan(plan: Plan, forecast: Forecast, weights: Weights) -> PlannedLoad:
+    """Return the load of a plan, by the forecast of its reads.
+
+    The forecast has the bytes of codes alone; those of their scales are added in the same proportion to every process.
+    """
+    with_scales = weights.bytes / forecast.checkpoint_bytes
     return PlannedLoad(
-        forecast.network_bandwidth, len(forecast.processes), forecast.fleet_bytes, forecast.seconds, plan
+        forecast.network_bandwidth,
+        len(forecast.processes),
+        round(forecast.fleet_bytes * with_scales),
+        forecast.seconds * with_scales,
+        plan,
     )
 
 

@@ -189,6 +189,18 @@ def test_what_devices_hold_and_how_long_a_load_takes(capsys, tmp_path):
     assert f"the plan is for {folder} with " in line
 
 
+def test_scales_are_in_the_bytes_of_a_load(capsys):
+    """They are read as often as the codes, of which `checkpoint --schedule` says it; shapes of tensors are not read."""
+    folder = FAMILIES / "kimi_int4"
+    keys = ("--hardware.slice=cpu-8", "--mesh.data=8", "--workload.position=8", "--workload.batch=8")
+    assert main("checkpoint", [f"--model={folder}", *keys, "--schedule", "--json=-"]) == 0
+    times_read = json.loads(capsys.readouterr().out)["times_read"]
+    values, _, _ = inspect(capsys, folder, *keys, "--bandwidth=1")
+    read = sum(size for name, (_, size) in headers(folder).items() if not name.endswith("weight_shape"))
+    assert values["load"]["bytes"] == pytest.approx(times_read * read, abs=1)
+    assert values["load"]["seconds"] == pytest.approx(times_read * read / 1e9)
+
+
 def test_a_bandwidth_without_a_slice_is_that_of_one_process(capsys):
     values, _, _ = inspect(capsys, DATA / "llama", "--bandwidth", "2")
     read = sum(size for _, size in headers(DATA / "llama").values())
