@@ -18,6 +18,7 @@ COMMANDS = {
     "lm_eval": "eval.lm_eval",
     "launch": "launch",
     "checkpoint": "checkpoint.checkpoint",
+    "checkpoint inspect": "checkpoint.inspect",
     "checkpoint convert": "checkpoint.convert",
     "doctor": "doctor",
     "models": "models",

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from shardplan.errors import ConfigError, closest
 from shardplan.model.bundled_configs import BUNDLED, bundled_name
 from shardplan.model.huggingface.model_types import OTHER_TYPES, SUPPORTED_TYPES
+from shardplan.model.huggingface.mrope_types import MROPE_TYPES
 from shardplan.model.huggingface.text_part import TEXT_TYPES
 
 
@@ -48,7 +49,8 @@ def find_model(name: str) -> NamedModel:
     if name in SUPPORTED_TYPES or name in OTHER_TYPES:
         return NamedModel(name)
     if name in TEXT_TYPES:
-        return NamedModel(TEXT_TYPES[name], wrapper=name)
+        text = TEXT_TYPES[name]
+        return NamedModel(MROPE_TYPES[text].type if text in MROPE_TYPES else text, wrapper=name)
     meant = closest(name.rpartition("/")[2], [*BUNDLED, *SUPPORTED_TYPES, *OTHER_TYPES, *TEXT_TYPES])
     hint = f"did you mean {meant!r}?" if meant else "`shardplan models` lists both"
     raise ConfigError(f"{name!r} is no released model that is known here, and no model type; {hint}")

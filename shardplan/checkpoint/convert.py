@@ -12,6 +12,7 @@ from shardplan.checkpoint.target import CONFIG
 from shardplan.config.command_flags import Format, LoadingConfig
 from shardplan.config.given_plan import load_given_plan
 from shardplan.model.bundled_configs import read_config_file
+from shardplan.model.huggingface.text_part import read_text_part
 from shardplan.model.model_class import LEVANTER
 from shardplan.runtime.devices import is_first_process
 from shardplan.storage import Folder, read_bytes
@@ -57,11 +58,13 @@ def convert_checkpoint(config: LoadingConfig, to: str, file_format: Format) -> s
 
 
 def _read_config_json(session: Session) -> dict[str, Any]:
-    """Read the config.json that the model is built from, unchanged."""
+    """Read the config.json that the model is built from; of a model of images and text, the part that is written."""
     path = session.config.model.config
     text = read_config_file(path) if path is not None else read_bytes(session.folder, CONFIG)
     config_json: dict[str, Any] = json.loads(text or b"")
-    return config_json
+    if config_json.get("model_type") in (None, session.model.type):
+        return config_json
+    return read_text_part(config_json, path or f"{session.folder.ref}/{CONFIG}")[0]
 
 
 def _read_copied_files(folder: Folder) -> Mapping[str, bytes]:

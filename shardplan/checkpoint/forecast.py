@@ -17,14 +17,14 @@ from shardplan.checkpoint.format.header import bytes_of
 from shardplan.checkpoint.format.index import read_tensor_index
 from shardplan.checkpoint.load import array_specs
 from shardplan.checkpoint.mapping.state_dict_program import StateDictProgram, trace_program
-from shardplan.checkpoint.match import match_checkpoint
+from shardplan.checkpoint.match import Match, match_checkpoint
 from shardplan.checkpoint.transfer.byte_ranges import ReadVolume, TensorSource
 from shardplan.checkpoint.transfer.request import ArrayRequest, stored_dtypes
 from shardplan.checkpoint.transfer.schedule import Schedule, Speeds, make_schedule, read_by_process
 from shardplan.checkpoint.transfer.stream import transfer_limits
 from shardplan.checkpoint.transfer.transfer import DeviceMesh, ReadStrategy, Transfer
 from shardplan.config.command_flags import CheckpointCommand
-from shardplan.config.sections import ModelConfig
+from shardplan.config.sections import LoadConfig, ModelConfig
 from shardplan.hardware import GIB, parse_slice, place_mesh
 from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.parameter_dtypes import parameter_dtypes
@@ -55,7 +55,7 @@ class Forecast:
     """The checkpoint whose byte offsets are used."""
     checkpoint_bytes: int
     network_bandwidth: float
-    """Most bytes per second that a process can read."""
+    """Bytes per second that a process reads."""
     processes: dict[int, ReadVolume]
     arrays: list[ArrayForecast]
 
@@ -66,7 +66,7 @@ class Forecast:
 
     @property
     def seconds(self) -> float:
-        """Time at the speed of the network, until the process that reads the most has finished."""
+        """Time at that speed, until the process that reads the most has finished."""
         return max(volume.bytes for volume in self.processes.values()) / self.network_bandwidth
 
     def to_json(self) -> dict[str, Any]:
@@ -102,12 +102,30 @@ def forecast_reads(config: CheckpointCommand, plan: Plan, model: Model) -> Forec
     Raises:
         CheckpointError: the checkpoint does not match the model, or is damaged.
     """
-    hardware = parse_slice(plan.hardware.slice)
     path = config.model.config
     stored = (
         _read_checkpoint(config.model, model) if path is None else _assume_checkpoint(path, config.model_class, model)
     )
-    program = stored.program
+    return _forecast(stored, plan, model, config.load)
+
+
+def forecast_match(
+    match: Match, plan: Plan, model: Model, load: LoadConfig, bandwidth: float | None = None
+) -> Forecast:
+    """Forecast the reads of a checkpoint whose index was read, as `plan` loads it.
+
+    Args:
+        match: the checkpoint, and how its tensors make the arrays of `model`.
+        bandwidth: bytes per second that a process reads; default: the network of a host of the slice.
+    """
+    return _forecast(_stored_model(match), plan, model, load, bandwidth)
+
+
+def _forecast(
+    stored: "_StoredModel", plan: Plan, model: Model, load: LoadConfig, bandwidth: float | None = None
+) -> Forecast:
+    """Make the schedule of a load, and sum it up; see `forecast_match`."""
+    hardware, program = parse_slice(plan.hardware.slice), stored.program
     sources = {name: stored.sources[name] for name in program.tensors}
     mesh = DeviceMesh(tuple(plan.mesh.items()), tuple(place_mesh(hardware, plan.mesh).hosts()))
     dtypes = parameter_dtypes(model.template, plan.workload.param_dtype)
@@ -115,8 +133,8 @@ def forecast_reads(config: CheckpointCommand, plan: Plan, model: Model) -> Forec
     requests = {}
     for path, view in program.views.items():
         requests[path] = ArrayRequest(view, specs[path], np.dtype(jnp.dtype(dtypes[path]))).in_transit(stored.dtypes)
-    limits = transfer_limits(int(config.load.gib * GIB), hardware.is_cpu)
-    bandwidth = hardware.host_network_bandwidth
+    limits = transfer_limits(int(load.gib * GIB), hardware.is_cpu)
+    bandwidth = bandwidth or hardware.host_network_bandwidth
     speeds = Speeds(read=bandwidth, exchange=hardware.generation.link_bandwidth)
     schedule = make_schedule(requests, sources, mesh, limits, speeds)
     arrays, processes = _summarise(schedule, requests, sources)
@@ -127,11 +145,14 @@ def _read_checkpoint(config: ModelConfig, model: Model) -> _StoredModel:
     folder, adapter = open_folder(config.ref), open_adapter(config.adapter)
     index = read_tensor_index(folder)
     read = None if adapter is None else read_adapter(adapter)
-    match = match_checkpoint(model.template, index, folder.ref, quantization_of(folder), read)
+    return _stored_model(match_checkpoint(model.template, index, folder.ref, quantization_of(folder), read))
+
+
+def _stored_model(match: Match) -> _StoredModel:
     sources = {
         name: TensorSource(tensor.file.name, tensor.offset, tensor.bits) for name, tensor in match.tensors.items()
     }
-    return _StoredModel(folder.ref, match.program, stored_dtypes(match.tensors), sources)
+    return _StoredModel(match.where, match.program, stored_dtypes(match.tensors), sources)
 
 
 def _assume_checkpoint(config_path: str, model_class: str | None, model: Model) -> _StoredModel:

@@ -2,6 +2,7 @@
 
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
+from typing import ClassVar
 
 from shardplan.config.keys import NO_KEY
 from shardplan.config.sections import (
@@ -51,6 +52,8 @@ class PlanConfig:
     """Keys that a file or the command line set, by dotted name; not a key itself."""
     files: tuple[str, ...] = field(default=(), repr=False, compare=False, metadata={NO_KEY: True})
     """The YAML files that were read; not a key itself."""
+    takes_ref: ClassVar[bool] = False
+    """Whether an argument without a flag names the checkpoint, `model.ref`."""
 
     @property
     def model_class(self) -> str | None:
@@ -271,6 +274,37 @@ class CheckpointCommand(PlanConfig):
     """Write the schedule as JSON to this path, or to stdout with `-`."""
 
 
+PLANNING = ("hardware", "mesh", "workload", "pin", "forbid")
+"""Sections and keys of which one is enough for `checkpoint inspect` to plan."""
+
+
+@dataclass(frozen=True)
+class InspectCommand(PlanConfig):
+    """Print what a checkpoint is: model, stored types, ignored tensors, and with a slice what devices hold."""
+
+    load: LoadConfig = field(default_factory=LoadConfig)
+    bandwidth: float | None = None
+    """GB/s that a process reads; default: the network of a host, if a slice is named."""
+    json: str | None = None
+    """Write what is printed as JSON to this path, or to stdout with `-`."""
+    takes_ref: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.bandwidth is not None and not self.bandwidth > 0:
+            raise ConfigError(f"bandwidth is {self.bandwidth}; it must be a positive number of GB/s")
+
+    @property
+    def has_other_model(self) -> bool:
+        """Whether the model may be named otherwise; the command asks for a checkpoint itself."""
+        return True
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether a Plan is given, or a slice or anything else to plan for."""
+        return self.plan is not None or any(name.partition(".")[0] in PLANNING for name in self.given)
+
+
 @dataclass(frozen=True)
 class ConvertCommand(LoadingConfig):
     """Load the checkpoint as planned, and write it in another format, dtype or location."""
@@ -313,6 +347,7 @@ COMMANDS: dict[str, type[PlanConfig]] = {
     "eval": EvalCommand,
     "launch": LaunchCommand,
     "checkpoint": CheckpointCommand,
+    "checkpoint inspect": InspectCommand,
     "checkpoint convert": ConvertCommand,
     "doctor": DoctorCommand,
 }

@@ -14,6 +14,7 @@ LOGGING_FLAGS = {"quiet": "log errors only, and show no progress", "verbose": "l
 CONFIG_FLAG = "a YAML file of keys; of several, later ones win"
 MODEL_FLAG = "a checkpoint (model.ref), or a config.json or bundled model to plan (model.config)"
 """Help of the two flags that are no keys."""
+REF_ARGUMENT = "the checkpoint (model.ref)"
 WITHOUT_CONFIGURATION = {
     "plan diff": "Print what differs between two Plan files.",
     "eval compare": "Print the losses or the extraction of several models side by side.",
@@ -48,10 +49,13 @@ def make_parser(command: str, **settings: Any) -> Parser:
     return parser
 
 
-def add_keys(parser: argparse.ArgumentParser, cls: type, keys: Mapping[str, Key]) -> None:
+def add_keys(parser: argparse.ArgumentParser, cls: type[PlanConfig], keys: Mapping[str, Key]) -> None:
     """Add the keys of the configuration `cls` in groups, one per section."""
     parser.description = " ".join((cls.__doc__ or "").split())
     parser.usage = f"{parser.prog} [--config FILE] [--KEY VALUE ...]"
+    if cls.takes_ref:
+        parser.usage += " REF"
+        parser.add_argument("ref", metavar="REF", nargs="?", help=REF_ARGUMENT)
     add_config(parser)
     parser.add_argument("--model", metavar="TEXT", help=MODEL_FLAG)
     own = {name: key for name, key in keys.items() if "." not in name}

@@ -76,9 +76,11 @@ def parse_config[C: PlanConfig](argv: Sequence[str], cls: type[C] = PlanConfig) 
     if rest:
         _refuse(rest[0], keys, command)
     arguments = {name: value for name, value in vars(known).items() if value is not None and name not in LOGGING_FLAGS}
-    files, model = arguments.pop("config", []), arguments.pop("model", None)
+    files, model, ref = arguments.pop("config", []), arguments.pop("model", None), arguments.pop("ref", None)
     if model is not None:
         arguments[_model_key(model)] = model
+    if ref is not None and arguments.setdefault("model.ref", ref) != ref:
+        raise ConfigError(f"command line: it names two checkpoints, {ref} and {arguments['model.ref']}; leave one out")
     overrides = {name: _interpret(keys[name], _value(keys[name], text)) for name, text in arguments.items()}
     _check(overrides, keys, where="command line")
     return _build(cls, {**_read_files(files, keys), **overrides}, files)

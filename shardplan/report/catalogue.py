@@ -7,14 +7,12 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from shardplan.catalogue.model_types import Feature, TypeFacts
 from shardplan.catalogue.names import RefusedTypes
 from shardplan.catalogue.released import ReleasedModel
-from shardplan.report.text import make_table, print_bullets, print_first_fitting, print_wrapped
+from shardplan.report.text import make_table, print_bullets, print_fact, print_first_fitting, print_wrapped
 
-LABEL_WIDTH = 14
 LIST_LENGTH = 8
 """Largest length of a list in a config.json that is printed in full."""
 
@@ -32,41 +30,41 @@ def print_overview(types: Sequence[TypeFacts], refused: Sequence[RefusedTypes], 
 
 def print_type(facts: TypeFacts, out: Console) -> None:
     """Print the facts about a supported model type."""
-    _print_fact("model type", facts.type, out)
-    _print_fact("family", facts.about, out)
+    print_fact("model type", facts.type, out)
+    print_fact("family", facts.about, out)
     if facts.levanter_class is not None:
-        _print_fact("in training", f"{facts.levanter_class}, as in Levanter's scripts; else shardplan's decoder", out)
-    _print_fact("supported", ", ".join(facts.features), out)
+        print_fact("in training", f"{facts.levanter_class}, as in Levanter's scripts; else shardplan's decoder", out)
+    print_fact("supported", ", ".join(facts.features), out)
     missing = [each for each in Feature if each not in facts.features]
     if missing:
-        _print_fact("not supported", ", ".join(missing), out)
+        print_fact("not supported", ", ".join(missing), out)
     if facts.methods:
         strategies = ", ".join(dict.fromkeys(method.strategy for method in facts.methods))
         orders = " or ".join(dict.fromkeys(method.order for method in facts.methods))
-        _print_fact("sequence", f"sharded by {strategies}, in {orders} order", out)
-    _print_fact("keys", f"{', '.join(facts.keys)}; any other key that may change the model is refused", out)
+        print_fact("sequence", f"sharded by {strategies}, in {orders} order", out)
+    print_fact("keys", f"{', '.join(facts.keys)}; any other key that may change the model is refused", out)
     only = [f"{key} {' or '.join(map(json.dumps, values))}" for key, values in sorted(facts.only.items())]
     if only:
-        _print_fact("only", ", ".join(only), out)
-    _print_fact("released", ", ".join(facts.released), out)
+        print_fact("only", ", ".join(only), out)
+    print_fact("released", ", ".join(facts.released), out)
 
 
 def print_model(facts: ReleasedModel, out: Console) -> None:
     """Print the size of a released model, its layers by kind of attention, and its config.json."""
-    _print_fact("model", ", ".join([facts.name, *facts.repositories]), out)
-    _print_fact("parameters", f"{facts.parameters:,}", out)
-    _print_fact("positions", f"{facts.positions:,}", out)
+    print_fact("model", ", ".join([facts.name, *facts.repositories]), out)
+    print_fact("parameters", f"{facts.parameters:,}", out)
+    print_fact("positions", f"{facts.positions:,}", out)
     for kind, layers in facts.layers.items():
-        _print_fact("layers", f"{layers} x {kind.name}", out)
+        print_fact("layers", f"{layers} x {kind.name}", out)
     keys = (f"{key} {_short(value)}" for key, value in facts.config.items())
-    _print_fact("config.json", ", ".join(keys), out)
+    print_fact("config.json", ", ".join(keys), out)
 
 
 def print_refusal(refused: RefusedTypes, name: str, out: Console) -> None:
     """Print why a model type is not supported."""
-    _print_fact("model type", f"{name}, not supported", out)
-    _print_fact("nearest", refused.nearest or "none", out)
-    _print_fact("differences", refused.differences, out)
+    print_fact("model type", f"{name}, not supported", out)
+    print_fact("nearest", refused.nearest or "none", out)
+    print_fact("differences", refused.differences, out)
 
 
 def overview_json(types: Sequence[TypeFacts], refused: Sequence[RefusedTypes]) -> dict[str, Any]:
@@ -110,10 +108,6 @@ def _support_tables(title: str, types: Sequence[TypeFacts]) -> Iterator[Table]:
 def _refusal(refused: RefusedTypes) -> str:
     nearest = f"; nearest is {refused.nearest}" if refused.nearest else ""
     return f"{', '.join(refused.types)}: {refused.differences}{nearest}"
-
-
-def _print_fact(label: str, text: str, out: Console) -> None:
-    print_wrapped(text, out, Text(label.ljust(LABEL_WIDTH), "bold"))
 
 
 def _short(value: Any) -> str:

@@ -12,7 +12,9 @@ from rich.text import Text
 
 BULLET = "  · "
 """What a reason begins with."""
-_TOGETHER = re.compile(r" (?=(?:->|x) )|(?<= ->) |(?<= x) |(?<=\d) (?=(?:s\b|%|[GM]iB\b))")
+LABEL_WIDTH = 14
+"""Columns of what a fact is about."""
+_TOGETHER = re.compile(r" (?=(?:->|x) )|(?<= ->) |(?<= x) |(?<=\d) (?=(?:s\b|%|[GKM]iB\b))")
 """Spaces at which no line breaks: within `mlp -> model x data`, `replica 4 x data 8` and `1.09 s`."""
 _UNLIMITED = 10_000
 """Columns that no table fills."""
@@ -42,6 +44,11 @@ def print_bullets(reasons: Iterable[str], out: Console) -> None:
     """Print one item of a list per reason."""
     for reason in reasons:
         print_wrapped(reason, out, BULLET)
+
+
+def print_fact(label: str, text: str, out: Console) -> None:
+    """Print a fact, with what it is about at the left."""
+    print_wrapped(text, out, Text(label.ljust(LABEL_WIDTH), "bold"))
 
 
 def make_table(title: str, texts: Sequence[str], numbers: Sequence[str] = (), *, is_narrow: bool = False) -> Table:

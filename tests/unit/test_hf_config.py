@@ -250,7 +250,7 @@ def test_parameters_equal_the_checkpoint(golden):
         ({"model_type": "qwen3_next", "num_experts": 128}, "nearest is 'qwen3', .* routed experts .*num_experts 128"),
         ({"model_type": "dbrx", "kv_lora_rank": 512}, r"'mixtral', .* layer norms .*\(kv_lora_rank 512\)"),
         ({"model_type": "gemma3n_text", "sliding_window": 512}, "nearest is 'gemma2', .* windows in most layers"),
-        ({"model_type": "qwen2_vl", "text_config": {}}, "nearest is 'qwen2', .* rotary positions in three parts"),
+        ({"model_type": "qwen3_vl_moe", "text_config": {}}, "nearest is 'qwen3_moe', .* rotary positions in three"),
         ({"model_type": "dbrx"}, "nearest is 'mixtral', .* clipped queries"),
         ({"model_type": "mamba2"}, "no type that is comes near it: it has state-space"),
         # types that are known nowhere
@@ -262,7 +262,7 @@ def test_parameters_equal_the_checkpoint(golden):
         ({"model_type": "acme", "attention_chunk_size": 64}, "no type that is comes near it: .* within chunks"),
         ({"model_type": "qwen4"}, "it is not known here how it differs"),
         ({"model_type": "llama_moe"}, "it is not known here how it differs"),
-        ({"model_type": "llava"}, "it is not known here how it differs"),
+        ({"model_type": "acme_vl"}, "it is not known here how it differs"),
     ],
 )
 def test_models_that_are_not_supported_are_refused_first(golden, tmp_path, changes, said):

@@ -211,8 +211,11 @@ def check_tensors(
     unexpected = classify_unexpected(tensors.keys() - expected.keys() - ignored, expected, modules, dispensable)
     mismatched = sorted(name for name in expected.keys() & tensors.keys() if tensors[name].shape != expected[name])
     shapes = [f"{name} has {tensors[name].shape}, the model {expected[name]}" for name in mismatched]
+    is_headless = bool(missing) and {name.rpartition(".")[0] for name in missing} <= modules
+    is_headless = is_headless and not mismatched and not unexpected.foreign
     # where tensors are missing, those of other names show why
-    unknown = sorted([*unexpected.foreign, *(unexpected.unneeded if missing or mismatched else ())])
+    unneeded = unexpected.unneeded if (missing or mismatched) and not is_headless else ()
+    unknown = sorted([*unexpected.foreign, *unneeded])
     problems = [
         f"{len(names)} {'tensor' if len(names) == 1 else 'tensors'} {problem} ({_abbreviate(names)})"
         for problem, names in (
@@ -221,7 +224,6 @@ def check_tensors(
         if names
     ]  # fmt: skip
     if problems:
-        is_headless = len(problems) == 1 and bool(missing) and {name.rpartition(".")[0] for name in missing} <= modules
         advice = WITHOUT_HEAD if is_headless else unexpected.advice
         advice = f"; {advice}" if advice else ""
         raise CheckpointError(f"{where} does not match the model of its config.json: {'; '.join(problems)}{advice}")

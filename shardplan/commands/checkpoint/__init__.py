@@ -1,1 +1,1 @@
-"""`shardplan checkpoint`: the schedule of a load, and the conversion of a checkpoint."""
+"""`shardplan checkpoint`: the schedule of a load, what a checkpoint is, and the conversion of one."""

@@ -20,7 +20,8 @@ def main(argv: Sequence[str]) -> None:
     config = parse_config(argv, CheckpointCommand)
     if not config.schedule:
         raise ConfigError(
-            "nothing to do; --schedule prints which process reads what, and `checkpoint convert` writes a copy"
+            "nothing to do; --schedule prints which process reads what, `checkpoint inspect` what a checkpoint is, and "
+            "`checkpoint convert` writes a copy"
         )
     check_outputs(input_paths(config), json=config.json)
     compute_on_cpu()

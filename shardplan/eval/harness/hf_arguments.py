@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardplan.errors import ConfigError
+from shardplan.model.huggingface.text_part import TEXT_KEYS
 from shardplan.plan.serialization import flatten
 from shardplan.plan.workload.dtypes import DTYPES
 from shardplan.storage import Folder, is_local, open_folder, read_bytes
@@ -172,7 +173,7 @@ def _stored_dtype(folder: Folder) -> str | None:
         return None
     if not isinstance(values, dict):
         return None
-    inner = values.get("text_config") or {}
+    inner: dict[str, Any] = next((values[key] for key in TEXT_KEYS if isinstance(values.get(key), dict)), {})
     name = values.get("dtype") or values.get("torch_dtype") or inner.get("dtype") or inner.get("torch_dtype")
     return None if name is None else _dtype_name(name)
 

@@ -55,7 +55,7 @@ HYBRID = "state-space or recurrent layers beside attention, or in place of it"
 LINEAR = "linear attention in most layers, and gated attention in the others"
 MULTIPLIERS = "multipliers of embeddings, residuals, attention and logits"
 NO_DECODER = "an encoder, or an encoder and a decoder"
-VISION_ROPE = "rotary positions in three parts"
+STACKED_EXPERTS = "rotary positions in three parts, and the weights of all experts of a layer in one tensor"
 
 OTHER_TYPES = {
     "afmoe": OtherType("mixtral", "windows in most layers, gated attention, and shared experts"),
@@ -82,6 +82,7 @@ OTHER_TYPES = {
     "granitemoe": OtherType("mixtral", MULTIPLIERS),
     "granitemoehybrid": OtherType(None, HYBRID),
     "hunyuan_v1_dense": OtherType("llama", "norms of queries and keys, behind the rotary embeddings"),
+    "internlm2": OtherType("llama", "packed projections, and other names of tensors"),
     "jamba": OtherType(None, HYBRID),
     "kimi_linear": OtherType(None, "linear attention in most layers, and latent attention in the others"),
     "lfm2": OtherType(None, "convolutions in most layers"),
@@ -98,17 +99,12 @@ OTHER_TYPES = {
     "persimmon": OtherType("gpt2", "rotary embeddings of a part of each head, and norms of queries and keys"),
     "phimoe": OtherType("mixtral", "layer norms with a mean, and another choice of experts"),
     "qwen": OtherType("qwen2", "packed projections, and other names of tensors"),
-    "qwen2_5_vl": OtherType("qwen2", VISION_ROPE),
-    "qwen2_5_vl_text": OtherType("qwen2", VISION_ROPE),
     "qwen2_moe": OtherType("qwen2", f"{EXPERTS}, beside a shared expert"),
-    "qwen2_vl": OtherType("qwen2", VISION_ROPE),
-    "qwen2_vl_text": OtherType("qwen2", VISION_ROPE),
     "qwen3_5": OtherType("qwen3", LINEAR),
     "qwen3_5_moe": OtherType("qwen3", f"{LINEAR}, and {EXPERTS}"),
     "qwen3_next": OtherType("qwen3", f"{LINEAR}, and {EXPERTS}"),
-    "qwen3_vl": OtherType("qwen3", VISION_ROPE),
-    "qwen3_vl_moe": OtherType("qwen3", f"{VISION_ROPE}, and {EXPERTS}"),
-    "qwen3_vl_text": OtherType("qwen3", VISION_ROPE),
+    "qwen3_vl_moe": OtherType("qwen3_moe", STACKED_EXPERTS),
+    "qwen3_vl_moe_text": OtherType("qwen3_moe", STACKED_EXPERTS),
     "recurrent_gemma": OtherType("gemma2", HYBRID),
     "roberta": OtherType(None, NO_DECODER),
     "rwkv": OtherType(None, HYBRID),

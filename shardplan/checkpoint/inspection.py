@@ -1,0 +1,277 @@
+"""Describes a checkpoint by its config.json, its index and the headers of its files; no weight is read.
+
+What cannot be read, or does not match, is kept as a problem beside all that is known without it.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shardplan.checkpoint.forecast import Forecast
+from shardplan.checkpoint.format.codecs.coded_tensor import CodedTensor
+from shardplan.checkpoint.format.codecs.decode_index import quantization_of
+from shardplan.checkpoint.format.header import Tensor
+from shardplan.checkpoint.format.index import TensorIndex, read_tensor_index
+from shardplan.checkpoint.mapping.unneeded import kinds_text
+from shardplan.checkpoint.match import Match, is_tied, match_checkpoint
+from shardplan.config.command_flags import InspectCommand
+from shardplan.decoder.families import FAMILIES
+from shardplan.decoder.parts.mlp.experts import ExpertsConfig
+from shardplan.errors import ShardplanError
+from shardplan.model.huggingface.quantization import Quantization
+from shardplan.model.inspect import inspect_model
+from shardplan.model.registry import Model
+from shardplan.plan.plan import Plan
+from shardplan.search.make_plan import model_in_folder
+from shardplan.storage import Folder, open_folder, read_bytes
+
+
+@dataclass(frozen=True)
+class DescribedModel:
+    """What the config.json of a checkpoint describes."""
+
+    type: str
+    """Its model type; that of the text model within a model of images and text."""
+    wrapper: str | None
+    """Model type of the model of images and text that it is within."""
+    family: str | None
+    """The module of the decoder that reads it; None for the own class of a user."""
+    parameters: int
+    layers: int | None
+    """None if the own class of a user does not say."""
+    expert_layers: int
+    """Layers with routed experts."""
+    experts: int | None
+    """Routed experts of such a layer."""
+    experts_per_token: int | None
+    positions: int
+    """Number of positions of the model."""
+    vocabulary: int
+    is_tied: bool
+    """Whether config.json ties the output head to the embedding."""
+
+
+@dataclass(frozen=True)
+class StoredType:
+    """All stored tensors of one type, whether they are read or not."""
+
+    dtype: str
+    tensors: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Files:
+    """The safetensors files of a checkpoint, and what their headers list."""
+
+    count: int
+    bytes: int
+    types: tuple[StoredType, ...]
+    """The type of most bytes first."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The tensors that the model is made of, and those that it has no use for."""
+
+    tensors: int
+    """Tensors of the model, as the checkpoint divides it; codes with their scales count as one."""
+    coded: int
+    """Those of them that are codes."""
+    bytes: int
+    """Bytes that are stored for them, with scales and zero points."""
+    ignored: int
+    """Tensors that the model has no use for."""
+    ignored_bytes: int
+    ignored_kinds: str
+    head: str | None
+    """An output head that is stored beside a tied embedding; a load compares the two."""
+    notes: tuple[str, ...]
+    """What the index gets wrong."""
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What is known of a checkpoint without reading its weights."""
+
+    ref: str
+    files: Files | None
+    """None if index or headers cannot be read."""
+    quantization: Quantization | None
+    """How config.json says that weights are stored; None for plain numbers."""
+    model: DescribedModel | None
+    """None if config.json cannot be read, or the model is not supported."""
+    weights: Weights | None
+    """None if the files do not match the model."""
+    problem: ShardplanError | None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the facts as JSON values, of which those that are not known are null."""
+        values = dataclasses.asdict(dataclasses.replace(self, problem=None))
+        if self.quantization is not None:
+            values["quantization"] = {
+                "form": type(self.quantization).__name__, **dataclasses.asdict(self.quantization)
+            }  # fmt: skip
+        return {**values, "problem": None if self.problem is None else str(self.problem)}
+
+
+@dataclass(frozen=True)
+class InspectedCheckpoint:
+    """The facts of a checkpoint, and what a load of it is planned from."""
+
+    facts: Inspection
+    model: Model | None
+    match: Match | None
+
+    def with_problem(self, problem: ShardplanError) -> "InspectedCheckpoint":
+        """Return it with what went wrong later."""
+        return dataclasses.replace(self, facts=dataclasses.replace(self.facts, problem=problem))
+
+
+def inspect_checkpoint(config: InspectCommand) -> InspectedCheckpoint:
+    """Read config.json, index and headers of the checkpoint `model.ref`.
+
+    Raises:
+        ConfigError: there is no such folder.
+    """
+    folder = open_folder(config.model.ref)
+    problems: list[ShardplanError] = []
+    model = _attempt(lambda: model_in_folder(config, folder), problems)
+    index = _attempt(lambda: read_tensor_index(folder), problems)
+    # the configuration of a model that is not supported is not read any further
+    quantization = None if model is None else _attempt(lambda: quantization_of(folder), problems)
+    match = None
+    if model is not None and index is not None and not problems:
+        match = _attempt(lambda: match_checkpoint(model.template, index, folder.ref, quantization), problems)
+    facts = Inspection(
+        folder.ref,
+        None if index is None else _describe_files(index),
+        quantization,
+        None if model is None else _describe_model(model, folder),
+        None if match is None or index is None else _describe_weights(match, index),
+        problems[0] if problems else None,
+    )
+    return InspectedCheckpoint(facts, model, match)
+
+
+def _attempt[T](read: Callable[[], T], problems: list[ShardplanError]) -> T | None:
+    """Call `read`; if it fails, add the reason to `problems`, and return None."""
+    try:
+        return read()
+    except ShardplanError as error:
+        problems.append(error)
+        return None
+
+
+def _describe_files(index: TensorIndex) -> Files:
+    tensors = [*index.tensors.values(), *(tensor for _, tensor in index.rivals)]
+    tensors += [tensor for name, tensor in index.single.items() if tensor is not index.tensors.get(name)]
+    by_type: dict[str, list[int]] = {}
+    for tensor in tensors:
+        by_type.setdefault(str(tensor.dtype), []).append(tensor.nbytes)
+    types = [StoredType(dtype, len(sizes), sum(sizes)) for dtype, sizes in by_type.items()]
+    files = {tensor.file.name: tensor.file.size for tensor in tensors}
+    return Files(len(files), sum(files.values()), tuple(sorted(types, key=lambda each: (-each.bytes, each.dtype))))
+
+
+def _describe_model(model: Model, folder: Folder) -> DescribedModel:
+    layers = [layer for segment in getattr(model.config, "segments", ()) for layer in segment.layers * segment.repeats]
+    routed = [layer.mlp for layer in layers if isinstance(layer.mlp, ExpertsConfig)]
+    router = routed[0].router if routed else None
+    family = FAMILIES.get(model.type)
+    return DescribedModel(
+        model.type,
+        _wrapper_of(model, folder),
+        None if family is None else family.read.__module__.rpartition(".")[2],
+        inspect_model(model).size,
+        len(layers) or getattr(model.config, "num_layers", None),
+        len(routed),
+        None if router is None else router.experts,
+        None if router is None else router.experts_per_token,
+        model.positions,
+        model.vocab.size,
+        is_tied(model.template),
+    )
+
+
+def _wrapper_of(model: Model, folder: Folder) -> str | None:
+    """Return the model type of the config.json in a folder, if the model is the text model within it."""
+    values = json.loads(read_bytes(folder, "config.json") or b"{}")
+    outer = values.get("model_type") if isinstance(values, dict) else None
+    return outer if isinstance(outer, str) and outer != model.type else None
+
+
+def _describe_weights(match: Match, index: TensorIndex) -> Weights:
+    # scales of activations are only in the index as it is stored
+    stored: Mapping[str, Tensor] = {**index.tensors, **match.tensors}
+    read = [match.tensors[name] for name in match.program.tensors]
+    return Weights(
+        len(read),
+        sum(isinstance(tensor, CodedTensor) for tensor in read),
+        sum(map(_stored_bytes, read)),
+        len(match.unneeded),
+        sum(_stored_bytes(stored[name]) for name in match.unneeded),
+        kinds_text(match.unneeded) if match.unneeded else "",
+        None if match.head is None else match.head[0],
+        match.notes,
+    )
+
+
+def _stored_bytes(tensor: Tensor) -> int:
+    """Return the bytes of a tensor; of a coded one also those of scales, zero points and groups."""
+    if not isinstance(tensor, CodedTensor):
+        return tensor.nbytes
+    values = [each for each in (tensor.scale, tensor.zero) if each is not None]
+    parts = [each.tensor for each in values] + [each.common.tensor for each in values if each.common is not None]
+    if tensor.row_groups is not None:
+        parts.append(tensor.row_groups.tensor)
+    return tensor.nbytes + sum(part.nbytes for part in parts)
+
+
+@dataclass(frozen=True)
+class PlannedLoad:
+    """What devices hold, and how long a load takes."""
+
+    bandwidth: float
+    """Bytes per second that a process reads."""
+    processes: int
+    bytes: int
+    """Bytes that all processes read together."""
+    seconds: float
+    """Time until the process that reads the most has finished."""
+    plan: Plan | None = None
+    """None without a slice: one process reads all weights."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return `load` and `devices` as JSON values; the latter null without a plan."""
+        load = {name: getattr(self, name) for name in ("bandwidth", "processes", "bytes", "seconds")}
+        if self.plan is None:
+            return {"load": load, "devices": None}
+        plan, memory = self.plan, self.plan.memory
+        devices = {
+            "slice": plan.hardware.slice, "count": plan.hardware.devices, "mesh": plan.mesh,
+            "parameters": memory.parameters, "peak": memory.peak, "available": memory.available, "fits": memory.fits,
+        }  # fmt: skip
+        return {"load": load, "devices": devices}
+
+
+def load_by_plan(plan: Plan, forecast: Forecast, weights: Weights) -> PlannedLoad:
+    """Return the load of a plan, by the forecast of its reads.
+
+    The forecast has the bytes of codes alone; those of their scales are added in the same proportion to every process.
+    """
+    with_scales = weights.bytes / forecast.checkpoint_bytes
+    return PlannedLoad(
+        forecast.network_bandwidth,
+        len(forecast.processes),
+        round(forecast.fleet_bytes * with_scales),
+        forecast.seconds * with_scales,
+        plan,
+    )
+
+
+def load_by_one_process(weights: Weights, bandwidth: float) -> PlannedLoad:
+    """Return the load of all weights by one process, which reads `bandwidth` bytes per second."""
+    return PlannedLoad(bandwidth, 1, weights.bytes, weights.bytes / bandwidth)
