@@ -89,9 +89,16 @@ class _StoredModel:
     """Tensor name -> its type; None for codes."""
     sources: Mapping[str, TensorSource]
     """Tensor name -> where its data are."""
+    part_bytes: int = 0
+    """Bytes of scales of codes, and of other parts beside the data."""
 
     @property
     def nbytes(self) -> int:
+        """Length of the data of all tensors, and of what is beside them."""
+        return self.data_bytes + self.part_bytes
+
+    @property
+    def data_bytes(self) -> int:
         """Length of the data of all tensors."""
         return sum(bytes_of(math.prod(shape) * self.sources[name].bits) for name, shape in self.program.tensors.items())
 
@@ -138,6 +145,9 @@ def _forecast(
     speeds = Speeds(read=bandwidth, exchange=hardware.generation.link_bandwidth)
     schedule = make_schedule(requests, sources, mesh, limits, speeds)
     arrays, processes = _summarise(schedule, requests, sources)
+    if stored.part_bytes:  # each process reads those of its codes, to which they are in one proportion
+        factor = stored.nbytes / stored.data_bytes
+        processes = {each: ReadVolume(round(volume.bytes * factor), volume.count) for each, volume in processes.items()}
     return Forecast(stored.source, stored.nbytes, bandwidth, processes, arrays)
 
 
@@ -152,7 +162,9 @@ def _stored_model(match: Match) -> _StoredModel:
     sources = {
         name: TensorSource(tensor.file.name, tensor.offset, tensor.bits) for name, tensor in match.tensors.items()
     }
-    return _StoredModel(match.where, match.program, stored_dtypes(match.tensors), sources)
+    read = [match.tensors[name] for name in match.program.tensors]
+    part_bytes = sum(tensor.all_bytes - tensor.nbytes for tensor in read)
+    return _StoredModel(match.where, match.program, stored_dtypes(match.tensors), sources, part_bytes)
 
 
 def _assume_checkpoint(config_path: str, model_class: str | None, model: Model) -> _StoredModel:

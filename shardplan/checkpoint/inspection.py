@@ -210,24 +210,13 @@ def _describe_weights(match: Match, index: TensorIndex) -> Weights:
     return Weights(
         len(read),
         sum(isinstance(tensor, CodedTensor) for tensor in read),
-        sum(map(_stored_bytes, read)),
+        sum(tensor.all_bytes for tensor in read),
         len(match.unneeded),
-        sum(_stored_bytes(stored[name]) for name in match.unneeded),
+        sum(stored[name].all_bytes for name in match.unneeded),
         kinds_text(match.unneeded) if match.unneeded else "",
         None if match.head is None else match.head[0],
         match.notes,
     )
-
-
-def _stored_bytes(tensor: Tensor) -> int:
-    """Return the bytes of a tensor; of a coded one also those of scales, zero points and groups."""
-    if not isinstance(tensor, CodedTensor):
-        return tensor.nbytes
-    values = [each for each in (tensor.scale, tensor.zero) if each is not None]
-    parts = [each.tensor for each in values] + [each.common.tensor for each in values if each.common is not None]
-    if tensor.row_groups is not None:
-        parts.append(tensor.row_groups.tensor)
-    return tensor.nbytes + sum(part.nbytes for part in parts)
 
 
 @dataclass(frozen=True)
@@ -257,18 +246,10 @@ class PlannedLoad:
         return {"load": load, "devices": devices}
 
 
-def load_by_plan(plan: Plan, forecast: Forecast, weights: Weights) -> PlannedLoad:
-    """Return the load of a plan, by the forecast of its reads.
-
-    The forecast has the bytes of codes alone; those of their scales are added in the same proportion to every process.
-    """
-    with_scales = weights.bytes / forecast.checkpoint_bytes
+def load_by_plan(plan: Plan, forecast: Forecast) -> PlannedLoad:
+    """Return the load of a plan, by the forecast of its reads."""
     return PlannedLoad(
-        forecast.network_bandwidth,
-        len(forecast.processes),
-        round(forecast.fleet_bytes * with_scales),
-        forecast.seconds * with_scales,
-        plan,
+        forecast.network_bandwidth, len(forecast.processes), forecast.fleet_bytes, forecast.seconds, plan
     )
 
 

@@ -31,6 +31,11 @@ class AdaptedTensor(ComputedTensor):
         return self.base.dims if isinstance(self.base, ComputedTensor) else self.base.shape
 
     @property
+    def all_bytes(self) -> int:
+        """Length of the base with its parts, and of both matrices of the adapter."""
+        return self.base.all_bytes + self.factors.a.nbytes + self.factors.b.nbytes
+
+    @property
     def value_dtype(self) -> np.dtype:
         """Type of the numbers where the model is kept as the checkpoint has it: that of the base."""
         return self.base.value_dtype

@@ -69,6 +69,11 @@ class Tensor:
         return bytes_of(math.prod(self.shape) * self.bits)
 
     @property
+    def all_bytes(self) -> int:
+        """Length of its data, and of scales and other parts that its numbers need."""
+        return self.nbytes
+
+    @property
     def bits(self) -> int:
         """Bits of an element, as it is stored."""
         return 4 if self.dtype in HALF_BYTES else 8 * self.dtype.itemsize

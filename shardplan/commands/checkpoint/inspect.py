@@ -70,5 +70,5 @@ def _plan_load(config: InspectCommand, given: Plan | None, found: "InspectedChec
     if config.is_planned:
         plan = given or make_plan(config, model)
         check_model(plan, model)
-        return load_by_plan(plan, forecast_match(match, plan, model, config.load, bandwidth), weights)
+        return load_by_plan(plan, forecast_match(match, plan, model, config.load, bandwidth))
     return None if bandwidth is None else load_by_one_process(weights, bandwidth)

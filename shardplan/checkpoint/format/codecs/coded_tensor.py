@@ -141,6 +141,15 @@ class CodedTensor(ComputedTensor):
         """Number of groups along each dimension."""
         return tuple(-(-n // size) for n, size in zip(self.dims, self.group, strict=True))
 
+    @property
+    def all_bytes(self) -> int:
+        """Length of codes, scales, zero points and groups."""
+        values = [each for each in (self.scale, self.zero) if each is not None]
+        parts = [each.tensor for each in values] + [each.common.tensor for each in values if each.common is not None]
+        if self.row_groups is not None:
+            parts.append(self.row_groups.tensor)
+        return self.nbytes + sum(part.nbytes for part in parts)
+
     def view(self, name: str) -> View | None:
         """Return the numbers as a view of the codes of a tensor called `name`; None if they are in the same order."""
         if self.layout is None:
