@@ -14,8 +14,10 @@ import posixpath
 from collections.abc import Collection, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 from shardplan.checkpoint.format.header import Tensor, read_header, reject_duplicate_keys
+from shardplan.checkpoint.format.many_objects import without_collection
 from shardplan.checkpoint.mapping.unneeded import classify_unexpected
 from shardplan.checkpoint.mapping.views import Shape
 from shardplan.errors import CheckpointError, one_line
@@ -75,6 +77,7 @@ def read_index(folder: Folder, files: WeightFiles = MODEL_FILES) -> dict[str, Te
     return dict(index.tensors)
 
 
+@without_collection()
 def read_tensor_index(folder: Folder, files: WeightFiles = MODEL_FILES) -> TensorIndex:
     """Read the index and all headers of the checkpoint in `folder`.
 
@@ -168,6 +171,7 @@ def _parse_weight_map(index: bytes) -> dict[str, str]:
     return {name: _path_in_folder(path) for name, path in weight_map.items()}
 
 
+@cache  # an index names each of a few files ten thousand times
 def _path_in_folder(path: str) -> str:
     """Return the normal form of a path of an index.
 

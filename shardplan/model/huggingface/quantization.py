@@ -5,7 +5,10 @@ Which tensors are stored so, the files say; `Quantization.is_plain` must agree.
 
 import re
 from dataclasses import dataclass
+from functools import cached_property
 
+NOTHING = "(?!)"
+"""A regular expression that fits nothing."""
 PATTERN = "re:"
 """What a regular expression begins with in a list of modules."""
 
@@ -25,8 +28,11 @@ class Quantization:
         >>> Quantization("mxfp4", ("model.layers.*.mlp.gate", "lm_head")).is_plain("model.layers.3.mlp.gate.weight")
         True
         """
-        module_name = name.removesuffix(".weight")
-        return any(_is_part(part, module_name) for part in self.plain_modules)
+        return self._plain_pattern.search(name.removesuffix(".weight")) is not None
+
+    @cached_property
+    def _plain_pattern(self) -> re.Pattern[str]:
+        return re.compile("|".join(map(_pattern_of, self.plain_modules)) or NOTHING)
 
 
 @dataclass(frozen=True)
@@ -94,9 +100,9 @@ class Gptq(Quantization):
     """Whether inputs are in the order of their activations (act-order)."""
 
 
-def _is_part(part: str, module: str) -> bool:
-    """Whether a module is one of those that an entry of `plain_modules` stands for."""
+def _pattern_of(part: str) -> str:
+    """Return a regular expression for the modules that an entry of `plain_modules` stands for."""
     if part.startswith(PATTERN):
-        return re.match(part.removeprefix(PATTERN), module) is not None
+        return rf"^(?:{part.removeprefix(PATTERN)})"
     names = ".*".join(map(re.escape, part.split("*")))
-    return re.search(rf"(^|\.){names}(\.|$)", module) is not None
+    return rf"(?:^|\.){names}(?:\.|$)"

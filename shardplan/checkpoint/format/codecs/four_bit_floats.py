@@ -7,11 +7,12 @@ import numpy as np
 
 from shardplan.checkpoint.format.codecs.coded_tensor import CommonScale, GroupValues
 from shardplan.checkpoint.format.codecs.stored_parts import FLOATS, StoredParts
+from shardplan.checkpoint.format.header import E2M1
 from shardplan.checkpoint.mapping.views import row_major_strides, tensor_view
 from shardplan.errors import CheckpointError
 from shardplan.model.huggingface.quantization import Mxfp4, Nvfp4
 
-E2M1, E4M3 = np.dtype(ml_dtypes.float4_e2m1fn), np.dtype(ml_dtypes.float8_e4m3fn)
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 POWERS = np.dtype(ml_dtypes.float8_e8m0fnu)
 BYTE = np.dtype(np.uint8)
 FLOAT = (np.dtype(np.float32),)

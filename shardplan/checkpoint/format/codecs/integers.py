@@ -8,12 +8,12 @@ import numpy as np
 
 from shardplan.checkpoint.format.codecs.coded_tensor import GroupValues, RowGroups
 from shardplan.checkpoint.format.codecs.stored_parts import FLOATS, StoredParts
-from shardplan.checkpoint.format.header import HALF_BYTES, Tensor
+from shardplan.checkpoint.format.header import UINT4, Tensor
 from shardplan.checkpoint.mapping.views import tensor_view
 from shardplan.errors import CheckpointError
 from shardplan.model.huggingface.quantization import Awq, Gptq, PackedIntegers
 
-CODE_TYPES = {4: HALF_BYTES[0], 8: np.dtype(np.uint8)}
+CODE_TYPES = {4: UINT4, 8: np.dtype(np.uint8)}
 """Bits of a code -> its type."""
 WORD_BITS = 32
 WORD = (np.dtype(np.int32),)

@@ -1,7 +1,6 @@
 """The tensors of a checkpoint, of which some are parts of coded ones."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
@@ -56,7 +55,7 @@ class StoredParts:
         buffered = self._buffered.get(id(tensor.file))
         if buffered is None:
             buffered = self._buffered[id(tensor.file)] = BufferedFile(tensor.file)
-        return replace(tensor, file=buffered)
+        return Tensor(buffered, tensor.offset, tensor.shape, tensor.dtype, tensor.path, tensor.is_listed)
 
     def take_codes(self, name: str, owner: str, dtypes: tuple[np.dtype, ...], rank: int | None = 2) -> Tensor:
         """Take out the codes of a tensor, which have a number of dimensions.
