@@ -60,6 +60,8 @@ class ModelInfo:
     """Logical axis of the vocabulary."""
     unsharded_in_kernels: list[str] = field(default_factory=lambda: ["q_heads_per_group", "head_size"])
     """Logical axes of attention heads that must be unsharded for Levanter's splash attention to be right."""
+    kept_dtype: str | None = None
+    """Type of the weights that stay on the devices as the checkpoint stores them; None if all are loaded as numbers."""
 
     @property
     def class_name(self) -> str:
@@ -255,6 +257,8 @@ class Plan(Displayed):
         for name in ("details", "experts"):
             if values[name] is None:
                 del values[name]
+        if values["model"]["kept_dtype"] is None:  # as in plans of before
+            del values["model"]["kept_dtype"]
         for method in (values["attention"], *values["attention"]["kinds"].values()):
             if not method["kinds"]:  # as in plans of models with one kind of attention
                 del method["kinds"]
