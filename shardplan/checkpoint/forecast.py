@@ -14,6 +14,7 @@ import numpy as np
 from shardplan.checkpoint.format.codecs.decode_index import quantization_of
 from shardplan.checkpoint.format.header import bytes_of
 from shardplan.checkpoint.format.index import read_tensor_index
+from shardplan.checkpoint.kept import with_kept_parts
 from shardplan.checkpoint.load import array_specs
 from shardplan.checkpoint.mapping.state_dict_program import StateDictProgram, trace_program
 from shardplan.checkpoint.match import match_checkpoint
@@ -23,6 +24,7 @@ from shardplan.checkpoint.transfer.schedule import Schedule, Speeds, make_schedu
 from shardplan.checkpoint.transfer.stream import transfer_limits
 from shardplan.checkpoint.transfer.transfer import DeviceMesh, ReadStrategy, Transfer
 from shardplan.config.command_flags import CheckpointCommand
+from shardplan.errors import ConfigError
 from shardplan.hardware import GIB, parse_slice, place_mesh
 from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.parameter_dtypes import parameter_dtypes
@@ -99,16 +101,14 @@ def forecast_reads(config: CheckpointCommand, plan: Plan, model: Model) -> Forec
 
     Raises:
         CheckpointError: the checkpoint does not match the model, or is damaged.
+        ConfigError: weights are to stay as they are stored, and no checkpoint is named.
     """
     hardware = parse_slice(plan.hardware.slice)
     path = config.model.config
-    stored = (
-        _read_checkpoint(config.model.ref, model)
-        if path is None
-        else _assume_checkpoint(path, config.model_class, model)
-    )
+    stored = _read_checkpoint(config.model.ref, model) if path is None else _assume_checkpoint(path, config, model)
     program = stored.program
-    sources = {name: stored.sources[name] for name in program.tensors}
+    read = {piece.tensor for view in program.views.values() for piece in view.pieces}
+    sources = {name: stored.sources[name] for name in read}
     mesh = DeviceMesh(tuple(plan.mesh.items()), tuple(place_mesh(hardware, plan.mesh).hosts()))
     dtypes = parameter_dtypes(model.template, plan.workload.param_dtype)
     specs = array_specs(model.template, plan.param_mapping, program)
@@ -127,16 +127,20 @@ def _read_checkpoint(ref: str, model: Model) -> _StoredModel:
     folder = open_folder(ref)
     index = read_tensor_index(folder)
     match = match_checkpoint(model.template, index, folder.ref, quantization_of(folder))
-    sources = {
-        name: TensorSource(tensor.file.name, tensor.offset, tensor.bits) for name, tensor in match.tensors.items()
-    }
-    return _StoredModel(folder.ref, match.program, stored_dtypes(match.tensors), sources)
+    views, tensors = with_kept_parts(model.template, match.program.views, match.tensors, folder.ref)
+    sources = {name: TensorSource(tensor.file.name, tensor.offset, tensor.bits) for name, tensor in tensors.items()}
+    return _StoredModel(folder.ref, dataclasses.replace(match.program, views=views), stored_dtypes(tensors), sources)
 
 
-def _assume_checkpoint(config_path: str, model_class: str | None, model: Model) -> _StoredModel:
+def _assume_checkpoint(config_path: str, config: CheckpointCommand, model: Model) -> _StoredModel:
     """Lay out all tensors of a config.json in one file, in the type that it names."""
+    if model.kept is not None:
+        raise ConfigError(
+            "load.keep_dtype reads codes and scales where a checkpoint has them, and model.config names none; name it "
+            "with model.ref, or leave load.keep_dtype out"
+        )
     program = trace_program(model.template)
-    config_json = read_config(config_path, None, model_class)
+    config_json = read_config(config_path, None, config.model_class)
     dtype = np.dtype(jnp.dtype(config_json.get("torch_dtype") or config_json.get("dtype") or "bfloat16"))
     sizes = (math.prod(shape) * dtype.itemsize for shape in program.tensors.values())
     offsets = itertools.accumulate(sizes, initial=0)

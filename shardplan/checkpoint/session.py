@@ -82,7 +82,7 @@ def prepare(config: LoadingConfig, plan: Plan | None, deadline_s: float = DEADLI
 
         def open_model() -> tuple[Folder, dict[str, Any], Model]:
             folder = open_folder(config.model.ref)
-            hf_config = read_config(config.model.config, folder, config.model_class)
+            hf_config = read_config(config.model.config, folder, config.model_class, config.load.keep_dtype)
             return folder, hf_config, build_configured(config, hf_config)
 
         folder, hf_config, model = processes.agree("model", open_model, lambda _: {})
