@@ -83,6 +83,7 @@ def build_plan(
             model.class_name,
             step.vocab,
             sorted({axis for attention in step.attention_axes for axis in attention.unsharded_in_kernels}),
+            None if model.kept is None else model.kept.dtype,
         ),
         workload=workload,
         hardware=HardwareInfo(hardware.name, hardware.devices, hardware.generation.hbm_gib),
