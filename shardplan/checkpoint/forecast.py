@@ -15,6 +15,7 @@ from shardplan.checkpoint.adapter.adapter import read_adapter
 from shardplan.checkpoint.format.codecs.decode_index import quantization_of
 from shardplan.checkpoint.format.header import bytes_of
 from shardplan.checkpoint.format.index import read_tensor_index
+from shardplan.checkpoint.kept import with_kept_parts
 from shardplan.checkpoint.load import array_specs
 from shardplan.checkpoint.mapping.state_dict_program import StateDictProgram, trace_program
 from shardplan.checkpoint.match import Match, match_checkpoint
@@ -24,9 +25,11 @@ from shardplan.checkpoint.transfer.schedule import Schedule, Speeds, make_schedu
 from shardplan.checkpoint.transfer.stream import transfer_limits
 from shardplan.checkpoint.transfer.transfer import DeviceMesh, ReadStrategy, Transfer
 from shardplan.config.command_flags import CheckpointCommand
-from shardplan.config.sections import LoadConfig, ModelConfig
+from shardplan.config.sections import LoadConfig
+from shardplan.errors import ConfigError
 from shardplan.hardware import GIB, parse_slice, place_mesh
 from shardplan.model.huggingface.hf_config import read_config
+from shardplan.model.kept_weights import CODES
 from shardplan.model.parameter_dtypes import parameter_dtypes
 from shardplan.model.registry import Model
 from shardplan.plan.plan import Plan
@@ -108,11 +111,10 @@ def forecast_reads(config: CheckpointCommand, plan: Plan, model: Model) -> Forec
 
     Raises:
         CheckpointError: the checkpoint does not match the model, or is damaged.
+        ConfigError: weights are to stay as they are stored, and no checkpoint is named.
     """
     path = config.model.config
-    stored = (
-        _read_checkpoint(config.model, model) if path is None else _assume_checkpoint(path, config.model_class, model)
-    )
+    stored = _read_checkpoint(config, model) if path is None else _assume_checkpoint(path, config, model)
     return _forecast(stored, plan, model, config.load)
 
 
@@ -125,7 +127,7 @@ def forecast_match(
         match: the checkpoint, and how its tensors make the arrays of `model`.
         bandwidth: bytes per second that a process reads; default: the network of a host of the slice.
     """
-    return _forecast(_stored_model(match), plan, model, load, bandwidth)
+    return _forecast(_stored_model(match, model), plan, model, load, bandwidth)
 
 
 def _forecast(
@@ -133,7 +135,8 @@ def _forecast(
 ) -> Forecast:
     """Make the schedule of a load, and sum it up; see `forecast_match`."""
     hardware, program = parse_slice(plan.hardware.slice), stored.program
-    sources = {name: stored.sources[name] for name in program.tensors}
+    read = {piece.tensor for view in program.views.values() for piece in view.pieces}
+    sources = {name: stored.sources[name] for name in read}
     mesh = DeviceMesh(tuple(plan.mesh.items()), tuple(place_mesh(hardware, plan.mesh).hosts()))
     dtypes = parameter_dtypes(model.template, plan.workload.param_dtype)
     specs = array_specs(model.template, plan.param_mapping, program)
@@ -151,26 +154,32 @@ def _forecast(
     return Forecast(stored.source, stored.nbytes, bandwidth, processes, arrays)
 
 
-def _read_checkpoint(config: ModelConfig, model: Model) -> _StoredModel:
-    folder, adapter = open_folder(config.ref), open_adapter(config.adapter)
+def _read_checkpoint(config: CheckpointCommand, model: Model) -> _StoredModel:
+    folder, adapter = open_folder(config.model.ref), open_adapter(config.model.adapter)
     index = read_tensor_index(folder)
     read = None if adapter is None else read_adapter(adapter)
-    return _stored_model(match_checkpoint(model.template, index, folder.ref, quantization_of(folder), read))
+    return _stored_model(match_checkpoint(model.template, index, folder.ref, quantization_of(folder), read), model)
 
 
-def _stored_model(match: Match) -> _StoredModel:
-    sources = {
-        name: TensorSource(tensor.file.name, tensor.offset, tensor.bits) for name, tensor in match.tensors.items()
-    }
-    read = [match.tensors[name] for name in match.program.tensors]
+def _stored_model(match: Match, model: Model) -> _StoredModel:
+    views, tensors = with_kept_parts(model.template, match.program.views, match.tensors, match.where)
+    sources = {name: TensorSource(tensor.file.name, tensor.offset, tensor.bits) for name, tensor in tensors.items()}
+    # the scales of kept weights are tensors of their own
+    read = [match.tensors[name] for name in match.program.tensors if name + CODES not in tensors]
     part_bytes = sum(tensor.all_bytes - tensor.nbytes for tensor in read)
-    return _StoredModel(match.where, match.program, stored_dtypes(match.tensors), sources, part_bytes)
+    program = dataclasses.replace(match.program, views=views)
+    return _StoredModel(match.where, program, stored_dtypes(tensors), sources, part_bytes)
 
 
-def _assume_checkpoint(config_path: str, model_class: str | None, model: Model) -> _StoredModel:
+def _assume_checkpoint(config_path: str, config: CheckpointCommand, model: Model) -> _StoredModel:
     """Lay out all tensors of a config.json in one file, in the type that it names."""
+    if model.kept is not None:
+        raise ConfigError(
+            "load.keep_dtype reads codes and scales where a checkpoint has them, and model.config names none; name it "
+            "with model.ref, or leave load.keep_dtype out"
+        )
     program = trace_program(model.template)
-    config_json = read_config(config_path, None, model_class)
+    config_json = read_config(config_path, None, config.model_class)
     dtype = np.dtype(jnp.dtype(config_json.get("torch_dtype") or config_json.get("dtype") or "bfloat16"))
     sizes = (math.prod(shape) * dtype.itemsize for shape in program.tensors.values())
     offsets = itertools.accumulate(sizes, initial=0)

@@ -26,6 +26,7 @@ from shardplan.checkpoint.format.header import Tensor
 from shardplan.checkpoint.format.index import TensorIndex, read_tensor_index
 from shardplan.checkpoint.format.integrity import CheckedFolder, check_files
 from shardplan.checkpoint.format.shared_index import read_shared_index
+from shardplan.checkpoint.kept import with_kept_parts
 from shardplan.checkpoint.levanter_converter.saving import SavingConverter
 from shardplan.checkpoint.mapping.state_dict_program import StateDictProgram
 from shardplan.checkpoint.mapping.unneeded import kinds_text
@@ -40,7 +41,7 @@ from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.inspect import named_leaves, parameters_of
 from shardplan.model.levanter_compat import has_windows
 from shardplan.model.model_class import CLASS_KEY, DECODER, LEVANTER, LEVANTER_CLASSES
-from shardplan.model.parameter_dtypes import FLOAT32, float32_paths, unrounded_dtype
+from shardplan.model.parameter_dtypes import FLOAT32, float32_paths, kept_dtypes, unrounded_dtype
 from shardplan.model.registry import (
     abstract_module,
     build_model,
@@ -109,13 +110,14 @@ def load_pretrained(
     dtype = _loadable_dtype(dtype)
     mesh = make_mesh(plan) if plan is not None else _current_mesh()
     folder, adapter_folder = open_folder(str(ref)), open_adapter(None if adapter is None else str(adapter))
+    keeps_dtype = plan is not None and plan.model.kept_dtype is not None
     if config is not None:
         model_class: str | None = name_of_class(type(config))
     elif plan is not None:
         model_class = plan.model.class_name
     else:
         model_class = _class_without_plan(folder)
-    template = _make_template(read_config(None, folder, model_class), config, folder, adapter_folder)
+    template = _make_template(read_config(None, folder, model_class, keeps_dtype), config, folder, adapter_folder)
     if plan is not None:
         _check_plan(plan, template)
     mapping = plan.param_mapping if plan is not None else _mapping_or_current(axis_mapping)
@@ -279,7 +281,7 @@ def stream_checkpoint(
         template: a Levanter model with `jax.ShapeDtypeStruct`s in place of arrays.
         mapping: logical axis -> mesh axes; None for `best_effort_sharding`.
         dtype: type that floating-point parameters are cast to, or float32 where the model keeps it; None for the stored
-            type of each array.
+            type of each array. Weights that the template keeps as stored are not cast.
         budget: most host memory to use beyond the arrays, bytes.
         checksum: compare the files with the checksums that their store recorded, if it recorded any.
         deadline_s: most seconds without progress.
@@ -318,10 +320,14 @@ def stream_checkpoint(
         if processes.process_index == 0:
             _warn(match, compared, folder, adapter)
         specs = _best_effort_specs(mesh, program) if mapping is None else array_specs(template, mapping, program)
-        float32 = float32_paths(template)
+        float32, kept = float32_paths(template), kept_dtypes(template)
+        views, tensors = with_kept_parts(template, program.views, tensors, folder.ref)
         requests = {}
-        for path, view in program.views.items():
-            array_dtype = _array_dtype(view, tensors, dtype, path in float32, is_copy)
+        for path, view in views.items():
+            if path in kept:
+                array_dtype = np.dtype(jnp.dtype(kept[path]))
+            else:
+                array_dtype = _array_dtype(view, tensors, dtype, path in float32, is_copy)
             requests[path] = ArrayRequest(view, specs[path], array_dtype)
         arrays = stream_arrays(requests, tensors, mesh, processes, budget - cache_bytes, deadline_s=deadline_s)
         if checksum:

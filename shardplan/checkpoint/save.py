@@ -44,7 +44,7 @@ from shardplan.config.command_flags import Format
 from shardplan.errors import CheckpointError, ConfigError, check_argument, one_line
 from shardplan.model.inspect import named_leaves
 from shardplan.model.levanter_compat import CHECKPOINT_FILES, CHECKPOINT_MODEL
-from shardplan.model.parameter_dtypes import float32_paths, unrounded_dtype
+from shardplan.model.parameter_dtypes import check_has_numbers, float32_paths, unrounded_dtype
 from shardplan.runtime.devices import is_first_process
 from shardplan.runtime.process_progress import shared_progress
 from shardplan.runtime.processes.group import ProcessGroup, open_process_group
@@ -196,8 +196,10 @@ def make_output_tensors(model: Any, program: StateDictProgram, dtype: Any = None
             default: the types of the arrays.
 
     Raises:
-        CheckpointError: a tensor has elements that no array holds, or a type that safetensors files do not have.
+        CheckpointError: a tensor has elements that no array holds, or a type that safetensors files do not have; or
+            weights are codes.
     """
+    check_has_numbers(model)
     arrays = {path: getattr(leaf, "array", leaf) for path, leaf in named_leaves(model)}
     float32 = float32_paths(model)
     unrounded = {piece.tensor for path, view in program.views.items() if path in float32 for piece in view.pieces}

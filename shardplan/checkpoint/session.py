@@ -84,7 +84,7 @@ def prepare(config: LoadingConfig, plan: Plan | None, deadline_s: float = DEADLI
 
         def open_model() -> tuple[Folder, Folder | None, dict[str, Any], Model]:
             folder, adapter = open_folder(config.model.ref), open_adapter(config.model.adapter)
-            hf_config = read_config(config.model.config, folder, config.model_class)
+            hf_config = read_config(config.model.config, folder, config.model_class, config.load.keep_dtype)
             return folder, adapter, hf_config, build_configured(config, hf_config)
 
         folder, adapter, hf_config, model = processes.agree("model", open_model, lambda _: {})

@@ -41,6 +41,7 @@ class PlanConfig:
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     workload: Workload = field(default_factory=Workload)
+    load: LoadConfig = field(default_factory=LoadConfig)
     plan: str | None = None
     """A Plan written with --json, to use instead of planning again."""
     pin: tuple[str, ...] = ()
@@ -69,6 +70,11 @@ class PlanConfig:
         elif work.position == AUTO_POSITION and not self.makes_windows:
             raise ConfigError("workload.position auto is the length that packed windows fill best; set workload.window")
         raise_first(self.workload.problems())
+        if self.load.keep_dtype and work.is_training:
+            raise ConfigError(
+                f"load.keep_dtype is for evaluation, and workload.kind is {work.kind}, which updates weights; leave it "
+                "out"
+            )
         if self.plan is None:  # a given plan decides these values
             raise_first(self.workload.microbatch_problems())
             if not self.model.ref and not self.model.config and not self.has_other_model:
@@ -132,7 +138,6 @@ class ReportingConfig(CompilingConfig):
 class LoadingConfig(PlanConfig):
     """What is planned, and how its checkpoint is loaded."""
 
-    load: LoadConfig = field(default_factory=LoadConfig)
     checksum: bool = False
     """Compare the checkpoint's files with the checksums of their store."""
 
@@ -186,6 +191,8 @@ class PlanCommand(ReportingConfig):
         check_minimum("lint_seconds", self.lint_seconds, 0)
         if self.price and not self.rank_slices:
             raise ConfigError("price is for ranking slices; name some with --rank_slices, or leave price out")
+        if self.lint is not None and self.load.keep_dtype:
+            raise ConfigError("load.keep_dtype is for plans of shardplan, and lint checks Levanter's; leave it out")
         if self.list_slices and self.report is not None:
             raise ConfigError("list_slices plans nothing; leave report out")
         if self.verdicts is not None and self.report is None:
@@ -267,7 +274,6 @@ class LaunchCommand(EvalCommand):
 class CheckpointCommand(PlanConfig):
     """Print which process reads what of the checkpoint, and for how long; needs no weights."""
 
-    load: LoadConfig = field(default_factory=LoadConfig)
     schedule: bool = False
     """Print the read schedule."""
     json: str | None = None
@@ -319,12 +325,16 @@ class ConvertCommand(LoadingConfig):
     json: str | None = None
     """With --dry_run: write the Plan as JSON to this path, or to stdout with `-`."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.load.keep_dtype:
+            raise ConfigError("load.keep_dtype is for evaluation, and convert writes numbers; leave it out")
+
 
 @dataclass(frozen=True)
 class DoctorCommand(CompilingConfig):
     """Check in seconds what does not fit on this host, before a run is started on it; needs no configuration."""
 
-    load: LoadConfig = field(default_factory=LoadConfig)
     data: DataConfig = field(default_factory=DataConfig)
     output: str = "results/eval"
     """Folder of the results."""

@@ -53,9 +53,17 @@ def load_given_plan[C: PlanConfig](config: C) -> tuple[C, Plan | None]:
         raise ConfigError(
             f"model.levanter_class is {own_class}, plan {config.plan} has {planned_class}; leave it out, or plan again"
         )
+    keeps_dtype = plan.model.kept_dtype is not None
+    if config.load.keep_dtype != keeps_dtype and (config.load.keep_dtype or "load.keep_dtype" in config.given):
+        stored = plan.model.kept_dtype or plan.workload.param_dtype
+        raise ConfigError(
+            f"load.keep_dtype is {str(config.load.keep_dtype).lower()}, and plan {config.plan} has weights in "
+            f"{stored}; leave it out, or plan again"
+        )
     return (
         replace(
             config,
+            load=replace(config.load, keep_dtype=keeps_dtype),
             model=replace(
                 config.model,
                 ref=config.model.ref or plan.model.ref,

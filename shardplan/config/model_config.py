@@ -16,6 +16,6 @@ def check_model_config(config: PlanConfig) -> None:
 
     ref, path = config.model.ref, config.model.config
     if path is not None:
-        read_config(path, None, config.model_class)
+        read_config(path, None, config.model_class, config.load.keep_dtype)
     elif Path(ref).parent.is_dir():
-        read_config(None, open_folder(ref), config.model_class)
+        read_config(None, open_folder(ref), config.model_class, config.load.keep_dtype)

@@ -282,7 +282,9 @@ def kernel_calls(task: Task, work: ExpertWork) -> tuple[KernelCalls, ...]:
 def sliced_weight_bytes(task: Task, assignment: ShardingAssignment) -> float:
     """Bytes of weights that are copied before kernels take them, in all executions: in gradients transposed, too."""
     copies = 2 if _is_gradient(task) else 1
-    stored = sum(assignment.bytes(array, assignment.params) for array in ExpertOperands.of(task).weights)
+    # numbers of kept weights are arrays of one layer already
+    stacked = (array for array in ExpertOperands.of(task).weights if not array.is_local)
+    stored = sum(assignment.bytes(array, assignment.params) for array in stacked)
     return task.executions * copies * stored
 
 

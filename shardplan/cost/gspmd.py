@@ -53,8 +53,8 @@ class DeviceCost:
     kernels: tuple[experts.KernelCalls, ...] = ()
     """Of a block of experts: the calls of its kernels."""
     sliced_weight_bytes: float = 0.0
-    """Of a block of experts: bytes of weights that are copied out of the stack of all layers, for kernels take whole
-    arrays."""
+    """Of a block of experts, and of a conversion: bytes of weights that are copied out of the stack of all layers, for
+    kernels and conversions take whole arrays."""
     elementwise_bytes: float = 0.0
     """Of a block of experts: bytes that elementwise work besides activations reads and writes."""
     unmasked_fraction: float = 1.0
@@ -90,7 +90,7 @@ def device_cost(task: Task, assignment: ShardingAssignment, lower_bound: DeviceC
         memory_bytes=memory_bytes,
         reordered_weight_bytes=reordered,
         local_weight_bytes=local,
-        sliced_weight_bytes=experts.sliced_weight_bytes(task, assignment) if task.kind == TaskKind.EXPERTS else 0.0,
+        sliced_weight_bytes=_sliced_weight_bytes(task, assignment),
         traffic=traffic,
     )
 
@@ -123,6 +123,17 @@ def device_cost_lower_bound(task: Task, assignment: ShardingAssignment) -> Devic
         has_kernel=has_kernel,
         unmasked_fraction=attention.unmasked_fraction(task, assignment),
     )
+
+
+def _sliced_weight_bytes(task: Task, assignment: ShardingAssignment) -> float:
+    """Bytes of stored weights that are copied out of the stack of all layers, over all executions."""
+    match task.kind:
+        case TaskKind.EXPERTS:
+            return experts.sliced_weight_bytes(task, assignment)
+        case TaskKind.CONVERSION:
+            return task.executions * assignment.bytes(task.operands[0], assignment.params)
+        case _:
+            return 0.0
 
 
 def _expert_cost(task: Task, assignment: ShardingAssignment, traffic: tuple[Traffic, ...]) -> DeviceCost:
@@ -424,6 +435,7 @@ COMPUTE_COLLECTIVES: dict[TaskKind, CollectiveRule | None] = {
     TaskKind.RESHARD: _reshard_traffic,
     TaskKind.COLLECTIVE: _collective_traffic,
     TaskKind.EXPERTS: experts.expert_traffic,
+    TaskKind.CONVERSION: None,
     TaskKind.ELEMENTWISE: None,
 }
 """Kind of task -> its collectives that follow from the compute mapping alone."""
@@ -436,6 +448,7 @@ PARAM_COLLECTIVES: dict[TaskKind, CollectiveRule | None] = {
     TaskKind.RESHARD: _weight_gather_traffic,
     TaskKind.COLLECTIVE: _parameter_collective_traffic,
     TaskKind.EXPERTS: _parameter_expert_traffic,
+    TaskKind.CONVERSION: _weight_gather_traffic,
     TaskKind.ELEMENTWISE: None,
 }
 """Kind of task -> its collectives that depend on the mapping of parameters too; None where its cost does not."""

@@ -93,6 +93,8 @@ def compute_seconds(task: Task, cost: DeviceCost, hardware: Slice, calibration: 
             return kernel_seconds + memory_seconds + (elementwise + copied) / bandwidth
         case TaskKind.LOOKUP | TaskKind.SCATTER_ADD | TaskKind.RESHARD | TaskKind.COLLECTIVE:
             return memory_seconds
+        case TaskKind.CONVERSION:
+            return calibration.elementwise * memory_seconds + calibration.slicing * cost.sliced_weight_bytes / bandwidth
         case TaskKind.SELECTION | TaskKind.ELEMENTWISE:
             return memory_seconds if task.is_move else calibration.elementwise * memory_seconds
         case _:

@@ -17,6 +17,7 @@ from shardplan.decoder.parts.attention.grouped_attention import POSITION, Kernel
 from shardplan.decoder.parts.norm import NormConfig
 from shardplan.decoder.parts.segments import Segment
 from shardplan.errors import ConfigError
+from shardplan.model.huggingface.quantization import ByteCodes
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,8 @@ class Architecture(LmConfig):
     """Factor of the output head's input."""
     logit_soft_cap: float | None = None
     """Bound of the logits, applied as `cap * tanh(logits / cap)`."""
+    kept: ByteCodes | None = None
+    """How the weights of layers are stored, if they stay so on the devices; None if they are loaded as numbers."""
     index_topk: int | None = None
     """Positions that the indexer of sparse attention chooses for a query; None for a model without one.
 

@@ -21,6 +21,7 @@ from levanter.models.loss import maybe_fused_next_token_loss
 
 from shardplan.decoder.architecture import Architecture
 from shardplan.decoder.expert_layers import training_metrics
+from shardplan.decoder.kept_parameters import keep_weights
 from shardplan.decoder.names import Rule, Shape, StoredTensor, evaluate, stored_tensors
 from shardplan.decoder.parameter_rules import parameter_rules, stored_constants
 from shardplan.decoder.parts.attention.grouped_attention import POSITION
@@ -32,6 +33,7 @@ from shardplan.errors import CheckpointError
 from shardplan.experts.statistics.recording import fold_layers, record_routing
 from shardplan.model.attention.chunked_mask import indices_in_documents
 from shardplan.model.logits.logit_blocks import prepare_head, project_to_vocab
+from shardplan.model.parameter_dtypes import check_has_numbers
 
 
 class Decoder(ModuleWithStateDictSerialization, LmHeadModel[Architecture]):
@@ -83,7 +85,7 @@ class Decoder(ModuleWithStateDictSerialization, LmHeadModel[Architecture]):
             return None if config.token_embed is None else Linear.init((outputs,), (inputs,), False, key)
 
         positions, token = config.position_table, config.TokenEmbed
-        return cls(
+        model = cls(
             embedding=random(table, Vocab, token),
             position_embedding=None if positions is None else random(rows, positions.Rows, config.Embed),
             project_in=project(config.Embed, token, first),
@@ -93,6 +95,7 @@ class Decoder(ModuleWithStateDictSerialization, LmHeadModel[Architecture]):
             lm_head=None if config.is_tied else Linear.init((Vocab,), (token,), config.has_head_bias, head),
             settings=config,
         )
+        return model if config.kept is None else keep_weights(model, config.kept)
 
     @named_call(name="Decoder")  # for profiles and reports
     def activations(
@@ -245,7 +248,11 @@ class Decoder(ModuleWithStateDictSerialization, LmHeadModel[Architecture]):
         """Return the tensors of a checkpoint, including constants; elements that belong to no parameter are 0.
 
         Rules move every element to one place in one parameter, so the transposed linear map moves it back.
+
+        Raises:
+            CheckpointError: weights are codes.
         """
+        check_has_numbers(self)
         rules = parameter_rules(self.settings, self.Vocab.size)
         leaves = jax.tree_util.tree_flatten_with_path(self, is_leaf=_is_named)[0]
         parameters = {_path_text(path): leaf.array for path, leaf in leaves if _is_named(leaf)}

@@ -1,10 +1,11 @@
-"""The dtype of each parameter: the one that is asked for, or float32 where a module says that its parameters keep it.
+"""The dtype of each parameter: the one that is asked for, or another one that a module says its parameters keep.
 
-Rounding the scores of a router to bfloat16 gives some tokens other experts, so that a router is a `Float32Module`.
+Rounding the scores of a router to bfloat16 gives some tokens other experts, so that a router is a `Float32Module`. A
+`KeptWeight` has the types of the checkpoint.
 Whatever loads, casts, plans or checks parameters asks here.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import equinox as eqx
@@ -13,7 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from haliax import NamedArray
 
+from shardplan.errors import CheckpointError
 from shardplan.model.inspect import named_leaves
+from shardplan.model.kept_weights import is_kept, owner_of
 
 FLOAT32 = "float32"
 
@@ -28,14 +31,39 @@ def float32_paths(module: Any) -> frozenset[str]:
     Args:
         module: a module tree with arrays, or with a `jax.ShapeDtypeStruct` in place of every array.
     """
-    paths = set()
-    for path, node in jax.tree_util.tree_flatten_with_path(module, is_leaf=_is_float32)[0]:
-        if not _is_float32(node):
-            continue
-        leaves = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda leaf: isinstance(leaf, NamedArray))[0]
-        for inner, _ in leaves:
-            paths.add(jax.tree_util.keystr((*path, *inner)).lstrip("."))
-    return frozenset(paths)
+    return frozenset(path for path, _ in _leaves_of(module, _is_float32))
+
+
+def kept_dtypes(module: Any) -> dict[str, str]:
+    """Return path -> dtype of the arrays of weights that are kept as the checkpoint stores them.
+
+    Args:
+        module: a module tree with arrays, or with a `jax.ShapeDtypeStruct` in place of every array.
+    """
+    return {path: str(leaf.array.dtype) for path, leaf in _leaves_of(module, is_kept)}
+
+
+def check_has_numbers(module: Any) -> None:
+    """Check that a model can be written: its weights are numbers.
+
+    Raises:
+        CheckpointError: some are kept as a checkpoint stores them.
+    """
+    path = next(iter(kept_dtypes(module)), None)
+    if path is not None:
+        raise CheckpointError(
+            f"{owner_of(path)} is kept as its checkpoint stores it (load.keep_dtype), and only numbers are written; "
+            "load the model without load.keep_dtype"
+        )
+
+
+def _leaves_of(module: Any, is_searched: Callable[[Any], bool]) -> Iterator[tuple[str, Any]]:
+    """Yield path and value of the arrays within the modules of a kind."""
+    for path, node in jax.tree_util.tree_flatten_with_path(module, is_leaf=is_searched)[0]:
+        if is_searched(node):
+            leaves = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda leaf: isinstance(leaf, NamedArray))[0]
+            for inner, leaf in leaves:
+                yield jax.tree_util.keystr((*path, *inner)).lstrip("."), leaf
 
 
 def parameter_dtypes(module: Any, dtype: str) -> dict[str, str]:
@@ -43,25 +71,27 @@ def parameter_dtypes(module: Any, dtype: str) -> dict[str, str]:
 
     Args:
         module: a module tree with arrays, or with a `jax.ShapeDtypeStruct` in place of every array.
-        dtype: of all parameters but those that stay float32.
+        dtype: of all parameters but those that stay float32, or as they are stored.
     """
-    float32 = float32_paths(module)
-    return {path: FLOAT32 if path in float32 else dtype for path, _ in named_leaves(module)}
+    own = dict.fromkeys(float32_paths(module), FLOAT32) | kept_dtypes(module)
+    return {path: own.get(path, dtype) for path, _ in named_leaves(module)}
 
 
 def cast_arrays(module: Any, dtype: str, cast: Callable[[Any, str], Any]) -> Any:
     """Return `module` with each floating-point array replaced by `cast` of the array and its dtype.
 
     Args:
-        dtype: of all parameters but those that stay float32.
+        dtype: of all parameters but those that stay float32, or as they are stored.
         cast: takes an array, abstract or not, and the name of its dtype.
     """
 
     def cast_node(node: Any) -> Any:
+        if is_kept(node):
+            return node
         own = FLOAT32 if _is_float32(node) else dtype
         return jax.tree.map(lambda leaf: cast(leaf, own) if _is_float_array(leaf) else leaf, node)
 
-    return jax.tree.map(cast_node, module, is_leaf=_is_float32)
+    return jax.tree.map(cast_node, module, is_leaf=lambda node: _is_float32(node) or is_kept(node))
 
 
 def with_dtypes(template: Any, dtype: str) -> Any:
@@ -69,7 +99,7 @@ def with_dtypes(template: Any, dtype: str) -> Any:
 
     Args:
         template: a module with a `jax.ShapeDtypeStruct` in place of every array; any other leaf is left as it is.
-        dtype: of all parameters but those that stay float32.
+        dtype: of all parameters but those that stay float32, or as they are stored.
     """
 
     def cast(leaf: Any, own: str) -> Any:

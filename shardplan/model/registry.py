@@ -1,6 +1,6 @@
 """Builds the model of a Hugging Face configuration, with the class that computes it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
@@ -12,6 +12,8 @@ from levanter.layers.attention import Attention, AttentionMask
 from shardplan.errors import ConfigError, one_line
 from shardplan.model.attention.attention_calls import REPLACEABLE_CALLS
 from shardplan.model.huggingface.hf_config import check_config
+from shardplan.model.huggingface.kept_codes import KEEP_KEY, kept_codes
+from shardplan.model.huggingface.quantization import ByteCodes
 from shardplan.model.levanter_compat import correct_levanter_config, prepare_hf_config, sliding_window
 from shardplan.model.model_class import CLASS_KEY, DECODER, LEVANTER, LEVANTER_CLASSES, class_of, is_own_class
 from shardplan.model.own_model import load_own_class
@@ -54,6 +56,11 @@ class Model:
     def is_decoder(self) -> bool:
         """Whether it is shardplan's own decoder, whose attention a plan can compute with positions in any order."""
         return self.class_name == DECODER
+
+    @property
+    def kept(self) -> ByteCodes | None:
+        """How weights stay on the devices as the checkpoint stores them; None if all are loaded as numbers."""
+        return self.config.kept if self.is_decoder else None
 
     @property
     def is_attention_planned(self) -> bool:
@@ -151,7 +158,8 @@ def _build_levanter(hf_config: dict[str, Any], name: str, position: int, shorten
 def _build_decoder(hf_config: dict[str, Any], position: int, shorten: bool) -> Model:
     """Build a model with shardplan's own decoder; see `build_model`."""
     model_type = hf_config["model_type"]
-    config = config_class(DECODER).from_hf_config(hf_config)
+    values = {key: value for key, value in hf_config.items() if key != KEEP_KEY}
+    config = replace(config_class(DECODER).from_hf_config(values), kept=kept_codes(hf_config))
     positions = config.max_Pos.size
     position = min(position, positions) if shorten else position
     config.check_length(position, "workload.position")

@@ -62,6 +62,8 @@ class ModelInfo:
     """Logical axes of attention heads that must be unsharded for Levanter's splash attention to be right."""
     adapter: str | None = None
     """The adapter whose changes are added to the weights, as it was named; the plan does not depend on it."""
+    kept_dtype: str | None = None
+    """Type of the weights that stay on the devices as the checkpoint stores them; None if all are loaded as numbers."""
 
     @property
     def class_name(self) -> str:
@@ -260,6 +262,8 @@ class Plan(Displayed):
                 del values[name]
         if values["model"]["adapter"] is None:
             del values["model"]["adapter"]
+        if values["model"]["kept_dtype"] is None:  # as in plans of before
+            del values["model"]["kept_dtype"]
         for method in (values["attention"], *values["attention"]["kinds"].values()):
             if not method["kinds"]:  # as in plans of models with one kind of attention
                 del method["kinds"]

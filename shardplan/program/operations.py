@@ -31,6 +31,8 @@ class OperationKind(StrEnum):
     """A collective over mesh axes that a `shard_map` names, such as `psum`."""
     EXPERTS = "experts"
     """A block of routed experts, or its gradient, as `shardplan.program.marked.marked_experts` marks it."""
+    CONVERSION = "conversion"
+    """The conversion of a weight that is kept as stored, which `shardplan.program.marked.marked_conversions` marks."""
     LOOP = "loop"
     """A `scan`."""
 

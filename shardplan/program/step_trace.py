@@ -26,6 +26,7 @@ from shardplan.plan.workload.workload import Workload
 from shardplan.program.layer_attention import attention_calls
 from shardplan.program.layer_flops import with_layer_flops
 from shardplan.program.marked.marked_attention import mark_attention
+from shardplan.program.marked.marked_conversions import mark_conversions
 from shardplan.program.marked.marked_experts import mark_experts
 from shardplan.program.named_arrays import is_parameter_like, traced_mesh_axis
 from shardplan.program.tasks import Step, Task, TaskKind
@@ -42,7 +43,8 @@ def trace_step(model: Model, workload: Workload) -> Trace:
     """Trace the step of `workload`: `compute` of its kind of step, with its state and inputs.
 
     Attention is traced as plain matmuls and softmax, marked with its kind; the plan decides which kernel runs it. A
-    block of routed experts is traced as one operation. Every logical axis is mapped to a mesh axis of its own, of size
+    block of routed experts is traced as one operation, and so is the conversion of a weight that is kept as stored.
+    Every logical axis is mapped to a mesh axis of its own, of size
     1, so that sharding constraints carry the names of logical axes.
     """
     template = _template(model, workload.gradient_checkpointing)
@@ -67,7 +69,7 @@ def trace_step(model: Model, workload: Workload) -> Trace:
     mesh = AbstractMesh((1,) * len(mesh_axes), mesh_axes, axis_types=(AxisType.Auto,) * len(mesh_axes))
     with (
         jax.sharding.use_abstract_mesh(mesh), _without_optimization(), one_block_of_tokens(),
-        mark_attention(model.is_decoder), mark_experts(workload.expert_load_spread),
+        mark_attention(model.is_decoder), mark_experts(workload.expert_load_spread), mark_conversions(),
     ):  # fmt: skip
         jaxpr = jax.make_jaxpr(step)(arrays)
     _check_names(split_checkpointing(workload.gradient_checkpointing)[1], jaxpr.jaxpr)

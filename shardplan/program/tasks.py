@@ -35,6 +35,8 @@ class TaskKind(StrEnum):
     """A collective over mesh axes that a `shard_map` names."""
     EXPERTS = "experts"
     """A block of routed experts, or its gradient."""
+    CONVERSION = "conversion"
+    """The conversion of a weight that is kept as stored: its codes are gathered, and each device has its numbers."""
     ELEMENTWISE = "elementwise"
     """Everything that is fused into one pass over memory."""
 
@@ -260,7 +262,7 @@ class Step:
     @cached_property
     def used_weights(self) -> tuple[TracedArray, ...]:
         """Parameters of matmuls, among them those that each device multiplies by itself in a `shard_map`."""
-        kinds = (TaskKind.CONTRACTION, TaskKind.RESHARD)
+        kinds = (TaskKind.CONTRACTION, TaskKind.RESHARD, TaskKind.CONVERSION)
         operands = (array for task in self.tasks if task.kind in kinds for array in task.operands)
         return tuple(array for array in operands if array.weight is not None)
 
@@ -284,7 +286,9 @@ class Step:
         blocks = []
         for task in self.tasks:
             if task.experts is not None:
-                matrices = (array for array in task.operands if len(array.dims) == 3 and array.weight is not None)
+                # numbers of kept weights are each device's own
+                weights = (array for array in task.operands if array.weight is not None or array.is_local)
+                matrices = (array for array in weights if len(array.dims) == 3)
                 blocks.append(ExpertAxes(*map(str, next(matrices).majors)))
         return tuple(dict.fromkeys(blocks))
 

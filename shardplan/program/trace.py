@@ -17,6 +17,7 @@ from jax.extend import core as jex
 from jax.interpreters import partial_eval
 from jax.lax import GatherScatterMode
 
+from shardplan.program.marked.marked_conversions import CONVERSION
 from shardplan.program.named_arrays import Dim, TracedArray, adopt_names, dims_of_spec, shape_of, size_of
 from shardplan.program.naming.axis_naming import AxisNaming, itemsize_of
 from shardplan.program.naming.primitives import (
@@ -176,6 +177,8 @@ class _Tracer:
         name = equation.primitive.name
         if name == "scan":
             return self.trace_scan(equation, operands, out, label)
+        if name == CONVERSION:
+            return [self.trace_conversion(equation, operands[0], out, label)]
         primitive = find_primitive(name)
         if primitive.approximation is not None and not _is_choice_of_platform(equation):
             self.approximations[primitive.approximation] += 1
@@ -234,6 +237,13 @@ class _Tracer:
         self.naming.is_local = not is_outer
         results = self.reshard(results, p["out_specs"], out, label)
         return [self.leave_device(value, out, label) for value in results] if is_outer else results
+
+    def trace_conversion(self, equation: Any, codes: int, out: list[Operation], label: str) -> int:
+        """Append the conversion of a kept weight; returns its numbers, which are each device's own."""
+        numbers = replace(self.arrays[codes], itemsize=itemsize_of(equation.outvars[0]), weight=None, is_local=True)
+        result = self.add_value(numbers)
+        out.append(Operation(OperationKind.CONVERSION, (codes,), (result,), label, CONVERSION))
+        return result
 
     def gather_parameter(self, value: int, out: list[Operation], label: str) -> int:
         """Append the gather of a parameter at the start of a shard_map; returns each device's own copy."""

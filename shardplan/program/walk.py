@@ -30,6 +30,7 @@ TASK_KINDS = {
     OperationKind.RESHARD: TaskKind.RESHARD,
     OperationKind.COLLECTIVE: TaskKind.COLLECTIVE,
     OperationKind.EXPERTS: TaskKind.EXPERTS,
+    OperationKind.CONVERSION: TaskKind.CONVERSION,
 }
 """Kind of operation -> kind of task outside of attention. A loop is no task; the operations of its body are."""
 
@@ -82,6 +83,10 @@ def _stacked_axes(operations: Iterable[Operation], arrays: Sequence[TracedArray]
         for stacked, each in operation.slices:
             yield from {*arrays[stacked].logical_axes} - {*arrays[each].logical_axes}
         yield from _stacked_axes(operation.body, arrays)
+
+
+USERS_OF_WEIGHTS = (OperationKind.RESHARD, OperationKind.EXPERTS, OperationKind.CONVERSION)
+"""Kinds of operations besides matmuls before which parameters are gathered."""
 
 
 class _LabelledPoint(NamedTuple):
@@ -342,6 +347,9 @@ class _Sequence:
             role = BufferRole.EXPERT_GRADIENT_ROWS if is_gradient else BufferRole.EXPERT_ROWS
             up = operands[2 + is_gradient + operation.experts.matrices - 1]
             yield make(role, operands[0], (up,), experts=operation.experts)
+        if operation.kind == OperationKind.CONVERSION:
+            # the codes of one layer, out of the stack of all, and gathered
+            yield make(BufferRole.LIVE, replace(operands[0], weight=None, is_local=True))
         if operation.kind != OperationKind.CONTRACTION:
             return
         if operation.groups > 1:
@@ -372,7 +380,7 @@ class _Sequence:
         else:
             operands, results = self._arrays(reads), self._arrays(writes)
         is_matmul = operation.kind == OperationKind.CONTRACTION
-        uses_weights = is_matmul or operation.kind in (OperationKind.RESHARD, OperationKind.EXPERTS)
+        uses_weights = is_matmul or operation.kind in USERS_OF_WEIGHTS
         is_attention = is_matmul and any(map(is_scores, (*operands, *results)))
         weights = [array.weight for array in operands if array.weight is not None]
         first_used = tuple(weight for weight in weights if weight not in self.used_weights)

@@ -22,6 +22,7 @@ from shardplan.plan.mapping import mesh_text
 from shardplan.plan.plan import Caveat, Plan, RunnerUp, SearchInfo
 from shardplan.plan.workload.workload import Workload
 from shardplan.search.fastest_batch import choose_batch
+from shardplan.search.other_form import estimate_other_form
 from shardplan.search.ranking import Candidate
 from shardplan.search.reasons import (
     CAVEATS,
@@ -32,6 +33,7 @@ from shardplan.search.reasons import (
     describe_choice,
     describe_experts,
     describe_indivisible,
+    describe_other_form,
     describe_runner_up,
     describe_time,
     describe_trace,
@@ -96,7 +98,8 @@ def model_from_config(config: PlanConfig) -> Model:
 
 def model_in_folder(config: PlanConfig, folder: Folder | None) -> Model:
     """Build the model that the configuration names, without weights, from a folder that has been opened."""
-    return build_configured(config, read_config(config.model.config, folder, config.model_class))
+    hf_config = read_config(config.model.config, folder, config.model_class, config.load.keep_dtype)
+    return build_configured(config, hf_config)
 
 
 def build_configured(config: PlanConfig, hf_config: dict[str, Any]) -> Model:
@@ -168,6 +171,7 @@ def _plan(
             *(CAVEATS[caveat] for caveat in caveats),
             *_attention_reasons(candidate, layers_by_kind(attention)),
             *_expert_reasons(candidate, model),
+            *_form_reasons(ranked, model),
             *describe_trace(space.step),
         ],
         caveats=caveats,
@@ -259,6 +263,13 @@ def _expert_reasons(candidate: Candidate, model: Model) -> list[str]:
             seconds = sum(seconds.total for *_, seconds in tasks)
             alternatives.append(ExpertAlternative(strategy, seconds, estimate_memory(space.step, other).peak))
     return [*describe_experts(candidate, alternatives), *_uneven_load(candidate, model)]
+
+
+def _form_reasons(ranked: RankedCandidate, model: Model) -> list[str]:
+    """What keeping weights as they are stored would change, or loading them as numbers; nothing without codes."""
+    workload = ranked.config.workload.resolve()
+    other = estimate_other_form(ranked.candidate, model, workload)
+    return [] if other is None else [describe_other_form(ranked.candidate, other, workload.param_dtype)]
 
 
 def _uneven_load(candidate: Candidate, model: Model) -> list[str]:

@@ -18,6 +18,7 @@ from shardplan.plan.mapping import AxisMapping, MeshAxes, mesh_size, mesh_text
 from shardplan.plan.plan import Caveat
 from shardplan.program.marked.attention_kind import AttentionKind
 from shardplan.program.tasks import Step
+from shardplan.search.other_form import OtherForm
 from shardplan.search.ranking import TIME_RESOLUTION, Candidate
 from shardplan.search.space import AttentionMethod
 
@@ -197,6 +198,16 @@ def describe_uneven_load(best: Candidate, spread: float, seconds: float) -> str:
     """What a load of experts with a spread would change, in a step of `seconds`."""
     difference = _difference_text(best, seconds, best.peak_bytes)
     return f"experts used as unevenly as in trained models (workload.expert_load_spread {spread:g}): {difference}"
+
+
+def describe_other_form(best: Candidate, other: OtherForm, param_dtype: str) -> str:
+    """What weights in another form would change: kept as stored, or as numbers of `param_dtype`."""
+    if other.kept_dtype is None:
+        form = f"weights in {param_dtype} instead (without load.keep_dtype)"
+    else:
+        form = f"weights kept in {other.kept_dtype} instead (load.keep_dtype)"
+    too_large = "" if other.peak_bytes <= best.space.available_bytes else ", which does not fit"
+    return f"{form}: {_difference_text(best, other.seconds, other.peak_bytes)}{too_large}"
 
 
 def describe_indivisible(example: Indivisible) -> str:

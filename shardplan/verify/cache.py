@@ -28,7 +28,7 @@ SEQUENCE_CODE = (
     "program/marked/attention_kind", "program/marked/marked_attention", "runtime/private_jax",
 )  # fmt: skip
 """Further such modules, used if the plan shards positions, and always by the decoder."""
-DECODER_CODE = ("decoder/**/*",)
+DECODER_CODE = ("decoder/**/*", "model/huggingface/kept_codes", "model/kept_weights", "model/parameter_dtypes")
 """Further such modules, used by the decoder."""
 EXPERT_CODE = ("experts/**/*",)
 """Further such modules, used if the plan has a method of experts, and always by the decoder."""

@@ -52,9 +52,7 @@ def build_cases(
 
 def build_case(config: CompilingConfig, plan: Plan, label: str = "this plan") -> Case:
     """The case of `plan`, with the model that `config` names."""
-    return Case(
-        label, plan, _hf_config(config, plan.model.class_name), config.compiler.program, dict(plan.compiler_options)
-    )
+    return Case(label, plan, _hf_config(config, plan), config.compiler.program, dict(plan.compiler_options))
 
 
 def _own_case(config: CompilingConfig, label: str) -> Case:
@@ -100,10 +98,10 @@ def _levanter_case(path: str, config: CompilingConfig) -> Case:
     return build_case(config, plan_section(linted.result.subject, linted.target), path)
 
 
-def _hf_config(config: CompilingConfig, model_class: str) -> dict[str, Any]:
-    """The contents of the model's config.json, with the class that computes the model."""
+def _hf_config(config: CompilingConfig, plan: Plan) -> dict[str, Any]:
+    """The contents of the model's config.json, with the class that computes the model, and how weights stay."""
     folder = open_folder(config.model.ref) if config.model.config is None else None
-    return read_config(config.model.config, folder, model_class)
+    return read_config(config.model.config, folder, plan.model.class_name, plan.model.kept_dtype is not None)
 
 
 def _read(path: str) -> dict[str, Any]:

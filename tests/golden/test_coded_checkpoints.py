@@ -4,11 +4,23 @@ import itertools
 import json
 from pathlib import Path
 
+import haliax as hax
 import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from coded_checkpoints import MemoryFile, dequantized, numbers_of, of_each_element, read_stored, write_stored
+from coded_checkpoints import SCALE as SCALE_SUFFIX
+from coded_checkpoints import (
+    MemoryFile,
+    dequantized,
+    of_each_element,
+    quantized,
+    read_stored,
+    write_stored,
+)
+from coded_checkpoints import (
+    numbers_of as numbers_of_four_bits,
+)
 from conftest import run
 from test_logits import MESHES, deviation
 
@@ -23,6 +35,7 @@ from shardplan.hardware import parse_slice
 from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.huggingface.quantization import ByteCodes
 from shardplan.model.inspect import named_leaves
+from shardplan.model.kept_weights import numbers_of
 from shardplan.model.registry import build_model
 from shardplan.runtime.devices import arrange
 from shardplan.storage import open_folder
@@ -50,6 +63,13 @@ def test_logits_equal_the_reference(make_config, name, mesh):
     assert deviation(FOLDER, make_config, name, mesh) <= tolerance(name)
 
 
+@pytest.mark.parametrize(
+    "mesh", [pytest.param(mesh, marks=[pytest.mark.whole] if i % 2 else []) for i, mesh in enumerate(MESHES)]
+)
+def test_logits_of_kept_weights(make_config, mesh):
+    assert deviation(FOLDER, make_config, FP8, mesh, load_keep_dtype=True) <= tolerance(FP8)
+
+
 def read(folder, dtype="float32", sizes=(1, 2, 4), mapping=None):
     """Load the checkpoint in `folder`: array path -> array."""
     opened = open_folder(str(folder))
@@ -59,8 +79,11 @@ def read(folder, dtype="float32", sizes=(1, 2, 4), mapping=None):
     return {path: np.asarray(leaf.array) for path, leaf in named_leaves(model)}
 
 
+E4M3 = ml_dtypes.float8_e4m3fn
 CONFIG = json.loads((FOLDER / FP8 / "config.json").read_text())
 STORED = read_stored(FOLDER / FP8 / "model.safetensors")
+WEIGHT = "model.layers.1.mlp.experts.0.down_proj.weight"
+SCALE = f"{WEIGHT}_scale_inv"
 
 
 @pytest.mark.parametrize("mapping", [None, {"embed": ["model"], "mlp": ["data"], "experts": ["data"]}])
@@ -74,22 +97,95 @@ def test_values_are_those_of_codes_and_scales(tmp_path, dtype, mapping):
         np.testing.assert_array_equal(found[path], values, err_msg=path)
 
 
+def keep(folder, mapping, param_mapping, dtype="float32"):
+    """Load the checkpoint in `folder` with kept weights: array path -> array, and path -> array of the numbers."""
+    opened = open_folder(str(folder))
+    template = build_model(read_config(None, opened, keeps_dtype=True), 8).template
+    mesh = arrange(jax.devices(), parse_slice("cpu-8"), {"replica": 1, "data": 2, "model": 4})
+    model, _ = stream_checkpoint(template, opened, mesh, param_mapping, dtype)
+    with jax.set_mesh(mesh), hax.axis_mapping(mapping):
+        numbers = jax.jit(lambda model: numbers_of(model, dtype))(model)
+    return ({path: leaf.array for path, leaf in named_leaves(each)} for each in (model, numbers))
+
+
+@pytest.mark.parametrize(
+    ("mapping", "param_mapping"),
+    [
+        ({}, {}),
+        ({"mlp": ["model"], "kv_head": ["model"]}, {"mlp": ["model"], "kv_head": ["model"], "embed": ["data"]}),
+        ({"experts": ["data"], "expert_mlp": ["model"]}, {"experts": ["data"], "expert_mlp": ["model"]}),
+    ],
+)
+def test_kept_weights_are_codes_on_the_devices(mapping, param_mapping):
+    """One byte for each, and their numbers are bit for bit those that are loaded without keeping them."""
+    arrays, numbers = keep(FOLDER / FP8, mapping, param_mapping)
+    expected = read(FOLDER / FP8)
+    assert numbers.keys() == expected.keys()
+    for path, values in expected.items():
+        np.testing.assert_array_equal(np.asarray(numbers[path]), values, err_msg=path)
+    coded = {path: array for path, array in arrays.items() if path not in expected}
+    assert {path.rpartition(".")[2]: str(array.dtype) for path, array in coded.items()} == {
+        "codes": "float8_e4m3fn", "scales": "float32"
+    }  # fmt: skip
+    stored = sum(tensor.nbytes for name, tensor in STORED.items() if tensor.dtype == E4M3)
+    assert sum(array.nbytes for path, array in coded.items() if path.endswith("codes")) == stored
+
+
+@pytest.mark.parametrize(
+    ("block", "dtype"), [([48, 24], E4M3), ([128, 128], E4M3), (None, E4M3), ([32, 16], ml_dtypes.float8_e5m2)], ids=str
+)
+def test_numbers_of_kept_weights(tmp_path, block, dtype):
+    """Of blocks that do not divide the weights, of rows, and of other codes: those that NumPy computes."""
+    plain = {name: each.astype(np.float32) for name, each in dequantized(STORED).items()}
+    layers = {name: each for name, each in plain.items() if name + SCALE_SUFFIX in STORED}
+    shape = [1, 10_000] if block is None else block
+    coded = quantized(layers, shape, dtype)
+    fmt = "e4m3" if dtype is E4M3 else "e5m2"
+    config = {"quant_method": "fp8", "fmt": fmt, "weight_block_size": block}
+    folder = write_stored(tmp_path / "ck", plain | coded, CONFIG | {"quantization_config": config})
+    _, numbers = keep(folder, {"embed": ["model"]}, {"embed": ["model"]})
+    expected = dequantized(coded, shape)
+    found = read(write_stored(tmp_path / "plain", plain | expected, CONFIG | {"quantization_config": None}))
+    assert numbers.keys() == found.keys()
+    for path, values in found.items():
+        np.testing.assert_array_equal(np.asarray(numbers[path]), values, err_msg=path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.update({SCALE: t[SCALE] * np.nan}), rf"{SCALE} has nan as scale 0; it must be"),
+        (
+            lambda t: t.update({WEIGHT: dequantized(t)[WEIGHT]}) or t.pop(SCALE),
+            rf"{WEIGHT} is stored as float32, and load.keep_dtype keeps it as float8_e4m3fn, as its config.json says;",
+        ),
+    ],
+)
+def test_damaged_kept_weights_are_refused(tmp_path, change, message):
+    tensors = dict(STORED)
+    change(tensors)
+    with pytest.raises(CheckpointError, match=message):
+        keep(write_stored(tmp_path / "damaged", tensors, CONFIG), {}, {})
+
+
+def test_kept_weights_are_not_written():
+    template = build_model(read_config(None, open_folder(str(FOLDER / FP8)), keeps_dtype=True), 8).template
+    with pytest.raises(CheckpointError, match=r"q_a_proj.weight is kept as its checkpoint stores it .load.keep_dtype."):
+        template.to_state_dict()
+
+
 @pytest.mark.parametrize("name", CODED[1:])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_values_of_four_bits(tmp_path, name, dtype):
     """Those of an independent reader, bit for bit."""
     config = json.loads((FOLDER / name / "config.json").read_text()) | {"quantization_config": None}
-    numbers = numbers_of(read_stored(FOLDER / name / "model.safetensors"))
+    numbers = numbers_of_four_bits(read_stored(FOLDER / name / "model.safetensors"))
     tensors = {key: np.float32(each) for key, each in numbers.items()}
     expected = read(write_stored(tmp_path / "plain", tensors, config), dtype)
     found = read(FOLDER / name, dtype)
     assert found.keys() == expected.keys()
     for path, values in expected.items():
         np.testing.assert_array_equal(found[path], values, err_msg=path)
-
-
-WEIGHT = "model.layers.1.mlp.experts.0.down_proj.weight"
-SCALE = f"{WEIGHT}_scale_inv"
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,8 @@ def run(
         **workload,
     )
     folder = open_folder(config.model.ref)
-    model = build_model(read_config(None, folder, config.model_class), config.workload.position)
+    hf_config = read_config(None, folder, config.model_class, config.load.keep_dtype)
+    model = build_model(hf_config, config.workload.position)
     model = with_planned_experts(model) if plans_experts else model
     model = dataclasses.replace(model, **(change_model or {}))
     plan = make_plan(config, model)

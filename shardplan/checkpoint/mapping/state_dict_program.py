@@ -20,6 +20,7 @@ from haliax.jax_utils import is_jax_array_like
 from haliax.state_dict import flatten_modules_for_export, from_torch_compatible_state_dict, to_state_dict
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
+from shardplan.checkpoint.mapping.kept_views import first_of_blocks
 from shardplan.checkpoint.mapping.views import Shape, View, concatenate, stack, tensor_view
 from shardplan.decoder.families import family_of
 from shardplan.decoder.model import Decoder, expected_shapes
@@ -27,6 +28,7 @@ from shardplan.decoder.names import StoredTensor, evaluate
 from shardplan.decoder.parameter_rules import parameter_rules, stored_constants
 from shardplan.errors import CheckpointError
 from shardplan.model.inspect import named_leaves
+from shardplan.model.kept_weights import CODES, SCALES, owner_of
 from shardplan.model.model_class import LEVANTER_CLASSES
 from shardplan.model.registry import name_of_class
 
@@ -128,7 +130,10 @@ def trace_program(
 def _decoder_program(
     template: Decoder, tensors: Mapping[str, Shape], prefix: str | None, stored_views: Mapping[str, View]
 ) -> StateDictProgram:
-    """Return the program of a decoder: its rules, computed with views, without a trace."""
+    """Return the program of a decoder: its rules, computed with views, without a trace.
+
+    The scales of a kept weight are views of its tensors as well: of the first element of each block.
+    """
 
     def read(stored: StoredTensor) -> View:
         name = stored.name if prefix is None else f"{prefix}.{stored.name}"
@@ -141,9 +146,14 @@ def _decoder_program(
     rules = parameter_rules(template.settings, template.Vocab.size)
     constants = stored_constants(template.settings)
     views = {}
-    for path, leaf in named_leaves(template):
-        view = evaluate(rules[path], read, VIEWS)
-        views[path] = view.reshape(leaf.array.shape)
+    leaves = dict(named_leaves(template))
+    for path, leaf in leaves.items():
+        view = evaluate(rules[owner_of(path)], read, VIEWS)
+        if path.endswith(SCALES):
+            weight = leaves[owner_of(path) + CODES]
+            views[path] = first_of_blocks(view.reshape(weight.array.shape), leaf.array.shape)
+        else:
+            views[path] = view.reshape(leaf.array.shape)
     return StateDictProgram(tensors, views, constants)
 
 

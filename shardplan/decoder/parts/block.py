@@ -15,6 +15,7 @@ from shardplan.decoder.parts.attention.rotary import Positions
 from shardplan.decoder.parts.mlp.experts import ExpertsConfig, ExpertsLayer
 from shardplan.decoder.parts.mlp.mlp import MlpConfig, MlpLayer
 from shardplan.decoder.parts.norm import Norm, NormConfig
+from shardplan.model.kept_weights import numbers_of
 
 
 class Wiring(Enum):
@@ -139,7 +140,8 @@ class RepeatedLayers(eqx.Module):
     def __call__(self, x: NamedArray, mask: AttentionMask, positions: Positions, kernel: Kernel) -> NamedArray:
         """Return the residual stream {batch, position, embed} after the layers."""
         for layer in self.layers:
-            x = layer(x, mask, positions, kernel)
+            # the numbers of kept weights of one layer at a time are in memory
+            x = numbers_of(layer, x.dtype)(x, mask, positions, kernel)
         return x
 
 

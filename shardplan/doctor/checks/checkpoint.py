@@ -16,7 +16,7 @@ def check(subject: HostSubject) -> Iterator[HostFinding]:
     """Read config.json, the index, all headers and a sample of the checkpoint, and the headers of its adapter."""
     config, model = subject.config, subject.config.model
     folder = open_folder(model.ref)
-    read_config(model.config, folder, config.model_class)
+    read_config(model.config, folder, config.model_class, config.load.keep_dtype)
     tensors = read_index(folder)
     files = list({tensor.file_name: tensor.file for tensor in tensors.values()}.values())
     rate = measure_reads(files, subject.hardware)

@@ -6,6 +6,7 @@ from typing import Any
 from shardplan.errors import ConfigError, one_line
 from shardplan.model.axes import MAX_SIZE
 from shardplan.model.bundled_configs import bundled_name, read_config_file
+from shardplan.model.huggingface.kept_codes import KEEP_KEY, check_can_keep
 from shardplan.model.huggingface.model_types import LEFT_OUT_KEYS
 from shardplan.model.huggingface.rope_keys import read_rope
 from shardplan.model.huggingface.support import check_supported
@@ -36,7 +37,9 @@ POSITIVE_NUMBER_KEYS = ("rope_theta", "rms_norm_eps", "layer_norm_epsilon", "que
 """Keys whose value, if present and not null, must be a positive number."""
 
 
-def read_config(path: str | None, folder: Folder | None, model_class: str | None = None) -> dict[str, Any]:
+def read_config(
+    path: str | None, folder: Folder | None, model_class: str | None = None, keeps_dtype: bool = False
+) -> dict[str, Any]:
     """Read the config.json at `path`, or of the bundled model `path`; without a `path`, read it in `folder`.
 
     For a multimodal wrapper, the configuration of its text model is returned.
@@ -44,9 +47,12 @@ def read_config(path: str | None, folder: Folder | None, model_class: str | None
     Args:
         model_class: name of the class that computes the model (`shardplan.model.model_class`); default: the decoder.
             The name of any other class is added to the keys.
+        keeps_dtype: whether weights stay on the devices as they are stored (`load.keep_dtype`), which is added to the
+            keys.
 
     Raises:
-        ConfigError: the file does not exist, it does not describe a model, or the model is not supported.
+        ConfigError: the file does not exist, it does not describe a model, or the model is not supported; or weights
+            are to stay as they are stored, and cannot.
     """
     where = path or f"{folder.ref if folder else ''}/config.json"
     data = read_config_file(path) if path is not None else _read_in_folder(folder)
@@ -60,9 +66,11 @@ def read_config(path: str | None, folder: Folder | None, model_class: str | None
     if not isinstance(loaded, dict):
         raise ConfigError(f"{where} holds no keys; it is not the config.json of a Hugging Face model")
     loaded.pop(CLASS_KEY, None)  # a checkpoint must not choose which code is imported
+    loaded.pop(KEEP_KEY, None)
     if model_class is not None and is_own_class(resolve_class(model_class, loaded.get("model_type"))):
         # the class decides what the keys mean; its name replaces a missing model type
         name = model_class.rpartition(":")[2]
+        _check_is_decoder(model_class, keeps_dtype)
         return {"model_type": name, **loaded, CLASS_KEY: model_class}
     if not isinstance(loaded.get("model_type"), str):
         raise ConfigError(
@@ -71,7 +79,24 @@ def read_config(path: str | None, folder: Folder | None, model_class: str | None
         )
     values, where = read_text_part(loaded, where)
     name = resolve_class(model_class, values["model_type"])
+    _check_is_decoder(name, keeps_dtype)
+    if keeps_dtype:
+        check_can_keep(values, where)
+        values = {**values, KEEP_KEY: True}
     return check_config(values if name == DECODER else {**values, CLASS_KEY: name}, where)
+
+
+def _check_is_decoder(name: str, keeps_dtype: bool) -> None:
+    """Check that weights stay as they are stored in no other class than the decoder.
+
+    Raises:
+        ConfigError: they are to stay so in another class.
+    """
+    if keeps_dtype and name != DECODER:
+        raise ConfigError(
+            f"load.keep_dtype is for shardplan's decoder, and the model is a {name}; leave it out, or leave "
+            "model.levanter_class out"
+        )
 
 
 def _read_in_folder(folder: Folder | None) -> bytes | None:

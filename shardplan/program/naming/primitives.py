@@ -12,6 +12,7 @@ import numpy as np
 from jax.extend import core as jex
 
 from shardplan.hardware import CollectiveKind
+from shardplan.program.marked.marked_conversions import CONVERSION
 from shardplan.program.marked.marked_experts import EXPERTS, EXPERTS_GRADIENT
 from shardplan.program.named_arrays import TracedArray, shape_of
 from shardplan.program.naming.axis_naming import AxisNaming, Rule, RuleResult
@@ -123,6 +124,7 @@ ROWS = (
     Primitive(("reduce_scatter",), collective(CollectiveKind.REDUCE_SCATTER)),
     Primitive(("all_to_all",), collective(CollectiveKind.ALL_TO_ALL)),
     Primitive(("ppermute",), collective(CollectiveKind.COLLECTIVE_PERMUTE)),
+    Primitive((CONVERSION,)),
     Primitive((EXPERTS,), experts),
     Primitive((EXPERTS_GRADIENT,), experts_gradient),
     Primitive(("pallas_call",), approximation="kernels, counted by their operands and results"),

@@ -84,6 +84,7 @@ def build_plan(
             step.vocab,
             sorted({axis for attention in step.attention_axes for axis in attention.unsharded_in_kernels}),
             config.model.adapter,
+            None if model.kept is None else model.kept.dtype,
         ),
         workload=workload,
         hardware=HardwareInfo(hardware.name, hardware.devices, hardware.generation.hbm_gib),

@@ -41,7 +41,7 @@ class CommonScale:
             CheckpointError: it is not a positive number.
         """
         value = read_elements(self.tensor, 0, 1).astype(np.float32)
-        _check_positive(value, self.name, self.tensor, 0)
+        check_positive(value, self.name, self.tensor, 0)
         return scales / value if self.divides else scales * value
 
 
@@ -67,13 +67,23 @@ class GroupValues:
         count = 1 + sum((n - 1) * k for n, k in zip(groups, self.strides, strict=True))
         values = read_elements(self.tensor, low, count).astype(np.float32)
         if self.is_scale:
-            _check_positive(values, self.name, self.tensor, low)
+            check_positive(values, self.name, self.tensor, low)
         if self.common is not None:
             values = self.common.apply(values)
         return np.lib.stride_tricks.as_strided(values, groups, tuple(k * values.itemsize for k in self.strides))
 
 
-def _check_positive(scales: np.ndarray, name: str, tensor: Tensor, first: int) -> None:
+def check_positive(scales: np.ndarray, name: str, tensor: Tensor, first: int) -> None:
+    """Check scales.
+
+    Args:
+        scales: float32[scales].
+        name: of their tensor, for messages.
+        first: number of the first one.
+
+    Raises:
+        CheckpointError: one is not a positive number.
+    """
     valid = np.isfinite(scales) & (scales > 0)
     if not valid.all():
         index = int(np.argmin(valid))

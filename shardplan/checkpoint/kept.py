@@ -1,0 +1,69 @@
+"""Weights that are loaded as the checkpoint stores them: their codes, and their scales."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from shardplan.checkpoint.adapter.adapted_tensor import AdaptedTensor
+from shardplan.checkpoint.format.codecs.coded_tensor import CodedTensor
+from shardplan.checkpoint.format.codecs.kept_tensors import codes_of, scales_of
+from shardplan.checkpoint.format.header import Tensor
+from shardplan.checkpoint.mapping.kept_views import Scales, pieces_of_scales
+from shardplan.checkpoint.mapping.views import Piece, View
+from shardplan.errors import CheckpointError, ConfigError
+from shardplan.model.kept_weights import CODES, SCALES, owner_of
+from shardplan.model.parameter_dtypes import kept_dtypes
+
+
+def with_kept_parts(
+    template: Any, views: Mapping[str, View], tensors: Mapping[str, Tensor], where: str
+) -> tuple[dict[str, View], dict[str, Tensor]]:
+    """Return views in which kept weights are made of codes and scales, and the tensors with these beside the others.
+
+    Args:
+        template: the model, with `jax.ShapeDtypeStruct`s in place of arrays.
+        views: path of an array -> its elements, of which scales are those of the first codes of their blocks.
+        tensors: name -> tensor; coded ones under the names of weights.
+        where: name of the checkpoint, for messages.
+
+    Raises:
+        CheckpointError: a weight is stored otherwise than its configuration says.
+    """
+    dtypes = kept_dtypes(template)
+    changed, parts = dict(views), dict(tensors)
+    for path in dtypes:
+        view = views[path]
+        for name in {piece.tensor for piece in view.pieces}:
+            coded = _coded(name, tensors[name], dtypes[owner_of(path) + CODES], where)
+            parts[name + CODES], parts[name + SCALES] = codes_of(coded), scales_of(coded)
+        if path.endswith(CODES):
+            renamed = (piece._replace(tensor=piece.tensor + CODES) for piece in view.pieces)
+            changed[path] = View(view.shape, tuple(renamed))
+            continue
+        pieces: list[Piece] = []
+        for piece in view.pieces:
+            tensor = tensors[piece.tensor]
+            assert isinstance(tensor, CodedTensor) and tensor.scale is not None
+            scales = Scales(tensor.dims, tensor.group, tensor.scale.strides)
+            pieces += pieces_of_scales(piece, piece.tensor + SCALES, scales)
+        changed[path] = View(view.shape, tuple(pieces))
+    return changed, parts
+
+
+def _coded(name: str, tensor: Tensor, dtype: str, where: str) -> CodedTensor:
+    """Return a tensor that is stored as codes of a type.
+
+    Raises:
+        CheckpointError: it is stored otherwise.
+        ConfigError: an adapter changes it.
+    """
+    if isinstance(tensor, CodedTensor) and str(tensor.dtype) == dtype:
+        return tensor
+    if isinstance(tensor, AdaptedTensor):
+        raise ConfigError(
+            f"model.adapter changes {name}, which load.keep_dtype keeps as {dtype}; leave one of both out: changes are "
+            "added to numbers"
+        )
+    raise CheckpointError(
+        f"{where}: {name} is stored as {tensor.dtype}, and load.keep_dtype keeps it as {dtype}, as its config.json "
+        "says; list its module in modules_to_not_convert of quantization_config, or leave load.keep_dtype out"
+    )

@@ -1,0 +1,113 @@
+"""Weights that are kept as stored: which elements of codes and of scales make their arrays. Pure arithmetic.
+
+A rule says which element of a tensor is at each index of a weight. The codes are these elements. The scale of a block
+is that of any of its elements, so that the scales of a weight are those of the first elements of its blocks.
+"""
+
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from operator import add
+from typing import NamedTuple
+
+import numpy as np
+
+from shardplan.checkpoint.mapping.views import Piece, Shape, View, row_major_strides
+
+
+class Scales(NamedTuple):
+    """Where the scales of a tensor are."""
+
+    shape: Shape
+    """Dimensions of the tensor of codes."""
+    group: Shape
+    """Codes that share a scale, along each of them."""
+    strides: Shape
+    """Elements between neighbouring scales, along each of them."""
+
+
+def first_of_blocks(view: View, counts: Shape) -> View:
+    """Return the first element of each block of a view.
+
+    Args:
+        counts: number of blocks along each dimension.
+    """
+    divided: list[int] = []
+    ends: list[int] = []
+    for n, count in zip(view.shape, counts, strict=True):
+        divided += (count, n // count)
+        ends += (count, 1)
+    return view.reshape(tuple(divided)).slice((0,) * len(ends), tuple(ends)).reshape(counts)
+
+
+def pieces_of_scales(piece: Piece, name: str, scales: Scales) -> Iterator[Piece]:
+    """Yield the pieces of a tensor of scales that belong to the elements of a piece.
+
+    Args:
+        piece: of a tensor of codes.
+        name: of the tensor of scales.
+    """
+    for start, shape, offset, strides in _boxes_of_scales(piece.offset, piece.shape, piece.strides, scales):
+        yield Piece(tuple(map(add, piece.start, start)), shape, name, offset, strides)
+
+
+Box = tuple[Shape, Shape, int, Shape]
+"""Start and shape of a box in a piece, the first scale of it, and the scales between neighbours."""
+
+
+@lru_cache(maxsize=4096)  # the tensors of all experts have the same
+def _boxes_of_scales(offset: int, shape: Shape, strides: Shape, scales: Scales) -> tuple[Box, ...]:
+    """Return the scales of the elements of a piece, in boxes of constant strides."""
+    moves = _moves(shape, strides, scales.shape)
+    first_scale, steps = 0, [0] * len(shape)
+    for d, start in enumerate(np.unravel_index(offset, scales.shape)):
+        along = {i: step for i, (dimension, step) in moves.items() if dimension == d}
+        groups = _groups(int(start), along, shape)
+        if groups.max() >= scales.shape[d]:
+            return _divided(offset, shape, strides, scales)
+        groups //= scales.group[d]
+        origin = int(groups.flat[0])
+        expected = np.full_like(groups, origin)
+        for place, i in enumerate(along):
+            index = [0] * groups.ndim
+            index[place] = 1
+            step = int(groups[tuple(index)]) - origin
+            expected = expected + _along(np.arange(shape[i]) * step, place, groups.ndim)
+            steps[i] = step * scales.strides[d]
+        if not np.array_equal(groups, expected):
+            return _divided(offset, shape, strides, scales)
+        first_scale += origin * scales.strides[d]
+    return (((0,) * len(shape), shape, first_scale, tuple(steps)),)
+
+
+def _moves(shape: Shape, strides: Shape, tensor: Shape) -> dict[int, tuple[int, int]]:
+    """Return dimension of a piece of several elements -> dimension of the tensor that it moves along, and the step."""
+    weights = row_major_strides(tensor)
+    moves = {}
+    for i, (count, stride) in enumerate(zip(shape, strides, strict=True)):
+        if count > 1:
+            d = next(d for d, weight in enumerate(weights) if stride % weight == 0 and tensor[d] > 1)
+            moves[i] = d, stride // weights[d]
+    return moves
+
+
+def _groups(start: int, along: Mapping[int, int], shape: Shape) -> np.ndarray:
+    """Return the index along one dimension of a tensor of every element, in an array with a dimension for each move."""
+    index = np.full([1] * len(along), start)
+    for place, (i, step) in enumerate(along.items()):
+        index = index + _along(np.arange(shape[i]) * step, place, len(along))
+    return index
+
+
+def _along(values: np.ndarray, dimension: int, rank: int) -> np.ndarray:
+    return values.reshape([-1 if d == dimension else 1 for d in range(rank)])
+
+
+def _divided(offset: int, shape: Shape, strides: Shape, scales: Scales) -> tuple[Box, ...]:
+    """Return the boxes of each index along the dimension with the longest stride."""
+    outer = max((i for i, count in enumerate(shape) if count > 1), key=lambda i: strides[i])
+    inner = (*shape[:outer], 1, *shape[outer + 1 :])
+    boxes: list[Box] = []
+    for index in range(shape[outer]):
+        for start, box_shape, first, steps in _boxes_of_scales(offset + index * strides[outer], inner, strides, scales):
+            boxes.append(((*start[:outer], index, *start[outer + 1 :]), box_shape, first, steps))
+    return tuple(boxes)

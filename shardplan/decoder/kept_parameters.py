@@ -1,0 +1,63 @@
+"""The decoder with weights that stay as their checkpoint stores them, see `shardplan.model.kept_weights`.
+
+These are the weights of linear projections and of experts in layers, unless the configuration lists their modules as
+plain. A parameter with a plain tensor among its tensors, in any layer, is loaded as numbers. Routers, norms, biases,
+the embedding and the output head are numbers in all releases.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+from haliax import NamedArray
+
+from shardplan.decoder.names import Rule, stored_tensors
+from shardplan.decoder.parameter_rules import parameter_rules
+from shardplan.decoder.parts.linear import Linear
+from shardplan.decoder.weight_blocks import blocks_of_rule
+from shardplan.experts.expert_weights import ExpertWeights
+from shardplan.model.huggingface.quantization import ByteCodes
+from shardplan.model.kept_weights import placeholder_of
+
+LAYERS = "segments["
+"""Begins the paths of the parameters of layers."""
+MATRICES = ("gate", "up", "down")
+"""The weights of experts that are no biases."""
+
+
+def keep_weights(model: Any, codes: ByteCodes) -> Any:
+    """Return a decoder with kept weights, of ones, in the place of weights that its checkpoint stores as codes.
+
+    Args:
+        codes: how the checkpoint stores them.
+    """
+    rules = parameter_rules(model.settings, model.Vocab.size)
+
+    def keep(path: str, weight: NamedArray) -> Any:
+        rule = rules[path]
+        if _has_plain_tensor(rule, codes):
+            return weight
+        return placeholder_of(weight, blocks_of_rule(rule, codes, weight.array.shape), codes.dtype)
+
+    def keep_in(path: Any, node: Any) -> Any:
+        at = jax.tree_util.keystr(path).lstrip(".")
+        if not at.startswith(LAYERS):
+            return node
+        if isinstance(node, Linear):
+            return replace(node, weight=keep(f"{at}.weight", node.weight))
+        if isinstance(node, ExpertWeights):
+            matrices = {name: getattr(node, name) for name in MATRICES}
+            kept = {name: keep(f"{at}.{name}", each) for name, each in matrices.items() if each is not None}
+            return replace(node, **kept)
+        return node
+
+    return jax.tree_util.tree_map_with_path(keep_in, model, is_leaf=_has_weights)
+
+
+def _has_plain_tensor(rule: Rule, codes: ByteCodes) -> bool:
+    """Whether any tensor of a parameter is said to be stored as plain numbers."""
+    return bool(codes.plain_modules) and any(codes.is_plain(stored.name) for stored in stored_tensors(rule))
+
+
+def _has_weights(node: Any) -> bool:
+    return isinstance(node, Linear | ExpertWeights)

@@ -1,0 +1,32 @@
+"""Marks conversions of kept weights while a program is traced: the numbers of one are the result of one operation."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax.numpy as jnp
+from haliax import NamedArray
+from jax.core import ShapedArray
+from jax.extend.core import Primitive
+
+from shardplan.model.kept_weights import KeptWeight, replace_conversion
+
+CONVERSION = "shardplan_conversion"
+"""Takes codes and scales; the result is numbers, in the order of the codes."""
+
+_conversion_p = Primitive(CONVERSION)
+
+
+@contextmanager
+def mark_conversions() -> Iterator[None]:
+    """Make every conversion of a kept weight one operation."""
+    with replace_conversion(_mark):
+        yield
+
+
+def _mark(weight: KeptWeight, dtype: Any) -> NamedArray:
+    numbers = _conversion_p.bind(weight.codes.array, weight.scales.array, dtype=jnp.dtype(dtype))
+    return NamedArray(numbers, weight.codes.axes)
+
+
+_conversion_p.def_abstract_eval(lambda codes, scales, dtype: ShapedArray(codes.shape, dtype))
