@@ -245,8 +245,7 @@ class LoadConfig:
     strict: bool = False
     """Refuse tensors that the model has no use for; a warning names them otherwise."""
     keep_dtype: bool = False
-    """Keep weights in fp8 on the devices, as the checkpoint stores them: half the memory, and a conversion in every
-    layer. For evaluation by shardplan's decoder."""
+    """Keep the fp8 of the checkpoint on the devices."""
 
     def __post_init__(self) -> None:
         check_minimum("load.gib", self.gib, MIN_LOAD_GIB)

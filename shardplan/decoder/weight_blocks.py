@@ -48,7 +48,7 @@ def _blocks_of_tensor(shape: Shape, codes: ByteCodes) -> Shape:
     return (*[1] * len(others), math.gcd(codes.block[0], rows), math.gcd(codes.block[1], columns))
 
 
-class _Blocks:
+class _BlockLengths:
     """The operations of a decoder's rules on lengths of blocks."""
 
     def reshape(self, value: Blocked, shape: Shape) -> Blocked:
@@ -76,7 +76,7 @@ class _Blocks:
         return Blocked((len(values), *values[0].shape), (1, *_common(values)))
 
 
-BLOCKS = _Blocks()
+BLOCKS = _BlockLengths()
 
 
 def _common(values: Sequence[Blocked]) -> Shape:
