@@ -48,7 +48,7 @@ class PlanConfig:
     """What the plan must keep: mlp=model, params.embed=replica+data (stored parameters), position= (replicated), or of
     one tensor q_proj.weight:kv_head=model,embed=data."""
     forbid: tuple[str, ...] = ()
-    """What the plan must not shard: vocab, params.vocab (as stored), or mlp=replica (over that axis)."""
+    """What the plan must not shard: vocab, params.vocab (as stored), or mlp=replica."""
     given: frozenset[str] = field(default=frozenset(), repr=False, compare=False, metadata={NO_KEY: True})
     """Keys that a file or the command line set, by dotted name; not a key itself."""
     files: tuple[str, ...] = field(default=(), repr=False, compare=False, metadata={NO_KEY: True})

@@ -31,16 +31,15 @@ class ModelConfig:
     """Which model."""
 
     ref: str = ""
-    """Hugging Face checkpoint: a local folder, org/model@revision, gs://, s3://, az:// or https:// folder."""
-    adapter: str | None = None
-    """A LoRA adapter that PEFT has saved, whose changes are added to the weights of model.ref while they are read: a
-    folder or repository, named like model.ref."""
+    """Hugging Face checkpoint: folder, org/model@revision, gs://, s3://, az://, https://."""
     config: str | None = None
     """A config.json, or the name of a bundled model such as llama-3.1-8b, to plan from when the checkpoint itself is
     not at hand; default: the one of model.ref."""
     levanter_class: str | None = None
     """The Levanter configuration class of your own model, as package.module:Class, or `levanter` for Levanter's own
     class for the model_type of the config.json; default: shardplan's decoder, and for training `levanter`."""
+    adapter: str | None = None
+    """LoRA adapter of PEFT, added to weights while they are read; named like model.ref."""
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,8 @@ class AdaptedTensor(ComputedTensor):
 
     @property
     def all_bytes(self) -> int:
-        """Length of the base with its parts, and of both matrices of the adapter."""
-        return self.base.all_bytes + self.factors.a.nbytes + self.factors.b.nbytes
+        """Length of the base with its parts; both matrices of the adapter are read once, for all parts of it."""
+        return self.base.all_bytes
 
     @property
     def value_dtype(self) -> np.dtype:
