@@ -13,6 +13,7 @@ from safetensors.numpy import load_file
 
 import shardplan
 
+pytestmark = pytest.mark.whole
 ROW = '    MeshAxis("expert", False, TensorUse.OWN, False, 3, None, "Devices along a throw-away axis."),\n'
 PLAN_LOAD_VERIFY = """
 import json

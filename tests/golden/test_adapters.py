@@ -221,7 +221,7 @@ def coded_llama(tmp_path):
 ALL_WEIGHTS = {f"{module}.weight" for module in ALL}
 
 
-@pytest.mark.parametrize("name", ["fp8", "llama_awq", "llama_gptq"])
+@pytest.mark.parametrize("name", ["fp8", "llama_awq", pytest.param("llama_gptq", marks=pytest.mark.whole)])
 def test_coded_weights(tmp_path, name):
     """Scales and the change are applied to the same numbers, also where codes are in the order of AWQ or GPTQ."""
     if name == "fp8":

@@ -104,14 +104,8 @@ def test_codes_with_scales(golden, tmp_path):
     assert codes == [0, 0], errors
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "gpt_oss_mxfp4", pytest.param("llama_awq", marks=pytest.mark.whole),
-        pytest.param("llama_gptq", marks=pytest.mark.whole),
-        pytest.param("kimi_int4", marks=pytest.mark.whole),
-    ],
-)  # fmt: skip
+@pytest.mark.whole
+@pytest.mark.parametrize("name", ["gpt_oss_mxfp4", "llama_awq", "llama_gptq", "kimi_int4"])
 def test_codes_of_four_bits(golden, tmp_path, name):
     """Two processes read codes that are in another order than the numbers, of which devices have parts of columns."""
     folder = golden.parent / "families" / name

@@ -101,9 +101,10 @@ def test_eight_devices_to_four(golden, tmp_path):
     ("fault", "codes", "message"),
     [
         ("full", [5, 2], "out cannot be written to: [Errno 28] No space left on device"),
-        pytest.param("killed", [5, -9], "process 1", marks=pytest.mark.whole),
+        ("killed", [5, -9], "process 1"),
     ],
 )
+@pytest.mark.whole
 def test_the_other_process_ends_when_one_fails(golden, tmp_path, fault, codes, message):
     """It would wait for ever at a barrier of Orbax; what is left does not look like a checkpoint, and is replaced."""
     folder = tmp_path / "out"
