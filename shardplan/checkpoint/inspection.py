@@ -177,7 +177,9 @@ def _describe_files(index: TensorIndex) -> Files:
 
 
 def _describe_model(model: Model, folder: Folder) -> DescribedModel:
-    layers = [layer for segment in getattr(model.config, "segments", ()) for layer in segment.layers * segment.repeats]
+    layers: list[Any] = []
+    for segment in getattr(model.config, "segments", ()):
+        layers += segment.layers * segment.repeats
     routed = [layer.mlp for layer in layers if isinstance(layer.mlp, ExpertsConfig)]
     router = routed[0].router if routed else None
     family = FAMILIES.get(model.type)

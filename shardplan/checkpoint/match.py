@@ -12,7 +12,6 @@ from shardplan.checkpoint.format.codecs.decode_index import decode_index
 from shardplan.checkpoint.format.compare import hold_the_same
 from shardplan.checkpoint.format.header import Tensor
 from shardplan.checkpoint.format.index import INDEX, SINGLE, TensorIndex, check_tensors, missing_files_text
-from shardplan.checkpoint.format.many_objects import without_collection
 from shardplan.checkpoint.mapping.names import HEADS, StoredNames, find_stored_names
 from shardplan.checkpoint.mapping.state_dict_program import (
     StateDictProgram,
@@ -26,6 +25,7 @@ from shardplan.checkpoint.mapping.views import Shape, View
 from shardplan.errors import CheckpointError
 from shardplan.model.huggingface.quantization import Quantization
 from shardplan.model.inspect import named_leaves, parameters_of
+from shardplan.runtime.garbage import without_garbage_collection
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def match_tensors(template: Any, tensors: Mapping[str, Tensor], where: str) -> S
     return match_checkpoint(template, TensorIndex(tensors), where).program
 
 
-@without_collection()
+@without_garbage_collection()
 def match_checkpoint(
     template: Any,
     index: TensorIndex,

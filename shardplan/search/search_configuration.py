@@ -1,11 +1,9 @@
 """The search for a configuration: one space, or one for every value of what the workload leaves open."""
 
-import gc
 import itertools
 import math
 import time
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +20,7 @@ from shardplan.plan.workload.workload import BATCH_AXIS
 from shardplan.positions.sequence_order import SequenceOrder
 from shardplan.program.marked.attention_kind import AttentionKind
 from shardplan.program.step_trace import plan_step
+from shardplan.runtime.garbage import without_garbage_collection
 from shardplan.search.branch_and_bound import find_smallest, search_meshes
 from shardplan.search.open_choices import enumerate_variants
 from shardplan.search.ranking import Candidate, Ranking
@@ -63,19 +62,7 @@ class SearchResult:
     """Every candidate that fits and that no bound excluded, the fastest first."""
 
 
-@contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """Do not collect garbage: a search makes no cycles, and each collection goes through all objects of JAX."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-@_without_garbage_collection()
+@without_garbage_collection()
 def search_configuration(config: PlanConfig, model: Model, keep: int, own_attention: bool = False) -> SearchResult:
     """Search for the `keep` fastest candidates for `config`.
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardplan.checkpoint.adapter.factors import Factors
-from shardplan.checkpoint.format.codecs.coded_tensor import SLAB_ELEMENTS, element_coordinates, part_of
+from shardplan.checkpoint.format.codecs.coded_tensor import element_coordinates, part_of, slabs
 from shardplan.checkpoint.format.codecs.computed_tensor import ComputedTensor
 from shardplan.checkpoint.format.header import Tensor
 from shardplan.checkpoint.mapping.views import Piece, Shape, View, row_major_strides
@@ -53,9 +53,8 @@ class AdaptedTensor(ComputedTensor):
         matrices = self.factors.matrices()
         rows, columns = self._coordinates(piece)
         for part, numbers in self._base_slabs(stored, piece):
-            numbers += matrices.change(
-                part_of(rows, part), part_of(columns, part)
-            )  # each sum is rounded once, to float32
+            # each sum is rounded once, to float32
+            numbers += matrices.change(part_of(rows, part), part_of(columns, part))
             yield part, numbers
 
     def _base_slabs(self, stored: np.ndarray, piece: Piece) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
@@ -63,11 +62,8 @@ class AdaptedTensor(ComputedTensor):
         if isinstance(self.base, ComputedTensor):
             yield from self.base.number_slabs(stored, piece)
             return
-        rows = piece.shape[0]
-        most = max(1, SLAB_ELEMENTS // max(1, piece.size // rows))
-        for start in range(0, rows, most):
-            part = slice(start, min(start + most, rows))
-            yield (part,), stored[part].astype(np.float32)
+        for part in slabs(piece, []):
+            yield part, stored[part].astype(np.float32)
 
     def _coordinates(self, piece: Piece) -> tuple[np.ndarray, np.ndarray]:
         """Return the row and the column of every element of a piece, in arrays that broadcast."""

@@ -148,7 +148,7 @@ def _check_complete(adapter: Adapter, names: StoredNames, expected: Mapping[str,
     adapted = {names.canonical[name] for name in adapter.pairs}
     saved = {names.canonical[name] for name in adapter.saved}
     for entry in config.saved_modules:
-        if not any(part.endswith(entry) for name in adapter.saved for part in _modules_around(name)):
+        if not any(_is_within(name, entry) for name in adapter.saved):
             raise CheckpointError(
                 f"{adapter.where} has no tensor of {entry}, which modules_to_save lists; download it again"
             )
@@ -172,6 +172,11 @@ def _check_complete(adapter: Adapter, names: StoredNames, expected: Mapping[str,
             f"{adapter.where} lacks what its adapter_config.json says was trained ({kinds_text(sorted(missing))}); it "
             "is incomplete, or an adapter of another model"
         )
+
+
+def _is_within(name: str, entry: str) -> bool:
+    """Whether a parameter is in a module whose name ends as an entry of `modules_to_save` says."""
+    return any(module.endswith(entry) for module in _modules_around(name))
 
 
 def _modules_around(name: str) -> list[str]:

@@ -17,10 +17,10 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 
 from shardplan.checkpoint.format.header import Tensor, read_header, reject_duplicate_keys
-from shardplan.checkpoint.format.many_objects import without_collection
 from shardplan.checkpoint.mapping.unneeded import classify_unexpected
 from shardplan.checkpoint.mapping.views import Shape
 from shardplan.errors import CheckpointError, one_line
+from shardplan.runtime.garbage import without_garbage_collection
 from shardplan.storage import Folder, read_bytes
 from shardplan.storage.contents import describe_contents, describe_folder, find_unfinished
 
@@ -77,7 +77,7 @@ def read_index(folder: Folder, files: WeightFiles = MODEL_FILES) -> dict[str, Te
     return dict(index.tensors)
 
 
-@without_collection()
+@without_garbage_collection()
 def read_tensor_index(folder: Folder, files: WeightFiles = MODEL_FILES) -> TensorIndex:
     """Read the index and all headers of the checkpoint in `folder`.
 

@@ -12,8 +12,8 @@ import numpy as np
 
 from shardplan.checkpoint.format.header import Tensor
 from shardplan.checkpoint.format.index import TensorIndex, read_tensor_index
-from shardplan.checkpoint.format.many_objects import without_collection
 from shardplan.errors import CheckpointError
+from shardplan.runtime.garbage import without_garbage_collection
 from shardplan.runtime.processes.group import ProcessGroup
 from shardplan.storage import File, Folder
 from shardplan.storage.checksums import Checksum
@@ -103,7 +103,7 @@ def _pack_tensor(tensor: Tensor) -> list[Any]:
     return [tensor.file_name, tensor.offset, tensor.shape, tensor.dtype.name, tensor.is_listed]
 
 
-@without_collection()
+@without_garbage_collection()
 def unpack_index(folder: Folder, text: str) -> TensorIndex:
     """Return the inverse of `pack_index`; files are opened when they are first read from."""
     description = json.loads(zlib.decompress(base64.b64decode(text)))

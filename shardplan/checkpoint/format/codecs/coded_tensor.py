@@ -154,11 +154,12 @@ class CodedTensor(ComputedTensor):
     @property
     def all_bytes(self) -> int:
         """Length of codes, scales, zero points and groups."""
-        values = [each for each in (self.scale, self.zero) if each is not None]
-        parts = [each.tensor for each in values] + [each.common.tensor for each in values if each.common is not None]
-        if self.row_groups is not None:
-            parts.append(self.row_groups.tensor)
-        return self.nbytes + sum(part.nbytes for part in parts)
+        total = self.nbytes
+        for values in (self.scale, self.zero):
+            if values is not None:
+                total += values.tensor.nbytes
+                total += 0 if values.common is None else values.common.tensor.nbytes
+        return total + (0 if self.row_groups is None else self.row_groups.tensor.nbytes)
 
     def view(self, name: str) -> View | None:
         """Return the numbers as a view of the codes of a tensor called `name`; None if they are in the same order."""
@@ -252,7 +253,7 @@ def _decoded_slabs(
         yield (), (_numbers(codes) - np.float32(zero)) * rows.scales.reshape(-1)[0]
         return
     groups = _groups(tensor, piece, rows)
-    for part in _slabs(piece, groups):
+    for part in slabs(piece, groups):
         numbers = _numbers(codes[part])
         of_part = [_reduce(part_of(each, part)) for each in groups]
         firsts = _first_of_groups(of_part, len(piece.shape) - 1)
@@ -264,11 +265,11 @@ def _decoded_slabs(
         yield part, numbers
 
 
-def _slabs(piece: Piece, groups: list[np.ndarray]) -> Iterator[tuple[slice, ...]]:
+def slabs(piece: Piece, groups: list[np.ndarray]) -> Iterator[tuple[slice, ...]]:
     """Yield parts of a piece: of few elements, and of one group along a dimension where groups are long.
 
     Args:
-        groups: see `_groups`.
+        groups: see `_groups`; none for numbers without groups.
     """
     shape, size, d = piece.shape, piece.size, 0
     while d < len(shape) - 1 and size > SLAB_ELEMENTS * shape[d]:  # one index of the dimension is more than a slab

@@ -1,0 +1,17 @@
+"""Pauses the collection of garbage while many objects are made that form no cycles."""
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    """Collect no garbage: each collection goes through all objects, those of JAX and a hundred thousand tensors."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
