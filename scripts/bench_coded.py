@@ -22,7 +22,7 @@ from shardplan.checkpoint.mapping.state_dict_program import expected_tensors
 from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.registry import build_model
 
-COMMAND = "python scripts/bench_coded.py --runs 1 --output docs/benchmarks/coded.md"
+COMMAND = "python scripts/bench_coded.py --output docs/benchmarks/coded.md"
 BLOCK, MX_GROUP = 128, 32
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)

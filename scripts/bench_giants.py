@@ -220,8 +220,7 @@ def main() -> None:
         "Headers and index have the names, types, shapes and files of the releases; data are holes. Opened from a web",
         f"server that waits {1000 * LATENCY_S:.0f} ms before every answer (seconds of the clock), and from a disk;",
         f"mapped to the arrays of the model; scheduled for {processes:,} processes ({SLICE}), as each of them does",
-        "(seconds of the processor, median of three). Peak memory is that of Python and numpy in process 0 for all of",
-        "it.",
+        "(seconds of the processor, median of three). Peak memory: what Python and numpy allocate in process 0 for it.",
         "",
         "| checkpoint | tensors | files | GiB | opened at a distance, s | from a disk, s | mapped, s | scheduled, s "
         "| peak memory, MiB | index as sent, KiB |",

@@ -49,10 +49,10 @@ class Matrices:
             left = self.left[rows.ravel()].astype(np.float64) * self.scaling
             box = left @ self.right[:, columns.ravel()].astype(np.float64)
             rank = len(shape)
-            by_dimension = box.reshape(*rows.shape, *columns.shape).transpose(
-                np.arange(2 * rank).reshape(2, rank).T.ravel()
-            )
-            return by_dimension.reshape(shape)
+            order: list[int] = []
+            for dimension in range(rank):  # one of each pair has one element
+                order += (dimension, rank + dimension)
+            return box.reshape(*rows.shape, *columns.shape).transpose(order).reshape(shape)
         all_rows, all_columns = (np.broadcast_to(each, shape).ravel() for each in (rows, columns))
         result = np.empty(all_rows.shape, np.float64)
         for start in range(0, result.size, CHUNK):
