@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shardplan.checkpoint.best_effort import best_effort_sharding
     from shardplan.checkpoint.load import HFCheckpointConverter, load_pretrained
-    from shardplan.checkpoint.save import save_pretrained
-    from shardplan.checkpoint.save_orbax import save_orbax
+    from shardplan.checkpoint.saving.save import save_pretrained
+    from shardplan.checkpoint.saving.save_orbax import save_orbax
     from shardplan.config import load_config
     from shardplan.eval.evaluate import evaluate
     from shardplan.execution.device_mesh import make_mesh
@@ -48,8 +48,8 @@ _MODULES = {
     "patch_levanter": "shardplan.levanter_patch",
     "rank_slices": "shardplan.explain.rank_slices",
     "review": "shardplan.lint.repair",
-    "save_orbax": "shardplan.checkpoint.save_orbax",
-    "save_pretrained": "shardplan.checkpoint.save",
+    "save_orbax": "shardplan.checkpoint.saving.save_orbax",
+    "save_pretrained": "shardplan.checkpoint.saving.save",
     "trainer_yaml": "shardplan.levanter_config.writer",
     "verify_plan": "shardplan.verify.verify_plan",
     "watch": "shardplan.runtime.processes.group",

@@ -29,7 +29,7 @@ from pathlib import Path
 
 from shardplan.runtime.deferred_packages import defer_unused_packages
 
-MODULES = ("shardplan.commands.eval", "shardplan.eval.run", "shardplan.checkpoint.save", "levanter.models.llama")
+MODULES = ("shardplan.commands.eval", "shardplan.eval.run", "shardplan.checkpoint.saving.save", "levanter.models.llama")
 """What processes of tests import."""
 REQUEST_BYTES = 2**17
 DEVICES = "JAX_NUM_CPU_DEVICES"

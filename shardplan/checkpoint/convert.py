@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, assert_never
 
-from shardplan.checkpoint.save import save_levanter, save_pretrained
-from shardplan.checkpoint.save_orbax import save_orbax
+from shardplan.checkpoint.saving.save import save_levanter, save_pretrained
+from shardplan.checkpoint.saving.save_orbax import save_orbax
+from shardplan.checkpoint.saving.target import CONFIG
 from shardplan.checkpoint.session import Session, prepare
-from shardplan.checkpoint.target import CONFIG
 from shardplan.config.command_flags import Format, LoadingConfig
 from shardplan.config.given_plan import load_given_plan
 from shardplan.model.bundled_configs import read_config_file

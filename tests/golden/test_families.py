@@ -28,7 +28,7 @@ from shardplan.checkpoint.levanter_converter.config import make_hf_config
 from shardplan.checkpoint.load import stream_checkpoint
 from shardplan.checkpoint.mapping.state_dict_program import expected_tensors
 from shardplan.checkpoint.match import match_tensors
-from shardplan.checkpoint.save import save_pretrained
+from shardplan.checkpoint.saving.save import save_pretrained
 from shardplan.decoder import families
 from shardplan.decoder.config import DecoderConfig
 from shardplan.decoder.model import Decoder

@@ -16,10 +16,10 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from shardplan import load_pretrained, save_orbax
-from shardplan.checkpoint import convert, save, target
-from shardplan.checkpoint.format import written_files
+from shardplan.checkpoint import convert
 from shardplan.checkpoint.mapping.state_dict_program import StateDictProgram, trace_program
-from shardplan.checkpoint.save import save_levanter, save_pretrained
+from shardplan.checkpoint.saving import save, target, written_files
+from shardplan.checkpoint.saving.save import save_levanter, save_pretrained
 from shardplan.errors import CheckpointError, ConfigError
 from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.inspect import named_leaves

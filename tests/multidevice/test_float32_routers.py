@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from safetensors.numpy import load_file, save_file
 
 from shardplan import audit, load_config, load_pretrained, make_plan
-from shardplan.checkpoint.save import save_pretrained
+from shardplan.checkpoint.saving.save import save_pretrained
 from shardplan.errors import ConfigError
 from shardplan.execution import step_program
 from shardplan.execution.device_mesh import make_mesh

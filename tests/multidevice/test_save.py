@@ -22,8 +22,8 @@ from safetensors.numpy import load_file, save_file
 from transformers import PreTrainedTokenizerFast
 
 from shardplan import HFCheckpointConverter, load_pretrained
-from shardplan.checkpoint import target
 from shardplan.checkpoint.levanter_converter import upload
+from shardplan.checkpoint.saving import target
 from shardplan.errors import ConfigError
 from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.inspect import named_leaves
@@ -135,7 +135,7 @@ def test_a_replacement_that_is_interrupted_leaves_no_checkpoint(golden, tmp_path
         model = converter.load_pretrained(None)
         converter.save_pretrained(model, str(tmp_path), max_shard_size=100_000)
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr("shardplan.checkpoint.save._assemble_bytes", interrupt)
+            patch.setattr("shardplan.checkpoint.saving.save._assemble_bytes", interrupt)
             converter.save_pretrained(model, str(tmp_path))
         assert (tmp_path / target.INCOMPLETE).exists() and not (tmp_path / "config.json").exists()
         converter.save_pretrained(model, str(tmp_path))

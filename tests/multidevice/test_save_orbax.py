@@ -15,9 +15,9 @@ from safetensors.numpy import load_file
 
 from shardplan import Plan, load_pretrained, save_orbax
 from shardplan.checkpoint import convert
-from shardplan.checkpoint import save_orbax as module_of_save
-from shardplan.checkpoint.save import save_levanter
-from shardplan.checkpoint.target import INCOMPLETE
+from shardplan.checkpoint.saving import save_orbax as module_of_save
+from shardplan.checkpoint.saving.save import save_levanter
+from shardplan.checkpoint.saving.target import INCOMPLETE
 from shardplan.errors import CheckpointError, ConfigError
 from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.inspect import named_leaves

@@ -41,7 +41,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from shardplan.checkpoint.load import HFCheckpointConverter, stream_checkpoint
-from shardplan.checkpoint.save import save_levanter, save_pretrained
+from shardplan.checkpoint.saving.save import save_levanter, save_pretrained
 from shardplan.checkpoint.transfer import schedule, stream
 from shardplan.errors import ShardplanError
 from shardplan.model.huggingface.hf_config import read_config

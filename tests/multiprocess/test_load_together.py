@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 from test_eval import free_port
 
 from shardplan import load_pretrained
-from shardplan.checkpoint.save import save_pretrained
+from shardplan.checkpoint.saving.save import save_pretrained
 from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.model_class import LEVANTER
 from shardplan.model.registry import build_model

@@ -14,11 +14,11 @@ from typing import Any
 from levanter.compat.hf_checkpoints import HFCheckpointConverter as LevanterConverter
 from levanter.compat.hf_checkpoints import RepoRef, _save_tokenizer_pretrained
 
-from shardplan.checkpoint.format.written_config import count_bytes_by_dtype
 from shardplan.checkpoint.levanter_converter.config import make_hf_config
 from shardplan.checkpoint.levanter_converter.upload import find_repository, make_repository, upload_checkpoint
-from shardplan.checkpoint.save import save_pretrained
-from shardplan.checkpoint.target import CONFIG
+from shardplan.checkpoint.saving.save import save_pretrained
+from shardplan.checkpoint.saving.target import CONFIG
+from shardplan.checkpoint.saving.written_config import count_bytes_by_dtype
 from shardplan.errors import ConfigError, one_line
 from shardplan.runtime.processes.group import open_process_group
 

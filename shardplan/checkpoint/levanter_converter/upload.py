@@ -7,8 +7,8 @@ from typing import IO, Any
 import huggingface_hub
 from levanter.compat.hf_checkpoints import RepoRef
 
-from shardplan.checkpoint.save import SLOWEST_BYTES_PER_S
-from shardplan.checkpoint.target import list_checkpoint_files
+from shardplan.checkpoint.saving.save import SLOWEST_BYTES_PER_S
+from shardplan.checkpoint.saving.target import list_checkpoint_files
 from shardplan.errors import ConfigError, one_line
 from shardplan.runtime.processes.group import open_process_group
 from shardplan.runtime.processes.watch.activity import DEADLINE_S

@@ -18,7 +18,7 @@ def main(argv: Sequence[str]) -> None:
         return
     if config.json is not None:
         raise ConfigError("json is for the Plan of a --dry_run; leave it out")
-    from shardplan.checkpoint.target import open_target
+    from shardplan.checkpoint.saving.target import open_target
 
     # before the load, and before JAX is imported: a folder that cannot be written to fails at once
     target = open_target(config.to, config.format)

@@ -16,10 +16,10 @@ import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint.utils import TMP_DIR_SUFFIX
 
-from shardplan.checkpoint.format.orbax_tree import check_tree_written, make_tree
-from shardplan.checkpoint.format.written_config import count_bytes_by_dtype, describe_written
-from shardplan.checkpoint.save import saving_limit_s
-from shardplan.checkpoint.target import CONFIG, ORBAX_STEP, PLAN, claim_target, complete_target, write_file
+from shardplan.checkpoint.saving.orbax_tree import check_tree_written, make_tree
+from shardplan.checkpoint.saving.save import saving_limit_s
+from shardplan.checkpoint.saving.target import CONFIG, ORBAX_STEP, PLAN, claim_target, complete_target, write_file
+from shardplan.checkpoint.saving.written_config import count_bytes_by_dtype, describe_written
 from shardplan.config.command_flags import Format
 from shardplan.errors import ConfigError, check_argument, one_line
 from shardplan.plan.arguments import check_plan

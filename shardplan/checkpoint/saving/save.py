@@ -26,9 +26,13 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from levanter.checkpoint import save_checkpoint
 
 from shardplan.checkpoint.format.casting import copy_cast, float_dtype
-from shardplan.checkpoint.format.levanter_arrays import check_arrays_written
-from shardplan.checkpoint.format.written_config import count_bytes_by_dtype, describe_written
-from shardplan.checkpoint.format.written_files import (
+from shardplan.checkpoint.mapping.state_dict_program import StateDictProgram
+from shardplan.checkpoint.mapping.type_names import trace_type_names
+from shardplan.checkpoint.mapping.views import Piece, Shape
+from shardplan.checkpoint.saving.levanter_arrays import check_arrays_written
+from shardplan.checkpoint.saving.target import CONFIG, LEVANTER_METADATA, claim_target, complete_target, write_file
+from shardplan.checkpoint.saving.written_config import count_bytes_by_dtype, describe_written
+from shardplan.checkpoint.saving.written_files import (
     DTYPE_NAMES,
     assign_files,
     check_files_written,
@@ -36,10 +40,6 @@ from shardplan.checkpoint.format.written_files import (
     encode_header,
     encode_index,
 )
-from shardplan.checkpoint.mapping.state_dict_program import StateDictProgram
-from shardplan.checkpoint.mapping.type_names import trace_type_names
-from shardplan.checkpoint.mapping.views import Piece, Shape
-from shardplan.checkpoint.target import CONFIG, LEVANTER_METADATA, claim_target, complete_target, write_file
 from shardplan.config.command_flags import Format
 from shardplan.errors import CheckpointError, ConfigError, check_argument, one_line
 from shardplan.model.inspect import named_leaves
