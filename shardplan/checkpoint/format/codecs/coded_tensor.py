@@ -65,12 +65,22 @@ class GroupValues:
         """
         low = first * self.strides[0] if groups else 0
         count = 1 + sum((n - 1) * k for n, k in zip(groups, self.strides, strict=True))
-        values = read_elements(self.tensor, low, count).astype(np.float32)
-        if self.is_scale:
-            check_positive(values, self.name, self.tensor, low)
-        if self.common is not None:
-            values = self.common.apply(values)
+        values = self.in_float32(read_elements(self.tensor, low, count), low)
         return np.lib.stride_tricks.as_strided(values, groups, tuple(k * values.itemsize for k in self.strides))
+
+    def in_float32(self, stored: np.ndarray, first: int) -> np.ndarray:
+        """Return stored values in float32, with what is common to all.
+
+        Args:
+            first: number of the first one, for messages.
+
+        Raises:
+            CheckpointError: a scale is not a positive number.
+        """
+        values = stored.astype(np.float32)
+        if self.is_scale:
+            check_positive(values.reshape(-1), self.name, self.tensor, first)
+        return values if self.common is None else self.common.apply(values)
 
 
 def check_positive(scales: np.ndarray, name: str, tensor: Tensor, first: int) -> None:
@@ -199,13 +209,22 @@ class CodedTensor(ComputedTensor):
     def _read_scales(self, first: int, groups: Shape) -> np.ndarray:
         assert self.scale is not None
         scales = self.scale.read(first, groups)
+        self.check_range(scales)
+        return scales
+
+    def check_range(self, scales: np.ndarray) -> None:
+        """Check that numbers with these scales are finite.
+
+        Raises:
+            CheckpointError: they are not.
+        """
         largest = float(scales.max())
         if largest > FLOAT32_MAX / _largest_code(self.dtype):
+            assert self.scale is not None
             raise CheckpointError(
                 f"{self.file.name}: {self.scale.name} has the scale {largest:g}, with which numbers are infinite; "
                 "download the file again, or quantize the model again"
             )
-        return scales
 
 
 @dataclass(frozen=True)

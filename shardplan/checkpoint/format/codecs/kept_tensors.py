@@ -1,11 +1,11 @@
-"""The codes and the scales of tensors that stay on the devices as they are stored."""
+"""The codes and the scales of a coded tensor as tensors of their own, to be loaded as arrays of their own."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
-from shardplan.checkpoint.format.codecs.coded_tensor import CodedTensor, check_positive
+from shardplan.checkpoint.format.codecs.coded_tensor import CodedTensor
 from shardplan.checkpoint.format.codecs.computed_tensor import ComputedTensor
 from shardplan.checkpoint.format.header import Tensor
 from shardplan.checkpoint.mapping.views import Piece, Shape
@@ -13,10 +13,9 @@ from shardplan.checkpoint.mapping.views import Piece, Shape
 
 @dataclass(frozen=True, slots=True)
 class StoredScales(ComputedTensor):
-    """A tensor of scales, which are checked while they are read."""
+    """The tensor of scales of a coded tensor, which are checked while they are read."""
 
-    name: str = ""
-    """Its name, for messages."""
+    owner: CodedTensor | None = None
 
     @property
     def dims(self) -> Shape:
@@ -27,16 +26,17 @@ class StoredScales(ComputedTensor):
         """Yield the scales of a piece in float32.
 
         Raises:
-            CheckpointError: one is not a positive number.
+            CheckpointError: one is not a positive number, or so large that numbers are infinite.
         """
-        scales = stored.astype(np.float32)
-        check_positive(scales.reshape(-1), self.name, self, piece.offset)
+        assert self.owner is not None and self.owner.scale is not None
+        scales = self.owner.scale.in_float32(stored, piece.offset)
+        self.owner.check_range(scales)
         yield (), scales
 
 
 def codes_of(tensor: CodedTensor) -> Tensor:
     """Return the codes of a tensor as a tensor of their own."""
-    return Tensor(tensor.file, tensor.offset, tensor.shape, tensor.dtype, tensor.path, tensor.is_listed)
+    return Tensor(tensor.file, tensor.offset, tensor.dims, tensor.dtype, tensor.path, tensor.is_listed)
 
 
 def scales_of(tensor: CodedTensor) -> StoredScales:
@@ -44,5 +44,5 @@ def scales_of(tensor: CodedTensor) -> StoredScales:
     assert tensor.scale is not None
     stored = tensor.scale.tensor
     return StoredScales(
-        stored.file, stored.offset, stored.shape, stored.dtype, stored.path, stored.is_listed, tensor.scale.name
+        stored.file, stored.offset, stored.shape, stored.dtype, stored.path, stored.is_listed, owner=tensor
     )
