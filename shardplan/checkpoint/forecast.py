@@ -13,27 +13,28 @@ import numpy as np
 
 from shardplan.checkpoint.adapter.adapter import read_adapter
 from shardplan.checkpoint.format.codecs.decode_index import quantization_of
-from shardplan.checkpoint.format.header import bytes_of
+from shardplan.checkpoint.format.header import Tensor
 from shardplan.checkpoint.format.index import read_tensor_index
 from shardplan.checkpoint.kept import with_kept_parts
 from shardplan.checkpoint.load import array_specs
 from shardplan.checkpoint.mapping.state_dict_program import StateDictProgram, trace_program
 from shardplan.checkpoint.match import Match, match_checkpoint
 from shardplan.checkpoint.transfer.byte_ranges import ReadVolume, TensorSource
+from shardplan.checkpoint.transfer.coded_requests import with_codes
 from shardplan.checkpoint.transfer.request import ArrayRequest, stored_dtypes
 from shardplan.checkpoint.transfer.schedule import Schedule, Speeds, make_schedule, read_by_process
-from shardplan.checkpoint.transfer.stream import transfer_limits
+from shardplan.checkpoint.transfer.stream import sends_codes, transfer_limits
 from shardplan.checkpoint.transfer.transfer import DeviceMesh, ReadStrategy, Transfer
 from shardplan.config.command_flags import CheckpointCommand
 from shardplan.config.sections import LoadConfig
 from shardplan.errors import ConfigError
 from shardplan.hardware import GIB, parse_slice, place_mesh
 from shardplan.model.huggingface.hf_config import read_config
-from shardplan.model.kept_weights import CODES
 from shardplan.model.parameter_dtypes import parameter_dtypes
 from shardplan.model.registry import Model
 from shardplan.plan.plan import Plan
 from shardplan.storage import open_adapter, open_folder
+from shardplan.storage.folder import REMOTE
 
 
 @dataclass(frozen=True)
@@ -88,22 +89,28 @@ class _StoredModel:
 
     source: str
     program: StateDictProgram
-    dtypes: Mapping[str, np.dtype | None]
-    """Tensor name -> its type; None for codes."""
-    sources: Mapping[str, TensorSource]
-    """Tensor name -> where its data are."""
-    part_bytes: int = 0
-    """Bytes of scales of codes, and of other parts beside the data."""
+    tensors: Mapping[str, Tensor]
 
     @property
     def nbytes(self) -> int:
-        """Length of the data of all tensors, and of what is beside them."""
-        return self.data_bytes + self.part_bytes
+        """Length of the data of all tensors, and of scales and other parts of codes."""
+        read = {piece.tensor for view in self.program.views.values() for piece in view.pieces}
+        return sum(self.tensors[name].all_bytes for name in read)
 
-    @property
-    def data_bytes(self) -> int:
-        """Length of the data of all tensors."""
-        return sum(bytes_of(math.prod(shape) * self.sources[name].bits) for name, shape in self.program.tensors.items())
+
+class _AssumedFile:
+    """A file of which nothing but the place of its tensors is known."""
+
+    name = version = "checkpoint"
+    size = 0
+    tuning = REMOTE
+    is_shared = True
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        raise AssertionError("no tensor of an assumed checkpoint is read")
+
+    def recorded_checksum(self) -> None:
+        raise AssertionError("no tensor of an assumed checkpoint is read")
 
 
 def forecast_reads(config: CheckpointCommand, plan: Plan, model: Model) -> Forecast:
@@ -135,21 +142,31 @@ def _forecast(
 ) -> Forecast:
     """Make the schedule of a load, and sum it up; see `forecast_match`."""
     hardware, program = parse_slice(plan.hardware.slice), stored.program
-    read = {piece.tensor for view in program.views.values() for piece in view.pieces}
-    sources = {name: stored.sources[name] for name in read}
     mesh = DeviceMesh(tuple(plan.mesh.items()), tuple(place_mesh(hardware, plan.mesh).hosts()))
     dtypes = parameter_dtypes(model.template, plan.workload.param_dtype)
     specs = array_specs(model.template, plan.param_mapping, program)
     requests = {}
     for path, view in program.views.items():
-        requests[path] = ArrayRequest(view, specs[path], np.dtype(jnp.dtype(dtypes[path]))).in_transit(stored.dtypes)
+        requests[path] = ArrayRequest(view, specs[path], np.dtype(jnp.dtype(dtypes[path])))
+    tensors = stored.tensors
+    if sends_codes(mesh, hardware.is_cpu):
+        requests, tensors = with_codes(requests, tensors, mesh.sizes)
+    stored_types = stored_dtypes(tensors)
+    requests = {path: request.in_transit(stored_types) for path, request in requests.items()}
+    read = {piece.tensor for request in requests.values() for piece in request.view.pieces}
+    sources = {}
+    for name in read:
+        tensor = tensors[name]
+        sources[name] = TensorSource(tensor.file.name, tensor.offset, tensor.bits)
     limits = transfer_limits(int(load.gib * GIB), hardware.is_cpu)
     bandwidth = bandwidth or hardware.host_network_bandwidth
     speeds = Speeds(read=bandwidth, exchange=hardware.generation.link_bandwidth)
     schedule = make_schedule(requests, sources, mesh, limits, speeds)
     arrays, processes = _summarise(schedule, requests, sources)
-    if stored.part_bytes:  # each process reads those of its codes, to which they are in one proportion
-        factor = stored.nbytes / stored.data_bytes
+    # codes that become numbers while they are read: each process reads the parts of its codes, which are a proportion
+    part_bytes = sum(tensors[name].all_bytes - tensors[name].nbytes for name in read)
+    if part_bytes:
+        factor = stored.nbytes / (stored.nbytes - part_bytes)
         processes = {each: ReadVolume(round(volume.bytes * factor), volume.count) for each, volume in processes.items()}
     return Forecast(stored.source, stored.nbytes, bandwidth, processes, arrays)
 
@@ -163,12 +180,7 @@ def _read_checkpoint(config: CheckpointCommand, model: Model) -> _StoredModel:
 
 def _stored_model(match: Match, model: Model) -> _StoredModel:
     views, tensors = with_kept_parts(model.template, match.program.views, match.tensors, match.where)
-    sources = {name: TensorSource(tensor.file.name, tensor.offset, tensor.bits) for name, tensor in tensors.items()}
-    # the scales of kept weights are tensors of their own
-    read = [match.tensors[name] for name in match.program.tensors if name + CODES not in tensors]
-    part_bytes = sum(tensor.all_bytes - tensor.nbytes for tensor in read)
-    program = dataclasses.replace(match.program, views=views)
-    return _StoredModel(match.where, program, stored_dtypes(tensors), sources, part_bytes)
+    return _StoredModel(match.where, dataclasses.replace(match.program, views=views), tensors)
 
 
 def _assume_checkpoint(config_path: str, config: CheckpointCommand, model: Model) -> _StoredModel:
@@ -183,12 +195,12 @@ def _assume_checkpoint(config_path: str, config: CheckpointCommand, model: Model
     dtype = np.dtype(jnp.dtype(config_json.get("torch_dtype") or config_json.get("dtype") or "bfloat16"))
     sizes = (math.prod(shape) * dtype.itemsize for shape in program.tensors.values())
     offsets = itertools.accumulate(sizes, initial=0)
-    sources = {
-        name: TensorSource("checkpoint", offset, 8 * dtype.itemsize)
-        for name, offset in zip(program.tensors, offsets, strict=False)
+    file = _AssumedFile()
+    tensors = {
+        name: Tensor(file, offset, shape, dtype)
+        for (name, shape), offset in zip(program.tensors.items(), offsets, strict=False)
     }
-    source = f"one file with the tensors of {config_path} in {dtype}"
-    return _StoredModel(source, program, dict.fromkeys(program.tensors, dtype), sources)
+    return _StoredModel(f"one file with the tensors of {config_path} in {dtype}", program, tensors)
 
 
 def _summarise(

@@ -7,8 +7,8 @@ from shardplan.checkpoint.adapter.adapted_tensor import AdaptedTensor
 from shardplan.checkpoint.format.codecs.coded_tensor import CodedTensor
 from shardplan.checkpoint.format.codecs.kept_tensors import codes_of, scales_of
 from shardplan.checkpoint.format.header import Tensor
-from shardplan.checkpoint.mapping.kept_views import Scales, pieces_of_scales
-from shardplan.checkpoint.mapping.views import Piece, View
+from shardplan.checkpoint.mapping.views import View
+from shardplan.checkpoint.transfer.coded_requests import codes_view, scales_view
 from shardplan.errors import CheckpointError, ConfigError
 from shardplan.model.kept_weights import CODES, SCALES, owner_of
 from shardplan.model.parameter_dtypes import kept_dtypes
@@ -36,16 +36,9 @@ def with_kept_parts(
             coded = _coded(name, tensors[name], dtypes[owner_of(path) + CODES], where)
             parts[name + CODES], parts[name + SCALES] = codes_of(coded), scales_of(coded)
         if path.endswith(CODES):
-            renamed = (piece._replace(tensor=piece.tensor + CODES) for piece in view.pieces)
-            changed[path] = View(view.shape, tuple(renamed))
-            continue
-        pieces: list[Piece] = []
-        for piece in view.pieces:
-            tensor = tensors[piece.tensor]
-            assert isinstance(tensor, CodedTensor) and tensor.scale is not None
-            scales = Scales(tensor.dims, tensor.group, tensor.scale.strides)
-            pieces += pieces_of_scales(piece, piece.tensor + SCALES, scales)
-        changed[path] = View(view.shape, tuple(pieces))
+            changed[path] = codes_view(view)
+        else:
+            changed[path] = scales_view(view, tensors)
     return changed, parts
 
 

@@ -116,7 +116,7 @@ def convert_blocks(codes: Array, scales: Array, dtype: Any) -> Array:
     # along the last dimension scales are repeated before codes are read, which is little; along others a compiler
     # broadcasts them while it multiplies, unless it may move the reshape of the result to the scales: it would write
     # a scale of four bytes for every code
-    scales = _repeat(scales, scales.ndim - 1, last)
+    scales = repeat(scales, scales.ndim - 1, last)
     shape: list[int] = []
     shape_of_scales: list[int] = []
     for n, size in zip(codes.shape, blocks, strict=False):
@@ -139,11 +139,11 @@ def _scales_of_shard(scales: Array, dimension: int, block: int, length: int, ind
         index: number of the shard.
     """
     part = math.gcd(block, length)
-    divided = _repeat(scales, dimension, block // part)
+    divided = repeat(scales, dimension, block // part)
     return jax.lax.dynamic_slice_in_dim(divided, index * (length // part), length // part, dimension)
 
 
-def _repeat(array: Array, dimension: int, times: int) -> Array:
+def repeat(array: Array, dimension: int, times: int) -> Array:
     """Repeat each element along a dimension, without a gather."""
     shape = array.shape
     repeated = (*shape[: dimension + 1], times, *shape[dimension + 1 :])

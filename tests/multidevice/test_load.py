@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from exchange_schedules import make_exchange_schedule
 from haliax.state_dict import from_torch_compatible_state_dict
 from jax.sharding import Mesh, PartitionSpec
 from levanter.compat.hf_checkpoints import RepoRef
@@ -20,8 +21,6 @@ from shardplan.checkpoint import load
 from shardplan.checkpoint.format.index import read_index
 from shardplan.checkpoint.load import stream_checkpoint
 from shardplan.checkpoint.transfer import destination, stream
-from shardplan.checkpoint.transfer.schedule import Schedule, exchange_strategies
-from shardplan.checkpoint.transfer.transfer import ReadStrategy, make_transfers
 from shardplan.errors import CheckpointError, ConfigError
 from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.inspect import named_leaves
@@ -127,15 +126,6 @@ def test_devices_that_read_rows_and_exchange(golden, monkeypatch, name, sizes, m
     template, folder, mesh = template_of(golden / name), open_folder(str(golden / name)), mesh_of(*sizes)
     exchanged = []
     original = stream.exchange_rows
-
-    def make_exchange_schedule(requests, sources, mesh, limits):
-        transfers = []
-        for path, request in requests.items():
-            shape, spec = request.view.shape, request.spec
-            strategies = [ReadStrategy(spec), *exchange_strategies(shape, spec, mesh)]
-            strategy = max(strategies, key=lambda each: len(each.collectives))
-            transfers += make_transfers(path, shape, strategy, request.dtype.itemsize, mesh, limits)
-        return Schedule(mesh, tuple(transfers))
 
     monkeypatch.setattr(stream, "make_schedule", make_exchange_schedule)
     monkeypatch.setattr(stream, "exchange_rows", lambda *args: exchanged.append(args[1]) or original(*args))

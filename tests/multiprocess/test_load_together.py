@@ -90,7 +90,7 @@ def test_processes_read_every_byte_once_and_write_one_checkpoint(golden, tmp_pat
 
 
 def test_codes_with_scales(golden, tmp_path):
-    """Two processes read a Llama in fp8, whose blocks are divided among devices, and exchange its numbers."""
+    """Two processes read a Llama in fp8, whose blocks are divided among devices, and exchange its codes."""
     tensors = {
         name: value for file in (golden / "llama").glob("*.safetensors") for name, value in load_file(file).items()
     }

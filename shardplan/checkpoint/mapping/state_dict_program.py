@@ -20,7 +20,7 @@ from haliax.jax_utils import is_jax_array_like
 from haliax.state_dict import flatten_modules_for_export, from_torch_compatible_state_dict, to_state_dict
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from shardplan.checkpoint.mapping.kept_views import first_of_blocks
+from shardplan.checkpoint.mapping.code_views import first_of_blocks
 from shardplan.checkpoint.mapping.views import Shape, View, concatenate, stack, tensor_view
 from shardplan.decoder.families import family_of
 from shardplan.decoder.model import Decoder, expected_shapes

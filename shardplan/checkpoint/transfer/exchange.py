@@ -1,7 +1,11 @@
-"""The exchange over the interconnect after devices have read rows of a box: all-to-all and all-gather, nothing else."""
+"""What devices do together with what they have read: exchange rows, and make numbers of codes.
+
+Rows are exchanged by all-to-all and all-gather, nothing else.
+"""
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 
 import jax
@@ -10,20 +14,36 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from shardplan.checkpoint.format.header import HALF_BYTES
 from shardplan.checkpoint.mapping.views import Shape
+from shardplan.checkpoint.transfer.decoding import BoxDecoder
 from shardplan.checkpoint.transfer.transfer import ReadStrategy, Transfer
 
 WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
 """Bytes of an element -> the integer type that it is sent as: so no collective changes a bit, whatever the type."""
 
 
+@dataclass(frozen=True)
+class Decoding:
+    """What makes numbers of the codes of an array."""
+
+    decoder: BoxDecoder
+    scales: jax.Array
+
+
 def exchange_rows(
-    mesh: Mesh, transfer: Transfer, rows: Mapping[int, np.ndarray], dtype: np.dtype
+    mesh: Mesh,
+    transfer: Transfer,
+    rows: Mapping[int, np.ndarray],
+    dtype: np.dtype,
+    decoding: Decoding | None = None,
 ) -> dict[int, jax.Array]:
-    """Run the collectives of a transfer; every process of the mesh calls this at once.
+    """Run the collectives of a transfer, if it has any; every process of the mesh calls this at once.
 
     Args:
         rows: device index -> the rows that the device has read, of shape (rows per device, *row shape).
+        dtype: type of the elements of rows; those of four bits have a byte each.
+        decoding: makes numbers of the elements, which are codes.
 
     Returns:
         Device index -> its part of the box, on the device; those of this process.
@@ -34,7 +54,14 @@ def exchange_rows(
     parts = [jax.device_put(part.view(words)[None], devices[device]) for device, part in rows.items()]
     shape = (len(devices), *parts[0].shape[1:])
     read = jax.make_array_from_single_device_arrays(shape, row_sharding, parts)
-    result = _program(mesh, transfer.strategy, transfer.rows, _result_shape(transfer, mesh), dtype)(read)
+    # of two codes of four bits in a byte XLA would make one byte; each has a byte here
+    sent_dtype = np.dtype(np.uint8) if dtype in HALF_BYTES else dtype
+    program = (mesh, transfer.strategy, transfer.rows, _result_shape(transfer, mesh), sent_dtype)
+    if decoding is None:
+        result = _program(*program)(read)
+    else:
+        start = np.array(transfer.start, np.int32)
+        result = _program(*program, decoding.decoder)(read, decoding.scales, start)
     return {shard.index[0].start or 0: shard.data[0] for shard in result.addressable_shards}
 
 
@@ -46,11 +73,19 @@ def _result_shape(transfer: Transfer, mesh: Mesh) -> Shape:
 
 @lru_cache(maxsize=256)
 def _program(  # type: ignore[no-untyped-def]
-    mesh: Mesh, strategy: ReadStrategy, rows: int, result_shape: Shape, dtype: np.dtype
+    mesh: Mesh,
+    strategy: ReadStrategy,
+    rows: int,
+    result_shape: Shape,
+    dtype: np.dtype,
+    decoder: BoxDecoder | None = None,
 ):
-    """Build the jitted exchange: array of (device, rows per device, *row shape) -> (device, *result shape)."""
+    """Build the jitted program: array of (device, rows per device, *row shape) -> (device, *result shape).
 
-    def exchange(read: jax.Array) -> jax.Array:
+    With a decoder it also takes the scales, and the first index of the box in the shard of a device.
+    """
+
+    def exchange(read: jax.Array, *scales_and_start: jax.Array) -> jax.Array:
         """Run the collectives on one device's rows: array (1, rows per device, *row shape) -> (1, *result shape)."""
         part = read[0]
         for axis, dimension in strategy.collectives:
@@ -60,7 +95,11 @@ def _program(  # type: ignore[no-untyped-def]
                 split_axis = dimension - strategy.row_rank + 1
                 part = lax.all_to_all(part, axis, split_axis=split_axis, concat_axis=0, tiled=True)
         # rows of padding, where the rows do not divide among the devices, are at the end
-        return lax.bitcast_convert_type(part[:rows].reshape(1, *result_shape), dtype)
+        elements = lax.bitcast_convert_type(part[:rows].reshape(result_shape), dtype)
+        if decoder is not None:
+            elements = decoder.numbers(elements, *scales_and_start)
+        return elements[None]
 
     row_spec = PartitionSpec(mesh.axis_names)
-    return jax.jit(jax.shard_map(exchange, mesh=mesh, in_specs=row_spec, out_specs=row_spec, check_vma=False))
+    in_specs = (row_spec,) if decoder is None else (row_spec, decoder.scale_spec, PartitionSpec())
+    return jax.jit(jax.shard_map(exchange, mesh=mesh, in_specs=in_specs, out_specs=row_spec, check_vma=False))

@@ -98,7 +98,7 @@ def run_read(read: Read) -> int:
     if len(read.pieces) == 1:
         target, piece = read.pieces[0]
         box = _target_box(target, piece)
-        is_stored = not isinstance(tensor, ComputedTensor) and box.dtype == tensor.dtype
+        is_stored = not isinstance(tensor, ComputedTensor) and box.dtype == tensor.dtype and tensor.bits >= 8
         if is_stored and box.flags.c_contiguous and _is_row_major(piece) and piece.scale == 1:
             tensor.file.read_into(offset, box.reshape(-1).view(np.uint8).data)
             return read.nbytes

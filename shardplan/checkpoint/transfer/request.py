@@ -7,8 +7,23 @@ import numpy as np
 
 from shardplan.checkpoint.format.codecs.computed_tensor import ComputedTensor
 from shardplan.checkpoint.format.header import Tensor
-from shardplan.checkpoint.mapping.views import View
+from shardplan.checkpoint.mapping.views import Shape, View
 from shardplan.plan.mapping import MeshAxes
+
+
+@dataclass(frozen=True)
+class CodeBlocks:
+    """How codes become numbers: a number is its code, less the zero point, times the scale of its block."""
+
+    dtype: np.dtype
+    """Type of a code."""
+    zero_point: float
+    blocks: Shape
+    """Codes that share a scale, along each dimension of the array."""
+    scales: str
+    """Path of the array of scales."""
+    value_bytes: int
+    """Bytes of a number."""
 
 
 @dataclass(frozen=True)
@@ -19,6 +34,13 @@ class ArrayRequest:
     spec: tuple[MeshAxes, ...]
     """Mesh axes that shard each dimension."""
     dtype: np.dtype
+    codes: CodeBlocks | None = None
+    """Makes numbers of the elements, where these are codes."""
+
+    @property
+    def placed_bytes(self) -> int:
+        """Bytes of an element on its device before it is written into its shard."""
+        return self.dtype.itemsize + (0 if self.codes is None else self.codes.value_bytes)
 
     def in_transit(self, dtypes: Mapping[str, np.dtype | None]) -> "ArrayRequest":
         """Return the array as it is read and exchanged, before it is written into its shards.
@@ -31,7 +53,7 @@ class ArrayRequest:
         """
         order = self.view.stored_order
         spec = tuple(self.spec[dimension] for dimension in order)
-        return ArrayRequest(self.view.transpose(order), spec, self._narrower_dtype(dtypes))
+        return ArrayRequest(self.view.transpose(order), spec, self._narrower_dtype(dtypes), self.codes)
 
     def _narrower_dtype(self, dtypes: Mapping[str, np.dtype | None]) -> np.dtype:
         """Return the stored type if it is narrower than the requested one; elements that are scaled are cast first."""

@@ -81,7 +81,10 @@ def make_schedule(
             strategies += exchange_strategies(view.shape, request.spec, mesh)
         choices = []
         for strategy in strategies:
-            choices.append(list(make_transfers(path, view.shape, strategy, request.dtype.itemsize, mesh, limits)))
+            transfers_of = make_transfers(
+                path, view.shape, strategy, request.dtype.itemsize, mesh, limits, request.placed_bytes
+            )
+            choices.append(list(transfers_of))
         if len(choices) > 1:
             array = _StoredArray(
                 view, sources, find_grid(view, sources),

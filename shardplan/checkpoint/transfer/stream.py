@@ -16,13 +16,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardplan.checkpoint.format.header import Tensor
 from shardplan.checkpoint.transfer.byte_ranges import TensorSource
+from shardplan.checkpoint.transfer.coded_requests import with_codes
+from shardplan.checkpoint.transfer.decoding import make_decoder
 from shardplan.checkpoint.transfer.destination import (
     ArrayPlacement,
     Destination,
     DeviceDestination,
     HostDestination,
 )
-from shardplan.checkpoint.transfer.exchange import exchange_rows
+from shardplan.checkpoint.transfer.exchange import Decoding, exchange_rows
 from shardplan.checkpoint.transfer.reading import ReadTarget, plan_reads, run_read
 from shardplan.checkpoint.transfer.request import ArrayRequest, stored_dtypes
 from shardplan.checkpoint.transfer.schedule import make_schedule, read_by_process
@@ -109,15 +111,17 @@ class _ArrayStream:
         zero_copy: bool | None,
     ) -> None:
         """Choose the types in transit and divide the budget, then plan all transfers; arguments as `stream_arrays`."""
-        self.requests, self.tensors, self.mesh = requests, tensors, mesh
-        dtypes = stored_dtypes(tensors)
-        self.in_transit = {path: request.in_transit(dtypes) for path, request in requests.items()}
-        """Array path -> the array as it is read and exchanged."""
         devices = list(mesh.devices.flat)
         self.device_mesh = DeviceMesh(tuple(mesh.shape.items()), tuple(device.process_index for device in devices))
         local_devices = self.device_mesh.devices_by_process[jax.process_index()]
         self.devices = {index: devices[index] for index in local_devices}
         self.zero_copy = devices[0].platform == "cpu" if zero_copy is None else zero_copy
+        if sends_codes(self.device_mesh, self.zero_copy):
+            requests, tensors = with_codes(requests, tensors, self.device_mesh.sizes)
+        self.requests, self.tensors, self.mesh = requests, tensors, mesh
+        dtypes = stored_dtypes(tensors)
+        self.in_transit = {path: request.in_transit(dtypes) for path, request in requests.items()}
+        """Array path -> the array as it is read and exchanged."""
         tunings = {tensor.file.tuning for tensor in tensors.values()}
         # of this host alone: another may have more processors, or a file in its cache that this one streams
         self.threads = max(tuning.concurrent_reads for tuning in tunings)
@@ -152,6 +156,7 @@ class _ArrayStream:
         """Run all transfers and return every array by its path; `report` takes the bytes and the array of each read."""
         remaining = Counter(transfer.path for transfer in self.schedule.transfers)
         destinations: dict[str, Destination] = {}
+        decodings: dict[str, Decoding] = {}
         arrays: dict[str, jax.Array] = {}
         pending: deque[_PendingTransfer] = deque()
 
@@ -161,10 +166,14 @@ class _ArrayStream:
             path = oldest.transfer.path
             for read in oldest.reads:
                 report(read.result(), path)
-            self._write(oldest, destinations[path])
+            codes = self.requests[path].codes
+            if codes is not None and path not in decodings:  # its scales were loaded before
+                decodings[path] = self._make_decoding(path, arrays.pop(codes.scales))
+            self._write(oldest, destinations[path], decodings.get(path))
             remaining[path] -= 1
             if not remaining[path]:
                 arrays[path] = destinations.pop(path).finish()
+                decodings.pop(path, None)
 
         with ThreadPoolExecutor(self.threads) as pool:
             try:
@@ -191,13 +200,25 @@ class _ArrayStream:
         sharding, order = NamedSharding(self.mesh, _pspec(request)), request.view.stored_order
         return kind(ArrayPlacement(request.view.shape, request.dtype, sharding, self.devices, order))
 
+    def _make_decoding(self, path: str, scales: jax.Array) -> Decoding:
+        """Return what makes numbers of the codes of an array."""
+        request = self.requests[path]
+        assert request.codes is not None
+        return Decoding(make_decoder(request, self.requests[request.codes.scales], self.device_mesh.sizes), scales)
+
     def _staging_bytes(self, transfer: Transfer) -> int:
         """Return the host memory that a transfer needs beyond the arrays; 0 if it is read directly into the shards."""
         if transfer.strategy.collectives:
             rows = transfer.rows_per_device(self.device_mesh) * math.prod(transfer.row_shape)
             # twice: the rows, and what the exchange returns
             return 2 * len(self.devices) * rows * transfer.itemsize
-        return 0 if self.zero_copy else len(self._local_boxes(transfer)) * math.prod(transfer.shape) * transfer.itemsize
+        if self._is_read_into_shards(transfer):
+            return 0
+        return len(self._local_boxes(transfer)) * math.prod(transfer.shape) * transfer.itemsize
+
+    def _is_read_into_shards(self, transfer: Transfer) -> bool:
+        """Whether shards are in host memory, and what is read is what they hold."""
+        return self.zero_copy and not transfer.strategy.collectives and self.requests[transfer.path].codes is None
 
     def _start_reads(self, transfer: Transfer, destination: Destination, pool: ThreadPoolExecutor) -> _PendingTransfer:
         """Start to read a transfer.
@@ -221,7 +242,9 @@ class _ArrayStream:
             for (start, _), devices in self._local_boxes(transfer).items():
                 # `start` counts from the origin of the array, `transfer.start` from that of each shard; devices with
                 # equal boxes share one host buffer, so that the first of them stands for all
-                shard_box = destination.window(devices[0], transfer.start, transfer.shape)
+                shard_box = None
+                if self._is_read_into_shards(transfer):
+                    shard_box = destination.window(devices[0], transfer.start, transfer.shape)
                 if shard_box is None:
                     shard_box = np.empty(transfer.shape, request.dtype)
                     staged |= dict.fromkeys(devices, shard_box)
@@ -238,15 +261,26 @@ class _ArrayStream:
                 boxes.setdefault(box, []).append(device)
         return boxes
 
-    def _write(self, pending: _PendingTransfer, destination: Destination) -> None:
-        """Exchange the rows that were read, if devices share them, and write the parts into their shards."""
+    def _write(self, pending: _PendingTransfer, destination: Destination, decoding: Decoding | None) -> None:
+        """Exchange the rows that were read, if devices share them, and write the parts into their shards.
+
+        Args:
+            decoding: makes numbers of codes.
+        """
         transfer = pending.transfer
         parts: Mapping[int, np.ndarray | jax.Array] = pending.staged
-        if transfer.strategy.collectives:
-            parts = exchange_rows(self.mesh, transfer, pending.staged, self.in_transit[transfer.path].dtype)
+        if transfer.strategy.collectives or decoding is not None:
+            shape = (transfer.rows_per_device(self.device_mesh), *transfer.row_shape)
+            rows = {device: part.reshape(shape) for device, part in pending.staged.items()}
+            parts = exchange_rows(self.mesh, transfer, rows, self.in_transit[transfer.path].dtype, decoding)
         for device, part in parts.items():
             destination.put(device, transfer.start, part)
         destination.wait()
+
+
+def sends_codes(mesh: DeviceMesh, zero_copy: bool) -> bool:
+    """Whether codes are made numbers on the devices: not where one process reads into the shards of CPU devices."""
+    return not zero_copy or len(mesh.devices_by_process) > 1
 
 
 def transfer_limits(budget: int, zero_copy: bool) -> TransferLimits:

@@ -170,14 +170,26 @@ class Transfer:
 
 
 def make_transfers(
-    path: str, shape: Shape, strategy: ReadStrategy, itemsize: int, mesh: DeviceMesh, limits: TransferLimits
+    path: str,
+    shape: Shape,
+    strategy: ReadStrategy,
+    itemsize: int,
+    mesh: DeviceMesh,
+    limits: TransferLimits,
+    placed_bytes: int | None = None,
 ) -> Iterator[Transfer]:
-    """Split an array of `shape` into transfers within `limits`."""
+    """Split an array of `shape` into transfers within `limits`.
+
+    Args:
+        itemsize: bytes of an element in transit.
+        placed_bytes: bytes of an element on its device; default: the same.
+    """
     local_shape = tuple(n // mesh.count(axes) for n, axes in zip(shape, strategy.local, strict=True))
-    bytes_per_element = itemsize * mesh.max_local_devices
+    devices = mesh.max_local_devices
     readers = mesh.count(strategy.row_axes)
-    read = limits.read // bytes_per_element * readers
-    placed = limits.placed // bytes_per_element * math.prod(mesh.count(axes) for _, axes in strategy.all_to_all)
+    read = limits.read // (itemsize * devices) * readers
+    placed = limits.placed // ((placed_bytes or itemsize) * devices)
+    placed *= math.prod(mesh.count(axes) for _, axes in strategy.all_to_all)
     for start, size in _split_box(local_shape, strategy.row_rank, max(1, min(read, placed)), readers):
         yield Transfer(path, itemsize, strategy, local_shape, start, size)
 

@@ -157,6 +157,11 @@ class CodedTensor(ComputedTensor):
         return self.code_dims
 
     @property
+    def has_blocks(self) -> bool:
+        """Whether a number is its code, less one zero point of all, times the scale of its block of codes."""
+        return bool(self.dims) and self.scale is not None and self.zero is None and self.row_groups is None
+
+    @property
     def groups(self) -> Shape:
         """Number of groups along each dimension."""
         return tuple(-(-n // size) for n, size in zip(self.dims, self.group, strict=True))

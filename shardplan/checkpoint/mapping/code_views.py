@@ -1,9 +1,10 @@
-"""Weights that are kept as stored: which elements of codes and of scales make their arrays. Pure arithmetic.
+"""Arrays of codes, and of their scales: which elements of tensors make them. Pure arithmetic.
 
-A rule says which element of a tensor is at each index of a weight. The codes are these elements. The scale of a block
+A view says which element of a tensor is at each index of a weight. The codes are these elements. The scale of a block
 is that of any of its elements, so that the scales of a weight are those of the first elements of its blocks.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from operator import add
@@ -23,6 +24,47 @@ class Scales(NamedTuple):
     """Codes that share a scale, along each of them."""
     strides: Shape
     """Elements between neighbouring scales, along each of them."""
+
+
+def find_blocks(view: View, scales: Mapping[str, Scales]) -> Shape | None:
+    """Return how many codes share a scale along each dimension of a view, in blocks as large as all its pieces allow.
+
+    Args:
+        scales: tensor name -> where its scales are.
+
+    Returns:
+        None if indices along a dimension of a piece go over the end of a dimension of its tensor.
+    """
+    blocks = view.shape
+    for piece in view.pieces:
+        of_piece = _blocks_of_piece(piece.offset, piece.shape, piece.strides, scales[piece.tensor])
+        if of_piece is None:
+            return None
+        blocks = tuple(map(math.gcd, map(math.gcd, blocks, of_piece), piece.start))
+    return blocks
+
+
+@lru_cache(maxsize=4096)  # the tensors of all experts have the same
+def _blocks_of_piece(offset: int, shape: Shape, strides: Shape, scales: Scales) -> Shape | None:
+    """Return the blocks of a piece; see `find_blocks`."""
+    moves = _moves(shape, strides, scales.shape)
+    blocks = list(shape)
+    for d, start in enumerate(map(int, np.unravel_index(offset, scales.shape))):
+        steps = {i: step for i, (dimension, step) in moves.items() if dimension == d}
+        if start + sum(step * (shape[i] - 1) for i, step in steps.items()) >= scales.shape[d]:
+            return None
+        if scales.group[d] >= scales.shape[d] or not steps:  # all have one scale
+            continue
+        fastest = min(steps, key=lambda i: steps[i])
+        step = steps.pop(fastest)
+        blocks[fastest] = 1
+        for i in steps:
+            blocks[i] = 1
+        # every block begins at a multiple of `unit`, or fewer codes than a step behind one
+        unit = math.gcd(scales.group[d], start - start % step, *steps.values())
+        if unit % step == 0:
+            blocks[fastest] = math.gcd(unit // step, shape[fastest])
+    return tuple(blocks)
 
 
 def first_of_blocks(view: View, counts: Shape) -> View:

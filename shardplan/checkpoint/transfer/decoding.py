@@ -1,0 +1,107 @@
+"""The numbers of codes, made on the devices that have them: part of the program that exchanges them."""
+
+import math
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.sharding import PartitionSpec
+
+from shardplan.checkpoint.format.header import E2M1
+from shardplan.checkpoint.mapping.views import Shape
+from shardplan.checkpoint.transfer.request import ArrayRequest
+from shardplan.model.kept_weights import convert_blocks, repeat
+from shardplan.plan.mapping import MeshAxes
+
+
+@dataclass(frozen=True)
+class BoxDecoder:
+    """How numbers are made of boxes of the codes of an array; its dimensions are those of the boxes."""
+
+    code_dtype: np.dtype
+    zero_point: float
+    blocks: Shape
+    """Codes that share a scale, along each dimension."""
+    order: tuple[int, ...]
+    """Dimension of the array of scales for each dimension."""
+    scale_spec: PartitionSpec
+    """How the array of scales is sharded."""
+    extents: Shape
+    """Codes of a shard, along each dimension."""
+    origin_axes: tuple[MeshAxes, ...]
+    """Mesh axes that shard codes and not scales, along each dimension."""
+    dtype: np.dtype
+    """Type of the numbers."""
+
+    def numbers(self, codes: Array, scales: Array, start: Array) -> Array:
+        """Make numbers of a box of codes, inside `jax.shard_map`.
+
+        Args:
+            codes: those of four bits one in a byte.
+            scales: those of the device.
+            start: int32[dimension]: first index of the box in the shard of the device.
+        """
+        scales = scales.transpose(self.order)
+        for d, (n, block) in enumerate(zip(codes.shape, self.blocks, strict=True)):
+            scales = self._scales_along(scales, d, n, block, start[d])
+        if self.code_dtype == E2M1:
+            codes = _e2m1_numbers(codes)
+        if self.zero_point:
+            codes = codes.astype(jnp.float32) - jnp.float32(self.zero_point)
+        return convert_blocks(codes, scales, self.dtype)
+
+    def _scales_along(self, scales: Array, d: int, n: int, block: int, start: Array) -> Array:
+        """Return the scales of the blocks that `n` codes along a dimension are in."""
+        if scales.shape[d] == 1:
+            return scales
+        axes = self.origin_axes[d]
+        first = start + (lax.axis_index(axes) * self.extents[d] if axes else 0)
+        # a block of which a box may have a part is divided, so that all blocks are equally long
+        size = math.gcd(block, self._step(d, n))
+        count = min(scales.shape[d], -(-(block - size + n) // block))
+        first_block = jnp.minimum(first // block, scales.shape[d] - count)
+        scales = lax.dynamic_slice_in_dim(scales, first_block, count, d)
+        if size == block:
+            return scales
+        divided = repeat(scales, d, block // size)
+        return lax.dynamic_slice_in_dim(divided, (first - first_block * block) // size, n // size, d)
+
+    def _step(self, d: int, n: int) -> int:
+        """Return a number that divides the first index of every box of `n` codes along a dimension, and `n`."""
+        return math.gcd(n, self.extents[d])
+
+
+def make_decoder(request: ArrayRequest, scales: ArrayRequest, sizes: dict[str, int]) -> BoxDecoder:
+    """Return what makes numbers of the codes of an array.
+
+    Args:
+        request: the array, which travels as codes.
+        scales: its scales.
+        sizes: mesh axis -> size.
+    """
+    codes, order = request.codes, request.view.stored_order
+    assert codes is not None
+    extents, origin_axes = [], []
+    for d in order:
+        axes = request.spec[d]
+        extents.append(request.view.shape[d] // math.prod(sizes[axis] for axis in axes))
+        # where scales are sharded as the array is, their shard begins with its shard
+        origin_axes.append(() if scales.spec[d] == axes else axes)
+    return BoxDecoder(
+        codes.dtype, codes.zero_point, tuple(codes.blocks[d] for d in order), order,
+        PartitionSpec(*(axes or None for axes in scales.spec)), tuple(extents), tuple(origin_axes), request.dtype,
+    )  # fmt: skip
+
+
+def _e2m1_numbers(codes: Array) -> Array:
+    """Return the numbers of codes of four bits: a sign, two bits of exponent, one of mantissa.
+
+    Format: OCP Microscaling Formats (MX) Specification 1.0, section 5.3.3. XLA has the type for few devices.
+    """
+    half = (codes & 1).astype(jnp.float32) / 2
+    exponent = codes >> 1 & 3
+    # 2 ** (exponent - 1)
+    power = jnp.where(exponent == 3, 4.0, jnp.where(exponent == 2, 2.0, 1.0))
+    magnitude = jnp.where(exponent == 0, half, (1 + half) * power)
+    return jnp.where(codes & 8, -magnitude, magnitude).astype(jnp.float32)
