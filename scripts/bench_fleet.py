@@ -24,10 +24,11 @@ from shardplan.checkpoint.format.shared_index import DeferredFile, pack_index, u
 from shardplan.checkpoint.load import array_specs
 from shardplan.checkpoint.mapping.state_dict_program import expected_tensors
 from shardplan.checkpoint.match import match_tensors
-from shardplan.checkpoint.transfer.byte_ranges import ReadVolume, TensorSource, find_byte_ranges, sum_ranges
+from shardplan.checkpoint.transfer.byte_ranges import ReadVolume, find_byte_ranges, sum_ranges
+from shardplan.checkpoint.transfer.load_plan import plan_load
 from shardplan.checkpoint.transfer.request import ArrayRequest
-from shardplan.checkpoint.transfer.schedule import MAX_REREAD_BYTES, make_schedule, read_by_process
-from shardplan.checkpoint.transfer.stream import DEFAULT_BUDGET, transfer_limits
+from shardplan.checkpoint.transfer.schedule import MAX_REREAD_BYTES, read_by_process
+from shardplan.checkpoint.transfer.stream import DEFAULT_BUDGET
 from shardplan.checkpoint.transfer.transfer import DeviceMesh
 from shardplan.hardware import parse_slice, place_mesh
 from shardplan.model.huggingface.hf_config import read_config
@@ -79,19 +80,19 @@ def plan_part(checkpoint: Checkpoint, packed: str, mesh: DeviceMesh, process: in
     """Do what one process does before its first read, except for its messages; returns what it will read."""
     tensors = unpack_index(open_folder("."), packed).tensors
     program = match_tensors(checkpoint.model.template, tensors, MODEL)
-    sources = {name: TensorSource(tensor.file_name, tensor.offset, tensor.bits) for name, tensor in tensors.items()}
     specs = array_specs(checkpoint.model.template, MAPPING, program)
-    dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
     requests = {}
     for path, view in program.views.items():
-        requests[path] = ArrayRequest(view, specs[path], np.dtype("bfloat16")).in_transit(dtypes)
-    limits = transfer_limits(DEFAULT_BUDGET, zero_copy=False)
-    schedule = make_schedule(requests, sources, mesh, limits)
-    total = sum(volume.bytes for volume in read_by_process(schedule, requests, sources).values())
+        requests[path] = ArrayRequest(view, specs[path], np.dtype("bfloat16"))
+    plan = plan_load(requests, tensors, mesh, DEFAULT_BUDGET, zero_copy=False)
+    volumes = read_by_process(plan.schedule, plan.in_transit, plan.sources)
+    total = sum(volume.bytes for volume in volumes.values())
     # every byte once, but for arrays that are quicker read again than sent
     assert 0 <= total - sum(tensor.nbytes for tensor in tensors.values()) <= MAX_REREAD_BYTES * len(requests)
-    ranges = (find_byte_ranges(each, requests[each.path].view, sources, mesh, process) for each in schedule.transfers)
-    return sum(map(sum_ranges, ranges), ReadVolume())
+    own = ReadVolume()
+    for transfer in plan.schedule.transfers:
+        own += sum_ranges(find_byte_ranges(transfer, plan.in_transit[transfer.path].view, plan.sources, mesh, process))
+    return own
 
 
 class HubOfFleet:

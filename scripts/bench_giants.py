@@ -7,13 +7,14 @@ real, and their data are holes of sparse files, which take no room on the disk.
 import argparse
 import http.server
 import json
+import multiprocessing
 import os
 import statistics
 import tempfile
-import threading
 import time
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,10 +32,9 @@ from shardplan.checkpoint.format.shared_index import pack_index
 from shardplan.checkpoint.load import array_specs
 from shardplan.checkpoint.mapping.state_dict_program import expected_tensors
 from shardplan.checkpoint.match import Match, match_checkpoint
-from shardplan.checkpoint.transfer.byte_ranges import TensorSource
-from shardplan.checkpoint.transfer.request import ArrayRequest, stored_dtypes
-from shardplan.checkpoint.transfer.schedule import Schedule, make_schedule
-from shardplan.checkpoint.transfer.stream import DEFAULT_BUDGET, transfer_limits
+from shardplan.checkpoint.transfer.load_plan import LoadPlan, plan_load
+from shardplan.checkpoint.transfer.request import ArrayRequest
+from shardplan.checkpoint.transfer.stream import DEFAULT_BUDGET
 from shardplan.checkpoint.transfer.transfer import DeviceMesh
 from shardplan.hardware import parse_slice, place_mesh
 from shardplan.model.huggingface.hf_config import read_config
@@ -148,16 +148,14 @@ def write_checkpoint(folder: Path, giant: Giant, entries: dict[str, Entry]) -> i
     return total
 
 
-def find_schedule(model: Model, match: Match) -> Schedule:
+def find_schedule(model: Model, match: Match) -> LoadPlan:
     """Make the schedule of all processes, which each of them makes for itself."""
     mesh = DeviceMesh(tuple(MESH.items()), tuple(place_mesh(parse_slice(SLICE), MESH).hosts()))
-    tensors = match.tensors
-    sources = {name: TensorSource(tensor.file_name, tensor.offset, tensor.bits) for name, tensor in tensors.items()}
-    specs, dtypes = array_specs(model.template, MAPPING, match.program), stored_dtypes(tensors)
+    specs = array_specs(model.template, MAPPING, match.program)
     requests = {}
     for path, view in match.program.views.items():
-        requests[path] = ArrayRequest(view, specs[path], np.dtype("bfloat16")).in_transit(dtypes)
-    return make_schedule(requests, sources, mesh, transfer_limits(DEFAULT_BUDGET, zero_copy=False))
+        requests[path] = ArrayRequest(view, specs[path], np.dtype("bfloat16"))
+    return plan_load(requests, match.tensors, mesh, DEFAULT_BUDGET, zero_copy=False)
 
 
 def measured[T](function: Callable[[], T], clock: Callable[[], float] = time.process_time) -> tuple[T, float]:
@@ -170,6 +168,19 @@ def measured[T](function: Callable[[], T], clock: Callable[[], float] = time.pro
     return result, statistics.median(times)
 
 
+@contextmanager
+def serve(folder: Path) -> Iterator[str]:
+    """Serve a folder from a process of its own, which waits before every answer; yields its address."""
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(SlowRanges, directory=str(folder)))
+    process = multiprocessing.get_context("fork").Process(target=server.serve_forever, daemon=True)
+    process.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        process.terminate()
+        server.server_close()
+
+
 def measure(giant: Giant, folder: Path) -> str:
     """Return a line of the table."""
     model = build_model(read_config(giant.config, None), 4096)
@@ -178,11 +189,8 @@ def measure(giant: Giant, folder: Path) -> str:
     first = min(folder.glob("*.safetensors"))
     with safetensors.safe_open(first, "numpy") as official:  # the headers are valid
         assert set(official.keys()) <= entries.keys()
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(SlowRanges, directory=str(folder)))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    url = f"http://127.0.0.1:{server.server_port}"
-    _, remote_s = measured(lambda: read_tensor_index(open_folder(url)), time.perf_counter)
-    server.shutdown()
+    with serve(folder) as url:
+        _, remote_s = measured(lambda: read_tensor_index(open_folder(url)), time.perf_counter)
     quantization = quantization_of(open_folder(str(folder)))
 
     def find_match(index: TensorIndex) -> Match:

@@ -4,7 +4,7 @@ from shardplan.checkpoint.transfer.schedule import Schedule, exchange_strategies
 from shardplan.checkpoint.transfer.transfer import ReadStrategy, make_transfers
 
 
-def make_exchange_schedule(requests, sources, mesh, limits):
+def make_exchange_schedule(requests, sources, mesh, limits, speeds):
     """A schedule with as many collectives as possible."""
     transfers = []
     for path, request in requests.items():

@@ -15,15 +15,15 @@ from shardplan.checkpoint.adapter.adapter import read_adapter
 from shardplan.checkpoint.format.codecs.decode_index import quantization_of
 from shardplan.checkpoint.format.header import Tensor
 from shardplan.checkpoint.format.index import read_tensor_index
+from shardplan.checkpoint.format.shared_index import DeferredFile
 from shardplan.checkpoint.kept import with_kept_parts
 from shardplan.checkpoint.load import array_specs
 from shardplan.checkpoint.mapping.state_dict_program import StateDictProgram, trace_program
 from shardplan.checkpoint.match import Match, match_checkpoint
-from shardplan.checkpoint.transfer.byte_ranges import ReadVolume, TensorSource
-from shardplan.checkpoint.transfer.coded_requests import with_codes
-from shardplan.checkpoint.transfer.request import ArrayRequest, stored_dtypes
-from shardplan.checkpoint.transfer.schedule import Schedule, Speeds, make_schedule, read_by_process
-from shardplan.checkpoint.transfer.stream import sends_codes, transfer_limits
+from shardplan.checkpoint.transfer.byte_ranges import ReadVolume
+from shardplan.checkpoint.transfer.load_plan import LoadPlan, plan_load
+from shardplan.checkpoint.transfer.request import ArrayRequest
+from shardplan.checkpoint.transfer.schedule import Schedule, Speeds, read_by_process
 from shardplan.checkpoint.transfer.transfer import DeviceMesh, ReadStrategy, Transfer
 from shardplan.config.command_flags import CheckpointCommand
 from shardplan.config.sections import LoadConfig
@@ -98,21 +98,6 @@ class _StoredModel:
         return sum(self.tensors[name].all_bytes for name in read)
 
 
-class _AssumedFile:
-    """A file of which nothing but the place of its tensors is known."""
-
-    name = version = "checkpoint"
-    size = 0
-    tuning = REMOTE
-    is_shared = True
-
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        raise AssertionError("no tensor of an assumed checkpoint is read")
-
-    def recorded_checksum(self) -> None:
-        raise AssertionError("no tensor of an assumed checkpoint is read")
-
-
 def forecast_reads(config: CheckpointCommand, plan: Plan, model: Model) -> Forecast:
     """Forecast the reads of the checkpoint `model.ref`, or of one that model.config describes, as `plan` loads it.
 
@@ -148,23 +133,13 @@ def _forecast(
     requests = {}
     for path, view in program.views.items():
         requests[path] = ArrayRequest(view, specs[path], np.dtype(jnp.dtype(dtypes[path])))
-    tensors = stored.tensors
-    if sends_codes(mesh, hardware.is_cpu):
-        requests, tensors = with_codes(requests, tensors, mesh.sizes)
-    stored_types = stored_dtypes(tensors)
-    requests = {path: request.in_transit(stored_types) for path, request in requests.items()}
-    read = {piece.tensor for request in requests.values() for piece in request.view.pieces}
-    sources = {}
-    for name in read:
-        tensor = tensors[name]
-        sources[name] = TensorSource(tensor.file.name, tensor.offset, tensor.bits)
-    limits = transfer_limits(int(load.gib * GIB), hardware.is_cpu)
     bandwidth = bandwidth or hardware.host_network_bandwidth
     speeds = Speeds(read=bandwidth, exchange=hardware.generation.link_bandwidth)
-    schedule = make_schedule(requests, sources, mesh, limits, speeds)
-    arrays, processes = _summarise(schedule, requests, sources)
+    planned = plan_load(requests, stored.tensors, mesh, int(load.gib * GIB), hardware.is_cpu, speeds)
+    arrays, processes = _summarise(planned)
+    read = {piece.tensor for request in planned.requests.values() for piece in request.view.pieces}
     # codes that become numbers while they are read: each process reads the parts of its codes, which are a proportion
-    part_bytes = sum(tensors[name].all_bytes - tensors[name].nbytes for name in read)
+    part_bytes = sum(planned.tensors[name].all_bytes - planned.tensors[name].nbytes for name in read)
     if part_bytes:
         factor = stored.nbytes / (stored.nbytes - part_bytes)
         processes = {each: ReadVolume(round(volume.bytes * factor), volume.count) for each, volume in processes.items()}
@@ -195,7 +170,7 @@ def _assume_checkpoint(config_path: str, config: CheckpointCommand, model: Model
     dtype = np.dtype(jnp.dtype(config_json.get("torch_dtype") or config_json.get("dtype") or "bfloat16"))
     sizes = (math.prod(shape) * dtype.itemsize for shape in program.tensors.values())
     offsets = itertools.accumulate(sizes, initial=0)
-    file = _AssumedFile()
+    file = DeferredFile(open_folder("."), "checkpoint", size=0, version="", tuning=REMOTE)
     tensors = {
         name: Tensor(file, offset, shape, dtype)
         for (name, shape), offset in zip(program.tensors.items(), offsets, strict=False)
@@ -203,17 +178,17 @@ def _assume_checkpoint(config_path: str, config: CheckpointCommand, model: Model
     return _StoredModel(f"one file with the tensors of {config_path} in {dtype}", program, tensors)
 
 
-def _summarise(
-    schedule: Schedule, requests: Mapping[str, ArrayRequest], sources: Mapping[str, TensorSource]
-) -> tuple[list[ArrayForecast], dict[int, ReadVolume]]:
+def _summarise(planned: LoadPlan) -> tuple[list[ArrayForecast], dict[int, ReadVolume]]:
     """Sum up a schedule by array, and by process."""
+    schedule = planned.schedule
     by_path: defaultdict[str, list[Transfer]] = defaultdict(list)
     for transfer in schedule.transfers:
         by_path[transfer.path].append(transfer)
     processes = dict.fromkeys(schedule.mesh.devices_by_process, ReadVolume())
     arrays = []
     for path, transfers in by_path.items():
-        volumes = read_by_process(Schedule(schedule.mesh, tuple(transfers)), requests, sources)
+        of_array = Schedule(schedule.mesh, tuple(transfers))
+        volumes = read_by_process(of_array, planned.in_transit, planned.sources)
         processes = {process: processes[process] + volume for process, volume in volumes.items()}
         total = sum(volumes.values(), ReadVolume())
         strategy = _strategy_text(transfers[0].strategy)

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 from shardplan.checkpoint import load
 from shardplan.checkpoint.format.header import UINT4
 from shardplan.checkpoint.load import stream_checkpoint
-from shardplan.checkpoint.transfer import stream
+from shardplan.checkpoint.transfer import load_plan, stream
 from shardplan.hardware import parse_slice
 from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.inspect import named_leaves
@@ -70,8 +70,8 @@ def quick(cases):
 
 @pytest.fixture
 def small_transfers(monkeypatch):
-    monkeypatch.setattr(stream, "MAX_READ_BYTES", 20_000)
-    monkeypatch.setattr(stream, "MAX_PLACED_BYTES", 60_000)
+    monkeypatch.setattr(load_plan, "MAX_READ_BYTES", 20_000)
+    monkeypatch.setattr(load_plan, "MAX_PLACED_BYTES", 60_000)
 
 
 @pytest.mark.parametrize(
@@ -113,8 +113,8 @@ def record_types(monkeypatch):
 
 def force_exchange(monkeypatch):
     """Let devices exchange what they have read, and send codes; returns the types that they exchange."""
-    monkeypatch.setattr(stream, "sends_codes", lambda mesh, zero_copy: True)
-    monkeypatch.setattr(stream, "make_schedule", make_exchange_schedule)
+    monkeypatch.setattr(load_plan, "sends_codes", lambda mesh, zero_copy: True)
+    monkeypatch.setattr(load_plan, "make_schedule", make_exchange_schedule)
     return record_types(monkeypatch)
 
 

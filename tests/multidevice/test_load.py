@@ -20,7 +20,7 @@ from shardplan import HFCheckpointConverter, best_effort_sharding, load_pretrain
 from shardplan.checkpoint import load
 from shardplan.checkpoint.format.index import read_index
 from shardplan.checkpoint.load import stream_checkpoint
-from shardplan.checkpoint.transfer import destination, stream
+from shardplan.checkpoint.transfer import destination, load_plan, stream
 from shardplan.errors import CheckpointError, ConfigError
 from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.inspect import named_leaves
@@ -90,7 +90,7 @@ def test_best_effort_load(golden, name, sizes):
 )
 def test_any_chunk_size_and_mapping(golden, monkeypatch, chunk_bytes, mapping):
     monkeypatch.setattr(LocalFile, "tuning", ReadTuning(chunk_bytes, 3))
-    monkeypatch.setattr(stream, "MAX_READ_BYTES", 8 * chunk_bytes)
+    monkeypatch.setattr(load_plan, "MAX_READ_BYTES", 8 * chunk_bytes)
     folder = golden / "mixtral"
     with jax.set_mesh(mesh_of(2, 2, 2)):
         module = load_pretrained(str(folder), axis_mapping=mapping)
@@ -127,9 +127,9 @@ def test_devices_that_read_rows_and_exchange(golden, monkeypatch, name, sizes, m
     exchanged = []
     original = stream.exchange_rows
 
-    monkeypatch.setattr(stream, "make_schedule", make_exchange_schedule)
+    monkeypatch.setattr(load_plan, "make_schedule", make_exchange_schedule)
     monkeypatch.setattr(stream, "exchange_rows", lambda *args: exchanged.append(args[1]) or original(*args))
-    monkeypatch.setattr(stream, "MAX_READ_BYTES", 20_000)
+    monkeypatch.setattr(load_plan, "MAX_READ_BYTES", 20_000)
     module, _ = stream_checkpoint(template, folder, mesh, keep_divisible(template, mapping, mesh), None)
     assert_equal(module, reference(golden / name))
     assert len({transfer.path for transfer in exchanged}) > 3
@@ -161,7 +161,7 @@ def test_devices_with_memory_of_their_own(golden, monkeypatch, mapping, dtype):
     template, folder, mesh = template_of(golden / "mixtral"), open_folder(str(golden / "mixtral")), mesh_of(1, 2, 2)
     original = stream.stream_arrays
     monkeypatch.setattr(load, "stream_arrays", lambda *args, **more: original(*args, **more, zero_copy=False))
-    monkeypatch.setattr(stream, "MAX_READ_BYTES", 20_000)
+    monkeypatch.setattr(load_plan, "MAX_READ_BYTES", 20_000)
     module, _ = stream_checkpoint(template, folder, mesh, keep_divisible(template, mapping, mesh), dtype)
     assert_equal(module, reference(golden / "mixtral", dtype and jnp.dtype(dtype)))
 

@@ -42,7 +42,7 @@ from transformers import PreTrainedTokenizerFast
 
 from shardplan.checkpoint.load import HFCheckpointConverter, stream_checkpoint
 from shardplan.checkpoint.saving.save import save_levanter, save_pretrained
-from shardplan.checkpoint.transfer import schedule, stream
+from shardplan.checkpoint.transfer import load_plan, schedule, stream
 from shardplan.errors import ShardplanError
 from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.inspect import named_leaves
@@ -73,8 +73,8 @@ def main(folder: str, mappings: list[dict[str, str]], fault: str = "", output: s
     expected = {path: np.asarray(leaf.array) for path, leaf in named_leaves(converted)}
     budget = SMALL_BUDGET if fault.endswith("processors") else stream.DEFAULT_BUDGET
     if fault == "other schedule":
-        make = stream.make_schedule
-        stream.make_schedule = lambda *args: schedule.Schedule(args[2], make(*args).transfers[::-1])
+        make = load_plan.make_schedule
+        load_plan.make_schedule = lambda *args: schedule.Schedule(args[2], make(*args).transfers[::-1])
     if fault == "other mapping":
         mappings = [OTHER_MAPPING for _ in mappings]
     mesh = Mesh(np.array(jax.devices()).reshape(1, 2, count // 2), ("replica", "data", "model"))

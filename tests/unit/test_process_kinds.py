@@ -12,10 +12,11 @@ from ml_dtypes import bfloat16
 from shardplan.checkpoint.mapping.views import Piece, View, row_major_strides
 from shardplan.checkpoint.transfer import byte_ranges, process_kinds, schedule
 from shardplan.checkpoint.transfer.byte_ranges import TensorSource, estimate_read_volume
-from shardplan.checkpoint.transfer.process_kinds import find_grid, find_volumes
+from shardplan.checkpoint.transfer.process_kinds import find_volumes
 from shardplan.checkpoint.transfer.request import ArrayRequest
 from shardplan.checkpoint.transfer.schedule import exchange_strategies, make_schedule
 from shardplan.checkpoint.transfer.transfer import DeviceMesh, ReadStrategy, TransferLimits, make_transfers
+from shardplan.checkpoint.transfer.view_grid import estimate_grid_volume, find_grid
 
 ITEMSIZE = 2
 BFLOAT16 = np.dtype(bfloat16)
@@ -69,8 +70,11 @@ def check_volumes(transfer, view, sources, mesh):
     def volume_of(process):
         return estimate_read_volume(transfer, view, sources, mesh, process)
 
-    found = find_volumes(transfer, find_grid(view, sources), view.shape, mesh, volume_of)
+    grid = find_grid(view, sources)
+    found = find_volumes(transfer, grid, view.shape, mesh, volume_of)
     expected = [volume_of(process) for process in mesh.devices_by_process]
+    if grid is not None:
+        assert [estimate_grid_volume(transfer, grid, mesh, process) for process in mesh.devices_by_process] == expected
     assert [*zip(*(each.tolist() for each in found), strict=True)] == [(each.bytes, each.count) for each in expected]
     return len({*expected})
 
@@ -85,11 +89,11 @@ def test_processes_of_one_kind_read_equally_much(load, max_bytes, gap_bytes):
     with pytest.MonkeyPatch.context() as patch:
         for module in (byte_ranges, process_kinds):
             patch.setattr(module, "GAP_BYTES", gap_bytes)
-        byte_ranges._find_runs.cache_clear()
+        byte_ranges.runs_of_box.cache_clear()
         for strategy in (ReadStrategy(spec), *exchange_strategies(view.shape, spec, mesh)):
             for transfer in make_transfers("x", view.shape, strategy, ITEMSIZE, mesh, limits):
                 check_volumes(transfer, view, sources, mesh)
-    byte_ranges._find_runs.cache_clear()
+    byte_ranges.runs_of_box.cache_clear()
 
 
 def test_gaps_between_the_devices_of_a_process():
@@ -109,8 +113,8 @@ def test_gaps_between_the_devices_of_a_process():
 def test_a_fleet_has_few_kinds(monkeypatch):
     """8,192 processes of 32,768 devices: the layers of a large model, whose rows the processes divide unevenly."""
     calls = []
-    original = schedule.estimate_read_volume
-    monkeypatch.setattr(schedule, "estimate_read_volume", lambda *args: calls.append(args) or original(*args))
+    original = schedule.estimate_grid_volume
+    monkeypatch.setattr(schedule, "estimate_grid_volume", lambda *args: calls.append(args) or original(*args))
     mesh = DeviceMesh((("data", 4096), ("model", 8)), tuple(device // 4 for device in range(32768)))
     shape, layer_bytes = (126, 53248, 16384), 53248 * 16384 * 2
     strides = (0, *row_major_strides(shape[1:]))

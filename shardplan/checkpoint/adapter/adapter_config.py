@@ -4,7 +4,6 @@ What keys mean is what PEFT does with them: `LoraConfig`, `get_pattern_key` and 
 https://github.com/huggingface/peft.
 """
 
-import json
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from shardplan.checkpoint.format.header import reject_duplicate_keys
+from shardplan.checkpoint.format.header import parse_json
 from shardplan.errors import ConfigError, one_line
 from shardplan.model.huggingface.checked_keys import CheckedKeys
 from shardplan.storage.contents import describe_contents
@@ -147,7 +146,7 @@ def parse_adapter_config(data: bytes, where: str) -> AdapterConfig:
         ConfigError: it is damaged, or a key is unknown, or has a value that is not supported.
     """
     try:
-        values = json.loads(data, object_pairs_hook=reject_duplicate_keys)
+        values = parse_json(data)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where} is damaged: {describe_contents(data) or one_line(error)}") from error
     keys = CheckedKeys(values, where)

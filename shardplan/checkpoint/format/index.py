@@ -9,14 +9,13 @@ Which file a tensor is read from:
 Whether two files hold the same is only asked where it matters: see `shardplan.checkpoint.matching`.
 """
 
-import json
 import posixpath
 from collections.abc import Collection, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cache
 
-from shardplan.checkpoint.format.header import Tensor, read_header, reject_duplicate_keys
+from shardplan.checkpoint.format.header import Tensor, parse_json, read_header
 from shardplan.checkpoint.mapping.unneeded import classify_unexpected
 from shardplan.checkpoint.mapping.views import Shape
 from shardplan.errors import CheckpointError, one_line
@@ -127,6 +126,8 @@ def _choose_tensors(
         Tensor name -> the tensor that is read, and the `rivals` of `TensorIndex`.
     """
     chosen = {name: headers[path][name] for name, path in weight_map.items() if name in headers.get(path, ())}
+    if len(chosen) == sum(map(len, headers.values())):
+        return chosen, ()
     unlisted: dict[str, Tensor] = {}
     rivals: list[tuple[str, Tensor]] = []
     for path, header in headers.items():
@@ -162,7 +163,7 @@ def _parse_weight_map(index: bytes) -> dict[str, str]:
     Raises:
         ValueError: it is not JSON, or has no valid `weight_map`, or names a file outside of the folder.
     """
-    content = json.loads(index, object_pairs_hook=reject_duplicate_keys)
+    content = parse_json(index)
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if weight_map is None:
         raise ValueError("it has no 'weight_map'")

@@ -5,9 +5,9 @@ is that of any of its elements, so that the scales of a weight are those of the 
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
-from operator import add
+from operator import add, floordiv, mod, mul
 from typing import NamedTuple
 
 import numpy as np
@@ -73,23 +73,50 @@ def first_of_blocks(view: View, counts: Shape) -> View:
     Args:
         counts: number of blocks along each dimension.
     """
+    blocks = tuple(n // count for n, count in zip(view.shape, counts, strict=True))
+    pieces: list[Piece] = []
+    for piece in view.pieces:
+        extents, strides = _blocks_in(piece.shape, piece.strides, blocks)
+        if extents is None or any(map(mod, piece.start, blocks)):
+            return _first_of_divided_blocks(view, blocks)
+        start = tuple(map(floordiv, piece.start, blocks))
+        pieces.append(Piece(start, extents, piece.tensor, piece.offset, strides, piece.scale))
+    return View(counts, tuple(pieces))
+
+
+@lru_cache(maxsize=4096)  # the tensors of all experts have the same
+def _blocks_in(shape: Shape, strides: Shape, blocks: Shape) -> tuple[Shape | None, Shape]:
+    """Return the blocks of a piece along each dimension, and their strides; None for blocks if it has parts of some."""
+    extents = None if any(map(mod, shape, blocks)) else tuple(map(floordiv, shape, blocks))
+    return extents, tuple(map(mul, strides, blocks))
+
+
+def _first_of_divided_blocks(view: View, blocks: Shape) -> View:
+    """Return the first element of each block of a view, of which blocks are in several pieces."""
     divided: list[int] = []
     ends: list[int] = []
-    for n, count in zip(view.shape, counts, strict=True):
-        divided += (count, n // count)
-        ends += (count, 1)
+    for n, size in zip(view.shape, blocks, strict=True):
+        divided += (n // size, size)
+        ends += (n // size, 1)
+    counts = tuple(ends[::2])
     return view.reshape(tuple(divided)).slice((0,) * len(ends), tuple(ends)).reshape(counts)
 
 
-def pieces_of_scales(piece: Piece, name: str, scales: Scales) -> Iterator[Piece]:
-    """Yield the pieces of a tensor of scales that belong to the elements of a piece.
+def pieces_of_scales(piece: Piece, name: str, scales: Scales) -> list[Piece]:
+    """Return the pieces of a tensor of scales that belong to the elements of a piece.
 
     Args:
         piece: of a tensor of codes.
         name: of the tensor of scales.
     """
-    for start, shape, offset, strides in _boxes_of_scales(piece.offset, piece.shape, piece.strides, scales):
-        yield Piece(tuple(map(add, piece.start, start)), shape, name, offset, strides)
+    boxes = _boxes_of_scales(piece.offset, piece.shape, piece.strides, scales)
+    if len(boxes) == 1:  # as of nearly all; its start is 0
+        ((_, shape, offset, strides),) = boxes
+        return [Piece(piece.start, shape, name, offset, strides)]
+    pieces = []
+    for start, shape, offset, strides in boxes:
+        pieces.append(Piece(tuple(map(add, piece.start, start)), shape, name, offset, strides))
+    return pieces
 
 
 Box = tuple[Shape, Shape, int, Shape]

@@ -11,7 +11,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from operator import add
+from operator import add, itemgetter
 from typing import NamedTuple
 
 Shape = tuple[int, ...]
@@ -112,10 +112,9 @@ class View:
 
     def transpose(self, permutation: Sequence[int]) -> "View":
         """Reorder the dimensions as `numpy.transpose` does."""
-
-        def permute(values: Shape) -> Shape:
-            return tuple(values[i] for i in permutation)
-
+        if tuple(permutation) == tuple(range(len(self.shape))):
+            return self
+        permute = itemgetter(*permutation)
         pieces = (
             Piece(permute(p.start), permute(p.shape), p.tensor, p.offset, permute(p.strides), p.scale)
             for p in self.pieces

@@ -20,6 +20,7 @@ from shardplan.checkpoint.mapping.views import Piece, Shape, View
 from shardplan.checkpoint.transfer.request import ArrayRequest, CodeBlocks
 from shardplan.model.kept_weights import CODES, SCALES
 from shardplan.plan.mapping import MeshAxes
+from shardplan.runtime.garbage import without_garbage_collection
 
 MIN_BLOCK = 8
 """Fewest codes that share a scale in float32 in arrays that travel as codes: numbers would be as many bytes."""
@@ -27,6 +28,7 @@ NUMBERS = (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16))
 """Types of numbers that can be made of codes on a device: all numbers are finite in them."""
 
 
+@without_garbage_collection()
 def with_codes(
     requests: Mapping[str, ArrayRequest], tensors: Mapping[str, Tensor], sizes: Mapping[str, int]
 ) -> tuple[dict[str, ArrayRequest], dict[str, Tensor]]:
@@ -56,14 +58,19 @@ def with_codes(
 
 def codes_view(view: View) -> View:
     """Return the codes of the tensors of a view."""
-    return View(view.shape, tuple(piece._replace(tensor=piece.tensor + CODES) for piece in view.pieces))
+    pieces = (
+        Piece(each.start, each.shape, each.tensor + CODES, each.offset, each.strides, each.scale)
+        for each in view.pieces
+    )
+    return View(view.shape, tuple(pieces))
 
 
 def scales_view(view: View, tensors: Mapping[str, Tensor]) -> View:
     """Return the scales of the codes of a view."""
+    groups = {name: _groups_of(tensors[name]) for name in {piece.tensor for piece in view.pieces}}
     pieces: list[Piece] = []
     for piece in view.pieces:
-        pieces += pieces_of_scales(piece, piece.tensor + SCALES, _groups_of(tensors[piece.tensor]))
+        pieces += pieces_of_scales(piece, piece.tensor + SCALES, groups[piece.tensor])
     return View(view.shape, tuple(pieces))
 
 

@@ -12,12 +12,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardplan.checkpoint.mapping.views import Shape, View
-from shardplan.checkpoint.transfer.byte_ranges import GAP_BYTES, ReadVolume, TensorSource
+from shardplan.checkpoint.mapping.views import Shape
+from shardplan.checkpoint.transfer.byte_ranges import GAP_BYTES, ReadVolume
 from shardplan.checkpoint.transfer.transfer import DeviceMesh, Transfer
-
-FILE_BYTES = 2**44
-"""More bytes than a file has: files are put one after the other, so that a number says where a range is."""
+from shardplan.checkpoint.transfer.view_grid import FILE_BYTES, ViewGrid
 
 
 @dataclass(frozen=True)
@@ -49,45 +47,6 @@ class Volumes(NamedTuple):
     """int[process]."""
     ranges: np.ndarray
     """int[process]: number of ranges."""
-
-
-@dataclass(frozen=True)
-class ViewGrid:
-    """A view of equal pieces, one for each index of its leading dimensions, such as the layers of a stacked array."""
-
-    rank: int
-    """Number of these dimensions."""
-    strides: Shape
-    """Bits between neighbours along each dimension inside a piece."""
-    bits: int
-    """Bits of an element."""
-    files: np.ndarray
-    """int[index of the leading dimensions, in row-major order]: number of the file of the piece."""
-    positions: np.ndarray
-    """int[index of the leading dimensions, in row-major order]: bit of the file where the piece begins."""
-
-
-def find_grid(view: View, sources: Mapping[str, TensorSource]) -> ViewGrid | None:
-    """Return the grid of the pieces of a view; None if they are not alike."""
-    if not view.pieces:
-        return None
-    first, bits = view.pieces[0], sources[view.pieces[0].tensor].bits
-    rank = max((d + 1 for d, n in enumerate(first.shape) if n != view.shape[d]), default=0)
-    leading = view.shape[:rank]
-    if any(n > 1 for n in first.shape[:rank]) or len(view.pieces) != math.prod(leading):
-        return None
-    numbers: dict[str, int] = {}
-    cells, files, positions = [], [], []
-    for piece in view.pieces:
-        source = sources[piece.tensor]
-        if (piece.shape, piece.strides, source.bits) != (first.shape, first.strides, bits):
-            return None
-        cells.append(piece.start[:rank])
-        files.append(numbers.setdefault(source.file, len(numbers)))
-        positions.append(source.bit(piece.offset))
-    order = np.lexsort(np.array(cells, np.int64).T[::-1]) if rank else np.zeros(1, np.int64)
-    strides = tuple(stride * bits for stride in first.strides)
-    return ViewGrid(rank, strides, bits, np.array(files)[order], np.array(positions, np.int64)[order])
 
 
 def find_volumes(

@@ -22,18 +22,22 @@ from shardplan.checkpoint.transfer.byte_ranges import (
     find_byte_ranges,
     sum_ranges,
 )
-from shardplan.checkpoint.transfer.process_kinds import ViewGrid, find_grid, find_volumes
+from shardplan.checkpoint.transfer.process_kinds import find_volumes
 from shardplan.checkpoint.transfer.request import ArrayRequest
 from shardplan.checkpoint.transfer.transfer import DeviceMesh, ReadStrategy, Transfer, TransferLimits, make_transfers
+from shardplan.checkpoint.transfer.view_grid import ViewGrid, estimate_grid_volume, find_grid
 from shardplan.plan.mapping import MeshAxes
+from shardplan.runtime.garbage import without_garbage_collection
 
 MAX_REREAD_BYTES = 256 * 1024
 """Bytes of an array that may be read more than once if that saves time."""
 MAX_IMBALANCE = 1.1
 """Largest ratio of the most bytes that a process reads to the mean that counts as even."""
 
-LOOKS = 32
-"""Most processes that are looked at one by one to estimate what all read with a strategy."""
+LOOKS, LOOKS_AT_LITTLE = 32, 4
+"""Most processes that are looked at one by one to estimate what all read with a strategy; at an array of few bytes."""
+LITTLE = 0.01
+"""Share of all bytes below which an array has few."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,7 @@ class Schedule:
     transfers: tuple[Transfer, ...]
 
 
+@without_garbage_collection()
 def make_schedule(
     requests: Mapping[str, ArrayRequest],
     sources: Mapping[str, TensorSource],
@@ -74,6 +79,9 @@ def make_schedule(
         limits: how large a transfer may be.
     """
     transfers: list[Transfer] = []
+    grids = {path: find_grid(request.view, sources) for path, request in requests.items()}
+    sizes = {path: _stored_bytes(request.view, grids[path], sources) for path, request in requests.items()}
+    little = LITTLE * sum(sizes.values())
     for path, request in requests.items():
         view = request.view
         strategies = [ReadStrategy(request.spec)]
@@ -86,10 +94,8 @@ def make_schedule(
             )
             choices.append(list(transfers_of))
         if len(choices) > 1:
-            array = _StoredArray(
-                view, sources, find_grid(view, sources),
-                sum(piece.size * sources[piece.tensor].bits for piece in view.pieces) / 8,
-            )  # fmt: skip
+            looks = LOOKS if sizes[path] >= little else LOOKS_AT_LITTLE
+            array = _StoredArray(view, sources, grids[path], sizes[path], looks)
             choices.sort(key=partial(_cost, array=array, mesh=mesh, speeds=speeds))
         transfers += choices[0]
     return Schedule(mesh, tuple(transfers))
@@ -191,6 +197,15 @@ class _StoredArray:
     grid: ViewGrid | None
     nbytes: float
     """Stored bytes."""
+    looks: int
+    """Most processes to look at."""
+
+
+def _stored_bytes(view: View, grid: ViewGrid | None, sources: Mapping[str, TensorSource]) -> float:
+    """Return the bytes of the elements of a view in files."""
+    if grid is not None:
+        return grid.nbytes
+    return sum(piece.size * sources[piece.tensor].bits for piece in view.pieces) / 8
 
 
 def _cost(
@@ -206,9 +221,11 @@ def _cost(
     times = math.prod(first.local_shape) / max(1, math.prod(first.shape))
 
     def volume_of(process: int) -> ReadVolume:
+        if array.grid is not None:
+            return estimate_grid_volume(first, array.grid, mesh, process)
         return estimate_read_volume(first, array.view, array.sources, mesh, process)
 
-    read_bytes, ranges = find_volumes(first, array.grid, array.view.shape, mesh, volume_of, LOOKS)
+    read_bytes, ranges = find_volumes(first, array.grid, array.view.shape, mesh, volume_of, array.looks)
     reread_bytes = int(read_bytes.sum()) * times - array.nbytes
     is_uneven = bool(read_bytes.max() > MAX_IMBALANCE * read_bytes.mean())
     reading_s = float((read_bytes / speeds.read + ranges * speeds.request).max())

@@ -15,8 +15,6 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardplan.checkpoint.format.header import Tensor
-from shardplan.checkpoint.transfer.byte_ranges import TensorSource
-from shardplan.checkpoint.transfer.coded_requests import with_codes
 from shardplan.checkpoint.transfer.decoding import make_decoder
 from shardplan.checkpoint.transfer.destination import (
     ArrayPlacement,
@@ -25,10 +23,11 @@ from shardplan.checkpoint.transfer.destination import (
     HostDestination,
 )
 from shardplan.checkpoint.transfer.exchange import Decoding, exchange_rows
+from shardplan.checkpoint.transfer.load_plan import plan_load
 from shardplan.checkpoint.transfer.reading import ReadTarget, plan_reads, run_read
-from shardplan.checkpoint.transfer.request import ArrayRequest, stored_dtypes
-from shardplan.checkpoint.transfer.schedule import make_schedule, read_by_process
-from shardplan.checkpoint.transfer.transfer import Box, DeviceMesh, Transfer, TransferLimits
+from shardplan.checkpoint.transfer.request import ArrayRequest
+from shardplan.checkpoint.transfer.schedule import read_by_process
+from shardplan.checkpoint.transfer.transfer import Box, DeviceMesh, Transfer
 from shardplan.errors import ConfigError
 from shardplan.runtime.process_progress import load_progress
 from shardplan.runtime.processes.group import ProcessGroup, short_text
@@ -36,10 +35,6 @@ from shardplan.runtime.processes.watch.activity import DEADLINE_S
 
 DEFAULT_BUDGET = 2 * 2**30
 """Host memory that a load may use beyond the arrays, bytes."""
-MAX_READ_BYTES = 64 * 2**20
-"""Most bytes of a transfer that one process reads."""
-MAX_PLACED_BYTES = 256 * 2**20
-"""Most bytes of a transfer in the accelerators of one process, beyond the arrays."""
 EMPTY_MESH = Mesh(np.empty((), dtype=object), ())
 MAX_IN_FLIGHT = 64
 """Most transfers whose reads are under way at the same time."""
@@ -116,45 +111,37 @@ class _ArrayStream:
         local_devices = self.device_mesh.devices_by_process[jax.process_index()]
         self.devices = {index: devices[index] for index in local_devices}
         self.zero_copy = devices[0].platform == "cpu" if zero_copy is None else zero_copy
-        if sends_codes(self.device_mesh, self.zero_copy):
-            requests, tensors = with_codes(requests, tensors, self.device_mesh.sizes)
-        self.requests, self.tensors, self.mesh = requests, tensors, mesh
-        dtypes = stored_dtypes(tensors)
-        self.in_transit = {path: request.in_transit(dtypes) for path, request in requests.items()}
-        """Array path -> the array as it is read and exchanged."""
+        self.mesh = mesh
         tunings = {tensor.file.tuning for tensor in tensors.values()}
         # of this host alone: another may have more processors, or a file in its cache that this one streams
         self.threads = max(tuning.concurrent_reads for tuning in tunings)
         self.read_bytes = min(budget // (4 * self.threads), *(tuning.bytes_per_read for tuning in tunings))
         self.pending_bytes = budget - self.threads * self.read_bytes
-        self.limits = transfer_limits(budget, self.zero_copy)
-        self.sources = {
-            name: TensorSource(tensor.file_name, tensor.offset, tensor.bits) for name, tensor in tensors.items()
-        }
-        self.schedule = make_schedule(self.in_transit, self.sources, self.device_mesh, self.limits)
+        self.plan = plan_load(requests, tensors, self.device_mesh, budget, self.zero_copy)
 
     def describe(self) -> dict[str, str]:
         """Return what must be equal in all processes, or they enter different collectives: name -> text or digest."""
+        plan = self.plan
         values = {
             "the mesh": [self.device_mesh.axes, self.device_mesh.processes],
-            "the most bytes of a transfer": vars(self.limits),
-            **{f"the type of {path}": f"{request.dtype}" for path, request in self.requests.items()},
-            **{f"the sharding of {path}": f"{tuple(_pspec(request))}" for path, request in self.requests.items()},
-            "the location of the tensors": self.sources,
-            "the type of values in transit": {path: request.dtype for path, request in self.in_transit.items()},
-            "the schedule": self.schedule.transfers,
+            "the most bytes of a transfer": vars(plan.limits),
+            **{f"the type of {path}": f"{request.dtype}" for path, request in plan.requests.items()},
+            **{f"the sharding of {path}": f"{tuple(_pspec(request))}" for path, request in plan.requests.items()},
+            "the location of the tensors": plan.sources,
+            "the type of values in transit": {path: request.dtype for path, request in plan.in_transit.items()},
+            "the schedule": plan.schedule.transfers,
         }
         return {name: short_text(value if isinstance(value, str) else repr(value)) for name, value in values.items()}
 
     @property
     def nbytes(self) -> int:
         """Bytes that all processes read together."""
-        volumes = read_by_process(self.schedule, self.in_transit, self.sources)
+        volumes = read_by_process(self.plan.schedule, self.plan.in_transit, self.plan.sources)
         return sum(volume.bytes for volume in volumes.values())
 
     def run(self, report: Callable[[int, str], object]) -> dict[str, jax.Array]:
         """Run all transfers and return every array by its path; `report` takes the bytes and the array of each read."""
-        remaining = Counter(transfer.path for transfer in self.schedule.transfers)
+        remaining = Counter(transfer.path for transfer in self.plan.schedule.transfers)
         destinations: dict[str, Destination] = {}
         decodings: dict[str, Decoding] = {}
         arrays: dict[str, jax.Array] = {}
@@ -166,7 +153,7 @@ class _ArrayStream:
             path = oldest.transfer.path
             for read in oldest.reads:
                 report(read.result(), path)
-            codes = self.requests[path].codes
+            codes = self.plan.requests[path].codes
             if codes is not None and path not in decodings:  # its scales were loaded before
                 decodings[path] = self._make_decoding(path, arrays.pop(codes.scales))
             self._write(oldest, destinations[path], decodings.get(path))
@@ -177,7 +164,7 @@ class _ArrayStream:
 
         with ThreadPoolExecutor(self.threads) as pool:
             try:
-                for transfer in self.schedule.transfers:
+                for transfer in self.plan.schedule.transfers:
                     required = self._staging_bytes(transfer)
                     while len(pending) == MAX_IN_FLIGHT or (
                         pending and required + sum(each.nbytes for each in pending) > self.pending_bytes
@@ -196,15 +183,15 @@ class _ArrayStream:
     def _make_destination(self, path: str) -> Destination:
         """Make the shards that an array is loaded into: of host memory if devices adopt it."""
         kind = HostDestination if self.zero_copy else DeviceDestination
-        request = self.requests[path]
+        request = self.plan.requests[path]
         sharding, order = NamedSharding(self.mesh, _pspec(request)), request.view.stored_order
         return kind(ArrayPlacement(request.view.shape, request.dtype, sharding, self.devices, order))
 
     def _make_decoding(self, path: str, scales: jax.Array) -> Decoding:
         """Return what makes numbers of the codes of an array."""
-        request = self.requests[path]
+        request = self.plan.requests[path]
         assert request.codes is not None
-        return Decoding(make_decoder(request, self.requests[request.codes.scales], self.device_mesh.sizes), scales)
+        return Decoding(make_decoder(request, self.plan.requests[request.codes.scales], self.device_mesh.sizes), scales)
 
     def _staging_bytes(self, transfer: Transfer) -> int:
         """Return the host memory that a transfer needs beyond the arrays; 0 if it is read directly into the shards."""
@@ -218,7 +205,7 @@ class _ArrayStream:
 
     def _is_read_into_shards(self, transfer: Transfer) -> bool:
         """Whether shards are in host memory, and what is read is what they hold."""
-        return self.zero_copy and not transfer.strategy.collectives and self.requests[transfer.path].codes is None
+        return self.zero_copy and not transfer.strategy.collectives and self.plan.requests[transfer.path].codes is None
 
     def _start_reads(self, transfer: Transfer, destination: Destination, pool: ThreadPoolExecutor) -> _PendingTransfer:
         """Start to read a transfer.
@@ -226,7 +213,7 @@ class _ArrayStream:
         Without collectives, read directly into host-memory shards where there are any; otherwise, and always with
         collectives, into staging memory that `_write` moves on.
         """
-        request = self.in_transit[transfer.path]
+        request = self.plan.in_transit[transfer.path]
         staged: dict[int, np.ndarray] = {}
         targets = []
         if transfer.strategy.collectives:
@@ -249,7 +236,7 @@ class _ArrayStream:
                     shard_box = np.empty(transfer.shape, request.dtype)
                     staged |= dict.fromkeys(devices, shard_box)
                 targets.append(ReadTarget(start, shard_box))
-        reads = plan_reads(request.view, self.tensors, targets, self.read_bytes)
+        reads = plan_reads(request.view, self.plan.tensors, targets, self.read_bytes)
         futures = [pool.submit(run_read, read) for read in reads]
         return _PendingTransfer(transfer, futures, staged, self._staging_bytes(transfer))
 
@@ -272,24 +259,10 @@ class _ArrayStream:
         if transfer.strategy.collectives or decoding is not None:
             shape = (transfer.rows_per_device(self.device_mesh), *transfer.row_shape)
             rows = {device: part.reshape(shape) for device, part in pending.staged.items()}
-            parts = exchange_rows(self.mesh, transfer, rows, self.in_transit[transfer.path].dtype, decoding)
+            parts = exchange_rows(self.mesh, transfer, rows, self.plan.in_transit[transfer.path].dtype, decoding)
         for device, part in parts.items():
             destination.put(device, transfer.start, part)
         destination.wait()
-
-
-def sends_codes(mesh: DeviceMesh, zero_copy: bool) -> bool:
-    """Whether codes are made numbers on the devices: not where one process reads into the shards of CPU devices."""
-    return not zero_copy or len(mesh.devices_by_process) > 1
-
-
-def transfer_limits(budget: int, zero_copy: bool) -> TransferLimits:
-    """Return how large a transfer may be if several share three quarters of `budget` bytes of host memory.
-
-    The last quarter is for reads. How much of it a host needs does not matter here: all have the same schedule.
-    """
-    read = min(MAX_READ_BYTES, budget * 3 // 16)
-    return TransferLimits(read, read if zero_copy else MAX_PLACED_BYTES)
 
 
 def _pspec(request: ArrayRequest) -> PartitionSpec:

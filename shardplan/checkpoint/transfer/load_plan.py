@@ -1,0 +1,78 @@
+"""The plan of a load: how arrays travel, where the bytes of their tensors are, and which process reads which."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shardplan.checkpoint.format.header import Tensor
+from shardplan.checkpoint.transfer.byte_ranges import TensorSource
+from shardplan.checkpoint.transfer.coded_requests import with_codes
+from shardplan.checkpoint.transfer.request import ArrayRequest, stored_dtypes
+from shardplan.checkpoint.transfer.schedule import DEFAULT_SPEEDS, Schedule, Speeds, make_schedule
+from shardplan.checkpoint.transfer.transfer import DeviceMesh, TransferLimits
+from shardplan.runtime.garbage import without_garbage_collection
+
+MAX_READ_BYTES = 64 * 2**20
+"""Most bytes of a transfer that one process reads."""
+MAX_PLACED_BYTES = 256 * 2**20
+"""Most bytes of a transfer in the accelerators of one process, beyond the arrays."""
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """What all processes do in a load."""
+
+    requests: Mapping[str, ArrayRequest]
+    """Array path -> the array to load; also those of scales, each before the array that they belong to."""
+    in_transit: Mapping[str, ArrayRequest]
+    """Array path -> the array as it is read and exchanged."""
+    tensors: Mapping[str, Tensor]
+    """Tensor name -> tensor; also those of codes and of scales."""
+    sources: Mapping[str, TensorSource]
+    """Name of a tensor that is read -> its location."""
+    limits: TransferLimits
+    schedule: Schedule
+
+
+@without_garbage_collection()
+def plan_load(
+    requests: Mapping[str, ArrayRequest],
+    tensors: Mapping[str, Tensor],
+    mesh: DeviceMesh,
+    budget: int,
+    zero_copy: bool,
+    speeds: Speeds = DEFAULT_SPEEDS,
+) -> LoadPlan:
+    """Choose the types in transit, and plan all transfers.
+
+    Args:
+        requests: array path -> the array to load.
+        tensors: tensor name -> tensor and its location.
+        budget: most host memory to use beyond the arrays, bytes.
+        zero_copy: whether devices adopt the host memory that was read into.
+    """
+    if sends_codes(mesh, zero_copy):
+        requests, tensors = with_codes(requests, tensors, mesh.sizes)
+    dtypes = stored_dtypes(tensors)
+    in_transit = {path: request.in_transit(dtypes) for path, request in requests.items()}
+    sources = {}
+    # in an order that all processes have, which sets do not
+    for name in dict.fromkeys(piece.tensor for request in in_transit.values() for piece in request.view.pieces):
+        tensor = tensors[name]
+        sources[name] = TensorSource(tensor.file_name, tensor.offset, tensor.bits)
+    limits = transfer_limits(budget, zero_copy)
+    schedule = make_schedule(in_transit, sources, mesh, limits, speeds)
+    return LoadPlan(requests, in_transit, tensors, sources, limits, schedule)
+
+
+def sends_codes(mesh: DeviceMesh, zero_copy: bool) -> bool:
+    """Whether codes are made numbers on the devices: not where one process reads into the shards of CPU devices."""
+    return not zero_copy or len(mesh.devices_by_process) > 1
+
+
+def transfer_limits(budget: int, zero_copy: bool) -> TransferLimits:
+    """Return how large a transfer may be if several share three quarters of `budget` bytes of host memory.
+
+    The last quarter is for reads. How much of it a host needs does not matter here: all have the same schedule.
+    """
+    read = min(MAX_READ_BYTES, budget * 3 // 16)
+    return TransferLimits(read, read if zero_copy else MAX_PLACED_BYTES)
