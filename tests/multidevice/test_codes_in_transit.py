@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 from shardplan.checkpoint import load
 from shardplan.checkpoint.format.header import UINT4
 from shardplan.checkpoint.load import stream_checkpoint
-from shardplan.checkpoint.transfer import load_plan, stream
+from shardplan.checkpoint.transfer import decoding, load_plan, stream
 from shardplan.hardware import parse_slice
 from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.inspect import named_leaves
@@ -72,6 +72,7 @@ def quick(cases):
 def small_transfers(monkeypatch):
     monkeypatch.setattr(load_plan, "MAX_READ_BYTES", 20_000)
     monkeypatch.setattr(load_plan, "MAX_PLACED_BYTES", 60_000)
+    monkeypatch.setattr(decoding, "SLAB_CODES", 500)
 
 
 @pytest.mark.parametrize(

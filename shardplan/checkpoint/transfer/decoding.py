@@ -14,6 +14,9 @@ from shardplan.checkpoint.transfer.request import ArrayRequest
 from shardplan.model.kept_weights import convert_blocks, repeat
 from shardplan.plan.mapping import MeshAxes
 
+SLAB_CODES = 2**22
+"""Codes that become numbers at a time: 16 MiB of scales in float32."""
+
 
 @dataclass(frozen=True)
 class BoxDecoder:
@@ -42,9 +45,35 @@ class BoxDecoder:
             scales: those of the device.
             start: int32[dimension]: first index of the box in the shard of the device.
         """
+        # or else a compiler moves the reshape of rows behind the product, and writes a scale for every code
+        codes = lax.optimization_barrier(codes)
         scales = scales.transpose(self.order)
         for d, (n, block) in enumerate(zip(codes.shape, self.blocks, strict=True)):
             scales = self._scales_along(scales, d, n, block, start[d])
+        return self._in_slabs(codes, scales)
+
+    def _in_slabs(self, codes: Array, scales: Array) -> Array:
+        """Make numbers of codes, some at a time: where blocks are small, a compiler writes a scale for every code.
+
+        Args:
+            scales: their dimensions divide those of the codes.
+        """
+        if codes.size <= SLAB_CODES or codes.ndim == 1:
+            return self._convert(codes, scales)
+        n, count = codes.shape[0], scales.shape[0]
+        if n == 1:
+            return self._in_slabs(codes[0], scales[0])[None]
+        steps = n if count == 1 else count
+        slabs = next((k for k in range(2, steps) if steps % k == 0 and codes.size <= k * SLAB_CODES), steps)
+        parts = codes.reshape(slabs, n // slabs, *codes.shape[1:])
+        if count == 1:
+            numbers = lax.map(lambda part: self._in_slabs(part, scales), parts)
+        else:
+            of_parts = scales.reshape(slabs, count // slabs, *scales.shape[1:])
+            numbers = lax.map(lambda part: self._in_slabs(*part), (parts, of_parts))
+        return numbers.reshape(codes.shape)
+
+    def _convert(self, codes: Array, scales: Array) -> Array:
         if self.code_dtype == E2M1:
             codes = _e2m1_numbers(codes)
         if self.zero_point:
