@@ -148,8 +148,8 @@ def write_checkpoint(folder: Path, giant: Giant, entries: dict[str, Entry]) -> i
     return total
 
 
-def find_schedule(model: Model, match: Match) -> LoadPlan:
-    """Make the schedule of all processes, which each of them makes for itself."""
+def find_plan(model: Model, match: Match) -> LoadPlan:
+    """Plan the load of all processes, which each of them does for itself."""
     mesh = DeviceMesh(tuple(MESH.items()), tuple(place_mesh(parse_slice(SLICE), MESH).hosts()))
     specs = array_specs(model.template, MAPPING, match.program)
     requests = {}
@@ -171,14 +171,22 @@ def measured[T](function: Callable[[], T], clock: Callable[[], float] = time.pro
 @contextmanager
 def serve(folder: Path) -> Iterator[str]:
     """Serve a folder from a process of its own, which waits before every answer; yields its address."""
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(SlowRanges, directory=str(folder)))
-    process = multiprocessing.get_context("fork").Process(target=server.serve_forever, daemon=True)
+    context = multiprocessing.get_context("spawn")
+    ports = context.Queue()
+    process = context.Process(target=serve_forever, args=(str(folder), ports), daemon=True)
     process.start()
     try:
-        yield f"http://127.0.0.1:{server.server_port}"
+        yield f"http://127.0.0.1:{ports.get()}"
     finally:
         process.terminate()
-        server.server_close()
+        process.join()
+
+
+def serve_forever(folder: str, ports: Any) -> None:
+    """Serve a folder, and put the port into a queue."""
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(SlowRanges, directory=folder))
+    ports.put(server.server_port)
+    server.serve_forever()
 
 
 def measure(giant: Giant, folder: Path) -> str:
@@ -198,10 +206,10 @@ def measure(giant: Giant, folder: Path) -> str:
 
     index, local_s = measured(lambda: read_tensor_index(open_folder(str(folder))))
     match, match_s = measured(partial(find_match, index))
-    _, schedule_s = measured(partial(find_schedule, model, match))
+    _, schedule_s = measured(partial(find_plan, model, match))
     sent = len(pack_index(index))
     tracemalloc.start()
-    find_schedule(model, find_match(read_tensor_index(open_folder(str(folder)))))
+    find_plan(model, find_match(read_tensor_index(open_folder(str(folder)))))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     cells = [

@@ -15,10 +15,10 @@ from shardplan.checkpoint.adapter.adapter import read_adapter
 from shardplan.checkpoint.format.codecs.decode_index import quantization_of
 from shardplan.checkpoint.format.header import Tensor
 from shardplan.checkpoint.format.index import read_tensor_index
-from shardplan.checkpoint.format.shared_index import DeferredFile
 from shardplan.checkpoint.kept import with_kept_parts
 from shardplan.checkpoint.load import array_specs
 from shardplan.checkpoint.mapping.state_dict_program import StateDictProgram, trace_program
+from shardplan.checkpoint.mapping.views import View
 from shardplan.checkpoint.match import Match, match_checkpoint
 from shardplan.checkpoint.transfer.byte_ranges import ReadVolume
 from shardplan.checkpoint.transfer.load_plan import LoadPlan, plan_load
@@ -98,6 +98,19 @@ class _StoredModel:
         return sum(self.tensors[name].all_bytes for name in read)
 
 
+class _AssumedFile:
+    """A file that does not exist: only the places of its tensors are used."""
+
+    name = "checkpoint"
+    size, version, tuning, is_shared = 0, "", REMOTE, True
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        raise AssertionError(f"{self.name} is not read")
+
+    def recorded_checksum(self) -> None:
+        raise AssertionError(f"{self.name} is not read")
+
+
 def forecast_reads(config: CheckpointCommand, plan: Plan, model: Model) -> Forecast:
     """Forecast the reads of the checkpoint `model.ref`, or of one that model.config describes, as `plan` loads it.
 
@@ -137,12 +150,6 @@ def _forecast(
     speeds = Speeds(read=bandwidth, exchange=hardware.generation.link_bandwidth)
     planned = plan_load(requests, stored.tensors, mesh, int(load.gib * GIB), hardware.is_cpu, speeds)
     arrays, processes = _summarise(planned)
-    read = {piece.tensor for request in planned.requests.values() for piece in request.view.pieces}
-    # codes that become numbers while they are read: each process reads the parts of its codes, which are a proportion
-    part_bytes = sum(planned.tensors[name].all_bytes - planned.tensors[name].nbytes for name in read)
-    if part_bytes:
-        factor = stored.nbytes / (stored.nbytes - part_bytes)
-        processes = {each: ReadVolume(round(volume.bytes * factor), volume.count) for each, volume in processes.items()}
     return Forecast(stored.source, stored.nbytes, bandwidth, processes, arrays)
 
 
@@ -170,7 +177,7 @@ def _assume_checkpoint(config_path: str, config: CheckpointCommand, model: Model
     dtype = np.dtype(jnp.dtype(config_json.get("torch_dtype") or config_json.get("dtype") or "bfloat16"))
     sizes = (math.prod(shape) * dtype.itemsize for shape in program.tensors.values())
     offsets = itertools.accumulate(sizes, initial=0)
-    file = DeferredFile(open_folder("."), "checkpoint", size=0, version="", tuning=REMOTE)
+    file = _AssumedFile()
     tensors = {
         name: Tensor(file, offset, shape, dtype)
         for (name, shape), offset in zip(program.tensors.items(), offsets, strict=False)
@@ -179,21 +186,38 @@ def _assume_checkpoint(config_path: str, config: CheckpointCommand, model: Model
 
 
 def _summarise(planned: LoadPlan) -> tuple[list[ArrayForecast], dict[int, ReadVolume]]:
-    """Sum up a schedule by array, and by process."""
+    """Sum up a schedule by array, and by process; scales of an array that travels as codes are reads of that array."""
     schedule = planned.schedule
     by_path: defaultdict[str, list[Transfer]] = defaultdict(list)
     for transfer in schedule.transfers:
         by_path[transfer.path].append(transfer)
     processes = dict.fromkeys(schedule.mesh.devices_by_process, ReadVolume())
-    arrays = []
+    totals: dict[str, ReadVolume] = {}
     for path, transfers in by_path.items():
         of_array = Schedule(schedule.mesh, tuple(transfers))
         volumes = read_by_process(of_array, planned.in_transit, planned.sources)
-        processes = {process: processes[process] + volume for process, volume in volumes.items()}
+        factor = _bytes_with_parts(planned.in_transit[path].view, planned.tensors)
+        for process, volume in volumes.items():
+            processes[process] += ReadVolume(round(volume.bytes * factor), volume.count)
         total = sum(volumes.values(), ReadVolume())
+        totals[path] = ReadVolume(round(total.bytes * factor), total.count)
+    arrays = []
+    owned = {request.codes.scales for request in planned.requests.values() if request.codes is not None}
+    for path, transfers in by_path.items():
+        if path in owned:
+            continue
+        total, codes = totals[path], planned.requests[path].codes
+        if codes is not None:
+            total += totals[codes.scales]
         strategy = _strategy_text(transfers[0].strategy)
         arrays.append(ArrayForecast(path, total.bytes, len(transfers), total.count, strategy))
     return arrays, processes
+
+
+def _bytes_with_parts(view: View, tensors: Mapping[str, Tensor]) -> float:
+    """Return the ratio of bytes with scales and other parts, which are read with codes, to those of the codes alone."""
+    read = [tensors[name] for name in {piece.tensor for piece in view.pieces}]
+    return sum(tensor.all_bytes for tensor in read) / max(1, sum(tensor.nbytes for tensor in read))
 
 
 def _strategy_text(strategy: ReadStrategy) -> str:

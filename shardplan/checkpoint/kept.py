@@ -5,7 +5,7 @@ from typing import Any
 
 from shardplan.checkpoint.adapter.adapted_tensor import AdaptedTensor
 from shardplan.checkpoint.format.codecs.coded_tensor import CodedTensor
-from shardplan.checkpoint.format.codecs.kept_tensors import codes_of, scales_of
+from shardplan.checkpoint.format.codecs.stored_codes import codes_of, scales_of
 from shardplan.checkpoint.format.header import Tensor
 from shardplan.checkpoint.mapping.views import View
 from shardplan.checkpoint.transfer.coded_requests import codes_view, scales_view
@@ -38,7 +38,9 @@ def with_kept_parts(
         if path.endswith(CODES):
             changed[path] = codes_view(view)
         else:
-            changed[path] = scales_view(view, tensors)
+            scales = scales_view(view, tensors)
+            assert scales is not None
+            changed[path] = scales
     return changed, parts
 
 

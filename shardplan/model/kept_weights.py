@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 
 SCALE_DTYPE = "float32"
 CODES, SCALES = ".codes", ".scales"
-"""Ends of the paths of the arrays of a kept weight."""
+"""Ends of the paths of arrays of codes and of their scales, and of the names of their tensors."""
 
 
 class KeptWeight(eqx.Module):

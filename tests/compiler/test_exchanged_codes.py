@@ -34,10 +34,10 @@ def test_codes_are_exchanged_in_a_byte_each(slice_name, dtype, blocks, zero_poin
     sizes = {"replica": 1, "data": 2, "model": 2}
     mesh = make_topology_mesh(parse_slice(slice_name), sizes)
     shape, spec = (EXPERTS, ROWS, COLUMNS), (("data",), (), ("model",))
-    codes = CodeBlocks(dtype, zero_point, blocks, "scales", 2)
+    codes = CodeBlocks(dtype, zero_point, "scales", 2)
     request = ArrayRequest(tensor_view("w", shape), spec, BFLOAT16, codes)
     counts = tuple(n // size for n, size in zip(shape, blocks, strict=True))
-    decoder = make_decoder(request, ArrayRequest(tensor_view("s", counts), spec, np.dtype(np.float32)), sizes)
+    decoder = make_decoder(request, sizes)
     strategy = ReadStrategy((("data",), (), ()), ((2, ("model",)),))
     rows = EXPERTS // 2 * ROWS
     result = (EXPERTS // 2, ROWS, COLUMNS // 2)

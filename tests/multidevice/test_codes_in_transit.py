@@ -8,19 +8,25 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from coded_checkpoints import quantized, write_stored
+from coded_checkpoints import MemoryFile, quantized, write_stored
 from exchange_schedules import make_exchange_schedule
 from safetensors.numpy import load_file
+from stored_forms import CASES, decoded
 
 from shardplan.checkpoint import load
-from shardplan.checkpoint.format.header import UINT4
+from shardplan.checkpoint.format.codecs.coded_tensor import CodedTensor, GroupValues
+from shardplan.checkpoint.format.header import UINT4, Tensor
 from shardplan.checkpoint.load import stream_checkpoint
+from shardplan.checkpoint.mapping.views import stack, tensor_view
 from shardplan.checkpoint.transfer import decoding, load_plan, stream
+from shardplan.checkpoint.transfer.coded_requests import with_codes
+from shardplan.checkpoint.transfer.request import ArrayRequest
 from shardplan.hardware import parse_slice
 from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.inspect import named_leaves
 from shardplan.model.registry import build_model
 from shardplan.runtime.devices import arrange
+from shardplan.runtime.processes.group import open_process_group
 from shardplan.storage import open_folder
 
 FAMILIES = Path(__file__).parents[1] / "golden" / "families"
@@ -134,3 +140,58 @@ def test_blocks_that_shards_divide(golden, monkeypatch, tmp_path, small_transfer
     exchanged = force_exchange(monkeypatch)
     assert_equal(numbers(folder, (1, 2, 4), mapping, "float32"), expected)
     assert E4M3 in exchanged
+
+
+SENT = {
+    "packed-4-16-symmetric": UINT4, "packed-8-None-symmetric": np.dtype(np.uint8), "nvfp4": E2M1,
+    "modelopt-nvfp4": E2M1, "int8": np.dtype(np.int8), "fp8-rows": E4M3, "fp8-tensor": E4M3, "fp8-blocks": E4M3,
+    "gptq-4-16-in-order": np.dtype(np.float32), "awq": np.dtype(np.float32), "packed-4-16-zeros": np.dtype(np.float32),
+}  # fmt: skip
+"""Ways to store weights -> what is sent: codes, or numbers where these have zero points of their own."""
+
+
+@pytest.mark.parametrize("case", SENT)
+def test_every_way_to_store_weights(monkeypatch, small_transfers, case):
+    """Against decoders in NumPy: rows and columns are sharded, and the array has a transposed part before it."""
+    make, *arguments = CASES[case]
+    config, stored, expected = make(*arguments)
+    index, _ = decoded(config, stored)
+    weight = index.tensors["w.weight"]
+    view = weight.view("w.weight") or tensor_view("w.weight", weight.shape)
+    sent = force_exchange(monkeypatch)
+    mesh = arrange(jax.devices(), parse_slice("cpu-8"), {"replica": 1, "data": 2, "model": 4})
+    requests = {
+        "columns": ArrayRequest(view, ((), ("model",)), np.dtype(np.float32)),
+        "both": ArrayRequest(stack([view, view], 0), ((), ("data",), ("model",)), np.dtype(np.float32)),
+        "narrow": ArrayRequest(view.transpose((1, 0)), (("data",), ()), np.dtype(np.float16)),
+    }
+    with open_process_group() as processes:
+        arrays = stream.stream_arrays(requests, index.tensors, mesh, processes)
+    assert arrays.keys() == requests.keys()
+    np.testing.assert_array_equal(np.asarray(arrays["columns"]), expected)
+    np.testing.assert_array_equal(np.asarray(arrays["both"]), np.stack([expected, expected]))
+    np.testing.assert_array_equal(np.asarray(arrays["narrow"]), expected.T.astype(np.float16))
+    assert sent == {SENT[case], np.dtype(np.float32), np.dtype(np.float16)}
+
+
+@pytest.mark.parametrize("shards", [1, 4, 64])
+def test_scales_are_sharded_as_the_array_is(shards):
+    """Also where the ends of shards are inside blocks: 224 of 32 codes over 64 devices."""
+    weight = CODED_MATRIX
+    request = ArrayRequest(tensor_view("w", weight.shape), ((), ("data",)), np.dtype(ml_dtypes.bfloat16))
+    requests, _ = with_codes({"w": request}, {"w": weight}, {"data": shards})
+    scales = requests["w.scales"]
+    assert [*requests] == ["w.scales", "w"] and scales.spec == request.spec
+    assert scales.view.shape == (16, 448 if shards == 64 else 224)
+
+
+CODED_MATRIX = CodedTensor(
+    MemoryFile(b""), 0, (16, 7168), E2M1, code_dims=(16, 7168), group=(1, 32),
+    scale=GroupValues("s", Tensor(MemoryFile(b""), 0, (16, 224), np.dtype(np.float32)), (224, 1)),
+)  # fmt: skip
+
+
+def test_few_codes_with_a_scale_travel_as_numbers():
+    request = ArrayRequest(tensor_view("w", (16, 7168)), ((), ("data",)), np.dtype(ml_dtypes.bfloat16))
+    requests, tensors = with_codes({"w": request}, {"w": CODED_MATRIX}, {"data": 7168 // 8})
+    assert requests == {"w": request} and [*tensors] == ["w"]

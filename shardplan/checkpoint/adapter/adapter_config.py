@@ -4,6 +4,7 @@ What keys mean is what PEFT does with them: `LoraConfig`, `get_pattern_key` and 
 https://github.com/huggingface/peft.
 """
 
+import json
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -146,7 +147,7 @@ def parse_adapter_config(data: bytes, where: str) -> AdapterConfig:
         ConfigError: it is damaged, or a key is unknown, or has a value that is not supported.
     """
     try:
-        values = parse_json(data)
+        values = parse_json(data.decode(json.detect_encoding(data)))
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where} is damaged: {describe_contents(data) or one_line(error)}") from error
     keys = CheckedKeys(values, where)

@@ -7,7 +7,7 @@ the safetensors library refuses is refused here too, so that a file means the sa
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
@@ -126,7 +126,7 @@ def read_header(file: File, path: str = "") -> dict[str, Tensor]:
         file.read_into(len(start), memoryview(rest))
     text = (start + rest)[8:end]
     try:
-        header = parse_json(text)
+        header = parse_json(text.decode(), _reject_constant)
         if not isinstance(header, dict):
             raise ValueError("it must map names of tensors to their types, shapes and offsets")
         _check_metadata(header.pop(METADATA, None))
@@ -145,19 +145,21 @@ def read_header(file: File, path: str = "") -> dict[str, Tensor]:
     return tensors
 
 
-def parse_json(text: bytes | bytearray) -> Any:
-    """Parse JSON with a hundred thousand keys.
+def parse_json(text: str, parse_constant: Callable[[str], Any] | None = None) -> Any:
+    """Parse JSON, and refuse keys that occur twice in an object.
+
+    Args:
+        parse_constant: as `json.loads` has it.
 
     Raises:
-        ValueError: it is not JSON, or a key occurs twice in an object or is not valid Unicode.
+        ValueError: it is not JSON, or a key occurs twice or is not valid Unicode.
     """
-    decoded = text.decode()
-    if b"\\u" not in text:  # only escapes make half of a surrogate pair
-        parsed = json.loads(decoded, parse_constant=_reject_constant)
+    if "\\u" not in text:  # only escapes make half of a surrogate pair
+        parsed = json.loads(text, parse_constant=parse_constant)
         # a colon follows each key, and others are in texts: where there are no more than keys, no key was there twice
-        if text.count(b":") == _count_keys(parsed):
+        if text.count(":") == _count_keys(parsed):
             return parsed
-    return json.loads(decoded, object_pairs_hook=_reject_duplicate_keys, parse_constant=_reject_constant)
+    return json.loads(text, object_pairs_hook=_reject_duplicate_keys, parse_constant=parse_constant)
 
 
 def _count_keys(value: Any) -> int:

@@ -9,6 +9,7 @@ Which file a tensor is read from:
 Whether two files hold the same is only asked where it matters: see `shardplan.checkpoint.matching`.
 """
 
+import json
 import posixpath
 from collections.abc import Collection, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
@@ -163,7 +164,7 @@ def _parse_weight_map(index: bytes) -> dict[str, str]:
     Raises:
         ValueError: it is not JSON, or has no valid `weight_map`, or names a file outside of the folder.
     """
-    content = parse_json(index)
+    content = parse_json(index.decode(json.detect_encoding(index)))
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if weight_map is None:
         raise ValueError("it has no 'weight_map'")

@@ -4,8 +4,9 @@ A view says which element of a tensor is at each index of a weight. The codes ar
 is that of any of its elements, so that the scales of a weight are those of the first elements of its blocks.
 """
 
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from operator import add, floordiv, mod, mul
 from typing import NamedTuple
@@ -131,8 +132,9 @@ def _boxes_of_scales(offset: int, shape: Shape, strides: Shape, scales: Scales) 
     for d, start in enumerate(np.unravel_index(offset, scales.shape)):
         along = {i: step for i, (dimension, step) in moves.items() if dimension == d}
         groups = _groups(int(start), along, shape)
-        if groups.max() >= scales.shape[d]:
-            return _divided(offset, shape, strides, scales)
+        if groups.max() >= scales.shape[d]:  # goes over the end of the dimension
+            outer = max((i for i, count in enumerate(shape) if count > 1), key=lambda i: strides[i])
+            return _divided(offset, shape, strides, scales, outer, range(shape[outer]))
         groups //= scales.group[d]
         origin = int(groups.flat[0])
         expected = np.full_like(groups, origin)
@@ -143,7 +145,9 @@ def _boxes_of_scales(offset: int, shape: Shape, strides: Shape, scales: Scales) 
             expected = expected + _along(np.arange(shape[i]) * step, place, groups.ndim)
             steps[i] = step * scales.strides[d]
         if not np.array_equal(groups, expected):
-            return _divided(offset, shape, strides, scales)
+            outer = max(along, key=lambda i: along[i])
+            cuts = range(shape[outer]) if len(along) > 1 else _first_of_runs(groups)
+            return _divided(offset, shape, strides, scales, outer, cuts)
         first_scale += origin * scales.strides[d]
     return (((0,) * len(shape), shape, first_scale, tuple(steps)),)
 
@@ -153,7 +157,7 @@ def _moves(shape: Shape, strides: Shape, tensor: Shape) -> dict[int, tuple[int, 
     weights = row_major_strides(tensor)
     moves = {}
     for i, (count, stride) in enumerate(zip(shape, strides, strict=True)):
-        if count > 1:
+        if count > 1 and stride:  # a stride of 0 repeats an element
             d = next(d for d, weight in enumerate(weights) if stride % weight == 0 and tensor[d] > 1)
             moves[i] = d, stride // weights[d]
     return moves
@@ -171,12 +175,24 @@ def _along(values: np.ndarray, dimension: int, rank: int) -> np.ndarray:
     return values.reshape([-1 if d == dimension else 1 for d in range(rank)])
 
 
-def _divided(offset: int, shape: Shape, strides: Shape, scales: Scales) -> tuple[Box, ...]:
-    """Return the boxes of each index along the dimension with the longest stride."""
-    outer = max((i for i, count in enumerate(shape) if count > 1), key=lambda i: strides[i])
-    inner = (*shape[:outer], 1, *shape[outer + 1 :])
+def _first_of_runs(groups: np.ndarray) -> list[int]:
+    """Return the indices at which another group begins than before, and 0."""
+    return [0, *(np.flatnonzero(np.diff(groups.reshape(-1))) + 1).tolist()]
+
+
+def _divided(
+    offset: int, shape: Shape, strides: Shape, scales: Scales, outer: int, cuts: Sequence[int]
+) -> tuple[Box, ...]:
+    """Return the boxes of parts of a piece along one dimension.
+
+    Args:
+        outer: the dimension.
+        cuts: first indices of the parts; all of a part that is longer than one index has one group.
+    """
     boxes: list[Box] = []
-    for index in range(shape[outer]):
-        for start, box_shape, first, steps in _boxes_of_scales(offset + index * strides[outer], inner, strides, scales):
-            boxes.append(((*start[:outer], index, *start[outer + 1 :]), box_shape, first, steps))
+    for first, last in itertools.pairwise([*cuts, shape[outer]]):
+        part = (*shape[:outer], last - first, *shape[outer + 1 :])
+        repeated = (*strides[:outer], 0, *strides[outer + 1 :])
+        for start, box_shape, scale, steps in _boxes_of_scales(offset + first * strides[outer], part, repeated, scales):
+            boxes.append(((*start[:outer], first + start[outer], *start[outer + 1 :]), box_shape, scale, steps))
     return tuple(boxes)

@@ -1,8 +1,8 @@
 """Arrays that travel as codes: their numbers are made on the devices, where the shards are.
 
-Codes are half as many bytes as numbers in bfloat16, or fewer, on the way through host memory, to the devices and
-between processes. The scales of an array are an array of their own, loaded before it, with as many shards as blocks
-allow. Where a process fills the shards of CPU devices alone, numbers are made while codes are read, into the shards.
+Codes are a byte each on the way through host memory, to the devices and between processes, half of what numbers are in
+bfloat16. The scales of an array are an array of their own, loaded before it and sharded alike. Where one process fills
+the shards of CPU devices, numbers are made while codes are read, into the shards.
 """
 
 import math
@@ -13,22 +13,22 @@ import ml_dtypes
 import numpy as np
 
 from shardplan.checkpoint.format.codecs.coded_tensor import CodedTensor
-from shardplan.checkpoint.format.codecs.kept_tensors import codes_of, scales_of
+from shardplan.checkpoint.format.codecs.stored_codes import codes_of, scales_of
 from shardplan.checkpoint.format.header import Tensor
 from shardplan.checkpoint.mapping.code_views import Scales, find_blocks, first_of_blocks, pieces_of_scales
-from shardplan.checkpoint.mapping.views import Piece, Shape, View
+from shardplan.checkpoint.mapping.views import Piece, View
 from shardplan.checkpoint.transfer.request import ArrayRequest, CodeBlocks
 from shardplan.model.kept_weights import CODES, SCALES
-from shardplan.plan.mapping import MeshAxes
-from shardplan.runtime.garbage import without_garbage_collection
 
-MIN_BLOCK = 8
-"""Fewest codes that share a scale in float32 in arrays that travel as codes: numbers would be as many bytes."""
+MIN_BLOCK = 16
+"""Fewest codes that share a scale in arrays that travel as codes: their scales, in float32, are on a device while they
+are loaded, at most an eighth of the bytes of the numbers in bfloat16."""
+MAX_PIECES = 4096
+"""Most pieces that an array of scales may have more than its array of codes, for which each piece is a read."""
 NUMBERS = (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16))
-"""Types of numbers that can be made of codes on a device: all numbers are finite in them."""
+"""Types of numbers that are made on a device: all are finite in them."""
 
 
-@without_garbage_collection()
 def with_codes(
     requests: Mapping[str, ArrayRequest], tensors: Mapping[str, Tensor], sizes: Mapping[str, int]
 ) -> tuple[dict[str, ArrayRequest], dict[str, Tensor]]:
@@ -45,12 +45,14 @@ def with_codes(
     changed: dict[str, ArrayRequest] = {}
     parts = dict(tensors)
     for path, request in requests.items():
-        found = _find_codes(path, request, tensors)
-        if found is not None:
-            codes, coded = found
+        coded = _coded_tensors(request, tensors)
+        scales = None if coded is None else _scales_of(request, coded, sizes)
+        if coded is not None and scales is not None:
             for name, tensor in coded.items():
                 parts[name + CODES], parts[name + SCALES] = codes_of(tensor), scales_of(tensor)
-            changed[codes.scales] = _scales_of(request, codes.blocks, tensors, sizes)
+            changed[path + SCALES] = scales
+            tensor = next(iter(coded.values()))
+            codes = CodeBlocks(tensor.dtype, tensor.zero_offset, path + SCALES, request.dtype.itemsize)
             request = replace(request, view=codes_view(request.view), codes=codes)
         changed[path] = request
     return changed, parts
@@ -65,12 +67,14 @@ def codes_view(view: View) -> View:
     return View(view.shape, tuple(pieces))
 
 
-def scales_view(view: View, tensors: Mapping[str, Tensor]) -> View:
-    """Return the scales of the codes of a view."""
+def scales_view(view: View, tensors: Mapping[str, Tensor], max_pieces: float = math.inf) -> View | None:
+    """Return the scales of the codes of a view; None if they would have more pieces than `max_pieces`."""
     groups = {name: _groups_of(tensors[name]) for name in {piece.tensor for piece in view.pieces}}
     pieces: list[Piece] = []
     for piece in view.pieces:
         pieces += pieces_of_scales(piece, piece.tensor + SCALES, groups[piece.tensor])
+        if len(pieces) > max_pieces:
+            return None
     return View(view.shape, tuple(pieces))
 
 
@@ -79,41 +83,40 @@ def _groups_of(tensor: Tensor) -> Scales:
     return Scales(tensor.dims, tensor.group, tensor.scale.strides)
 
 
-def _find_codes(
-    path: str, request: ArrayRequest, tensors: Mapping[str, Tensor]
-) -> tuple[CodeBlocks, dict[str, CodedTensor]] | None:
-    """Return how the codes of an array become numbers, and its tensors; None if the array travels as numbers."""
+def _coded_tensors(request: ArrayRequest, tensors: Mapping[str, Tensor]) -> dict[str, CodedTensor] | None:
+    """Return the tensors of an array, if all are codes that a device can make numbers of."""
     coded: dict[str, CodedTensor] = {}
-    for name in {piece.tensor for piece in request.view.pieces}:
+    for name in dict.fromkeys(piece.tensor for piece in request.view.pieces):
         tensor = tensors[name]
         if not isinstance(tensor, CodedTensor) or not tensor.has_blocks:
             return None
         coded[name] = tensor
     kinds = {(tensor.dtype, tensor.zero_offset) for tensor in coded.values()}
     is_scaled = any(piece.scale != 1 for piece in request.view.pieces)
-    if len(kinds) != 1 or is_scaled or request.dtype not in NUMBERS:
+    if len(kinds) != 1 or is_scaled or 0 in request.view.shape or request.dtype not in NUMBERS:
         return None
-    blocks = find_blocks(request.view, {name: _groups_of(tensor) for name, tensor in coded.items()})
-    if blocks is None or math.prod(blocks) < MIN_BLOCK:
-        return None
-    ((dtype, zero_point),) = kinds
-    return CodeBlocks(dtype, zero_point, blocks, path + SCALES, request.dtype.itemsize), coded
+    return coded
 
 
 def _scales_of(
-    request: ArrayRequest, blocks: Shape, tensors: Mapping[str, Tensor], sizes: Mapping[str, int]
-) -> ArrayRequest:
-    """Return the array of scales of an array: sharded as the array is, along dimensions whose shards are whole blocks.
+    request: ArrayRequest, coded: Mapping[str, CodedTensor], sizes: Mapping[str, int]
+) -> ArrayRequest | None:
+    """Return the array of scales of an array, sharded as the array is; None if it would have many of them.
 
     Args:
-        blocks: codes that share a scale, along each dimension.
+        coded: tensor name -> tensor, of the tensors of the array.
         sizes: mesh axis -> size.
     """
     shape = request.view.shape
-    counts = tuple(n // size for n, size in zip(shape, blocks, strict=True))
-    spec: list[MeshAxes] = []
-    for count, axes in zip(counts, request.spec, strict=True):
-        shards = math.prod(sizes[axis] for axis in axes)
-        spec.append(axes if count % shards == 0 else ())
-    view = scales_view(first_of_blocks(request.view, counts), tensors)
-    return ArrayRequest(view, tuple(spec), np.dtype(np.float32))
+    blocks = find_blocks(request.view, {name: _groups_of(tensor) for name, tensor in coded.items()})
+    if blocks is None:
+        return None
+    counts = []
+    for n, block, axes in zip(shape, blocks, request.spec, strict=True):
+        extent = n // math.prod(sizes[axis] for axis in axes)
+        counts.append(n // math.gcd(block, extent))  # a block of which a shard has a part is divided
+    if math.prod(shape) < MIN_BLOCK * math.prod(counts):
+        return None
+    firsts = first_of_blocks(request.view, tuple(counts))
+    view = scales_view(firsts, coded, MAX_PIECES + len(firsts.pieces))
+    return None if view is None else ArrayRequest(view, request.spec, np.dtype(np.float32))

@@ -1,4 +1,4 @@
-"""The numbers of codes, made on the devices that have them: part of the program that exchanges them."""
+"""Makes numbers of codes on the devices that have them, inside the program that exchanges the codes."""
 
 import math
 from dataclasses import dataclass
@@ -12,7 +12,6 @@ from shardplan.checkpoint.format.header import E2M1
 from shardplan.checkpoint.mapping.views import Shape
 from shardplan.checkpoint.transfer.request import ArrayRequest
 from shardplan.model.kept_weights import convert_blocks, repeat
-from shardplan.plan.mapping import MeshAxes
 
 SLAB_CODES = 2**22
 """Codes that become numbers at a time: 16 MiB of scales in float32."""
@@ -20,36 +19,32 @@ SLAB_CODES = 2**22
 
 @dataclass(frozen=True)
 class BoxDecoder:
-    """How numbers are made of boxes of the codes of an array; its dimensions are those of the boxes."""
+    """Makes numbers of boxes of an array of codes, whose dimensions are in the order of `View.stored_order`."""
 
     code_dtype: np.dtype
     zero_point: float
-    blocks: Shape
-    """Codes that share a scale, along each dimension."""
     order: tuple[int, ...]
-    """Dimension of the array of scales for each dimension."""
+    """Dimension of the array of scales for each dimension of a box."""
     scale_spec: PartitionSpec
-    """How the array of scales is sharded."""
+    """How the array of scales is sharded: as the array is."""
     extents: Shape
-    """Codes of a shard, along each dimension."""
-    origin_axes: tuple[MeshAxes, ...]
-    """Mesh axes that shard codes and not scales, along each dimension."""
+    """Codes of a shard, along each dimension of a box."""
     dtype: np.dtype
     """Type of the numbers."""
 
-    def numbers(self, codes: Array, scales: Array, start: Array) -> Array:
-        """Make numbers of a box of codes, inside `jax.shard_map`.
+    def decode(self, codes: Array, scales: Array, start: Array) -> Array:
+        """Make the numbers of a box of codes, inside `jax.shard_map`.
 
         Args:
             codes: those of four bits one in a byte.
-            scales: those of the device.
-            start: int32[dimension]: first index of the box in the shard of the device.
+            scales: those of the shard of the device.
+            start: int32[dimension]: first index of the box in the shard.
         """
         # or else a compiler moves the reshape of rows behind the product, and writes a scale for every code
         codes = lax.optimization_barrier(codes)
         scales = scales.transpose(self.order)
-        for d, (n, block) in enumerate(zip(codes.shape, self.blocks, strict=True)):
-            scales = self._scales_along(scales, d, n, block, start[d])
+        for d, (n, extent) in enumerate(zip(codes.shape, self.extents, strict=True)):
+            scales = _scales_along(scales, d, n, extent, start[d])
         return self._in_slabs(codes, scales)
 
     def _in_slabs(self, codes: Array, scales: Array) -> Array:
@@ -80,47 +75,42 @@ class BoxDecoder:
             codes = codes.astype(jnp.float32) - jnp.float32(self.zero_point)
         return convert_blocks(codes, scales, self.dtype)
 
-    def _scales_along(self, scales: Array, d: int, n: int, block: int, start: Array) -> Array:
-        """Return the scales of the blocks that `n` codes along a dimension are in."""
-        if scales.shape[d] == 1:
-            return scales
-        axes = self.origin_axes[d]
-        first = start + (lax.axis_index(axes) * self.extents[d] if axes else 0)
-        # a block of which a box may have a part is divided, so that all blocks are equally long
-        size = math.gcd(block, self._step(d, n))
-        count = min(scales.shape[d], -(-(block - size + n) // block))
-        first_block = jnp.minimum(first // block, scales.shape[d] - count)
-        scales = lax.dynamic_slice_in_dim(scales, first_block, count, d)
-        if size == block:
-            return scales
-        divided = repeat(scales, d, block // size)
-        return lax.dynamic_slice_in_dim(divided, (first - first_block * block) // size, n // size, d)
 
-    def _step(self, d: int, n: int) -> int:
-        """Return a number that divides the first index of every box of `n` codes along a dimension, and `n`."""
-        return math.gcd(n, self.extents[d])
-
-
-def make_decoder(request: ArrayRequest, scales: ArrayRequest, sizes: dict[str, int]) -> BoxDecoder:
-    """Return what makes numbers of the codes of an array.
+def make_decoder(request: ArrayRequest, sizes: dict[str, int]) -> BoxDecoder:
+    """Return the decoder of an array that travels as codes.
 
     Args:
-        request: the array, which travels as codes.
-        scales: its scales.
         sizes: mesh axis -> size.
     """
     codes, order = request.codes, request.view.stored_order
     assert codes is not None
-    extents, origin_axes = [], []
+    extents = []
     for d in order:
-        axes = request.spec[d]
-        extents.append(request.view.shape[d] // math.prod(sizes[axis] for axis in axes))
-        # where scales are sharded as the array is, their shard begins with its shard
-        origin_axes.append(() if scales.spec[d] == axes else axes)
-    return BoxDecoder(
-        codes.dtype, codes.zero_point, tuple(codes.blocks[d] for d in order), order,
-        PartitionSpec(*(axes or None for axes in scales.spec)), tuple(extents), tuple(origin_axes), request.dtype,
-    )  # fmt: skip
+        extents.append(request.view.shape[d] // math.prod(sizes[axis] for axis in request.spec[d]))
+    spec = PartitionSpec(*(axes or None for axes in request.spec))
+    return BoxDecoder(codes.dtype, codes.zero_point, order, spec, tuple(extents), request.dtype)
+
+
+def _scales_along(scales: Array, d: int, n: int, extent: int, start: Array) -> Array:
+    """Return the scales of `n` codes of a shard along a dimension.
+
+    Args:
+        scales: those of the shard.
+        extent: codes of the shard along the dimension.
+        start: first of the `n` codes.
+    """
+    if scales.shape[d] == 1:
+        return scales
+    block = extent // scales.shape[d]
+    # divides the first index of every box of `n` codes; a block of which a box may have a part is divided
+    size = math.gcd(block, n, extent)
+    count = min(scales.shape[d], -(-(block - size + n) // block))
+    first = jnp.minimum(start // block, scales.shape[d] - count)
+    scales = lax.dynamic_slice_in_dim(scales, first, count, d)
+    if size == block:
+        return scales
+    divided = repeat(scales, d, block // size)
+    return lax.dynamic_slice_in_dim(divided, (start - first * block) // size, n // size, d)
 
 
 def _e2m1_numbers(codes: Array) -> Array:

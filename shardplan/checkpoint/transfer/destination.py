@@ -38,9 +38,6 @@ class ArrayPlacement:
 class Destination(Protocol):
     """The local shards of an array while they are filled with boxes whose dimensions are in `ArrayPlacement.order`."""
 
-    def window(self, device: int, start: Shape, shape: Shape) -> np.ndarray | None:
-        """Return the memory of a box of a device's shard, to be written to; None if it is not host memory."""
-
     def put(self, device: int, start: Shape, part: np.ndarray | jax.Array) -> None:
         """Write `part` to the box of a device's shard that begins at `start`; `part` must not change afterwards."""
 
@@ -62,7 +59,7 @@ class HostDestination:
         self._buffers = {key: _allocate_aligned(shape, dtype) for key in set(self._keys.values())}
 
     def window(self, device: int, start: Shape, shape: Shape) -> np.ndarray:
-        """See `Destination.window`."""
+        """Return the memory of a box of a device's shard, to be written to."""
         box: Any = (slice(s, s + n) for s, n in zip(start, shape, strict=True))
         shard = self._buffers[self._keys[device]].transpose(self._placement.order)
         window: np.ndarray = shard[(..., *box)]  # the ellipsis makes a 0-d array give a view, not a scalar
@@ -93,9 +90,6 @@ class DeviceDestination:
         self._shards = {
             index: jax.numpy.zeros(shape, dtype, device=device) for index, device in placement.devices.items()
         }
-
-    def window(self, device: int, start: Shape, shape: Shape) -> None:
-        """See `Destination.window`."""
 
     def put(self, device: int, start: Shape, part: np.ndarray | jax.Array) -> None:
         """See `Destination.put`."""

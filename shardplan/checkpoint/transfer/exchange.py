@@ -3,7 +3,6 @@
 Rows are exchanged by all-to-all and all-gather, nothing else.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -25,7 +24,7 @@ WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
 
 @dataclass(frozen=True)
 class Decoding:
-    """What makes numbers of the codes of an array."""
+    """A decoder of the codes of an array, and their scales."""
 
     decoder: BoxDecoder
     scales: jax.Array
@@ -43,7 +42,7 @@ def exchange_rows(
     Args:
         rows: device index -> the rows that the device has read, of shape (rows per device, *row shape).
         dtype: type of the elements of rows; those of four bits have a byte each.
-        decoding: makes numbers of the elements, which are codes.
+        decoding: for elements that are codes, which become numbers.
 
     Returns:
         Device index -> its part of the box, on the device; those of this process.
@@ -56,19 +55,13 @@ def exchange_rows(
     read = jax.make_array_from_single_device_arrays(shape, row_sharding, parts)
     # of two codes of four bits in a byte XLA would make one byte; each has a byte here
     sent_dtype = np.dtype(np.uint8) if dtype in HALF_BYTES else dtype
-    program = (mesh, transfer.strategy, transfer.rows, _result_shape(transfer, mesh), sent_dtype)
+    program = (mesh, transfer.strategy, transfer.rows, transfer.placed_shape(mesh.shape), sent_dtype)
     if decoding is None:
         result = _program(*program)(read)
     else:
         start = np.array(transfer.start, np.int32)
         result = _program(*program, decoding.decoder)(read, decoding.scales, start)
     return {shard.index[0].start or 0: shard.data[0] for shard in result.addressable_shards}
-
-
-def _result_shape(transfer: Transfer, mesh: Mesh) -> Shape:
-    """Return the shape of a device's part of the box after the exchange."""
-    parts = {d: math.prod(mesh.shape[axis] for axis in axes) for d, axes in transfer.strategy.all_to_all}
-    return tuple(n // parts.get(d, 1) for d, n in enumerate(transfer.shape))
 
 
 @lru_cache(maxsize=256)
@@ -97,7 +90,7 @@ def _program(  # type: ignore[no-untyped-def]
         # rows of padding, where the rows do not divide among the devices, are at the end
         elements = lax.bitcast_convert_type(part[:rows].reshape(result_shape), dtype)
         if decoder is not None:
-            elements = decoder.numbers(elements, *scales_and_start)
+            elements = decoder.decode(elements, *scales_and_start)
         return elements[None]
 
     row_spec = PartitionSpec(mesh.axis_names)

@@ -15,7 +15,7 @@ import numpy as np
 from shardplan.checkpoint.mapping.views import Shape
 from shardplan.checkpoint.transfer.byte_ranges import GAP_BYTES, ReadVolume
 from shardplan.checkpoint.transfer.transfer import DeviceMesh, Transfer
-from shardplan.checkpoint.transfer.view_grid import FILE_BYTES, ViewGrid
+from shardplan.checkpoint.transfer.view_grid import FILE_BYTES, ViewGrid, union_of_ranges
 
 
 @dataclass(frozen=True)
@@ -152,12 +152,7 @@ def _union_volumes(ranges: "_DeviceRanges", processes: np.ndarray) -> Volumes:
     base = file.astype(np.int64) * FILE_BYTES
     low = np.where(is_read, base + first_bit // 8, -1)
     high = np.where(is_read, base - (-(first_bit + bits) // 8), -1)
-    order = np.argsort(low, axis=1)
-    low, high = np.take_along_axis(low, order, axis=1), np.take_along_axis(high, order, axis=1)
-    reach = np.maximum.accumulate(high, axis=1)
-    before = np.concatenate([np.full((len(low), 1), -1), reach[:, :-1]], axis=1)
-    size = np.maximum(high - np.maximum(low, before), 0)
-    return Volumes(size.sum(axis=1), ((low > before) & (low >= 0)).sum(axis=1))
+    return Volumes(*union_of_ranges(low, high))
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import numpy as np
 
 from shardplan.checkpoint.format.codecs.computed_tensor import ComputedTensor
 from shardplan.checkpoint.format.header import Tensor
-from shardplan.checkpoint.mapping.views import Shape, View
+from shardplan.checkpoint.mapping.views import View
 from shardplan.plan.mapping import MeshAxes
 
 
@@ -18,10 +18,8 @@ class CodeBlocks:
     dtype: np.dtype
     """Type of a code."""
     zero_point: float
-    blocks: Shape
-    """Codes that share a scale, along each dimension of the array."""
     scales: str
-    """Path of the array of scales."""
+    """Path of the array of scales, whose dimensions divide those of the array."""
     value_bytes: int
     """Bytes of a number."""
 

@@ -34,10 +34,10 @@ MAX_REREAD_BYTES = 256 * 1024
 MAX_IMBALANCE = 1.1
 """Largest ratio of the most bytes that a process reads to the mean that counts as even."""
 
-LOOKS, LOOKS_AT_LITTLE = 32, 4
-"""Most processes that are looked at one by one to estimate what all read with a strategy; at an array of few bytes."""
-LITTLE = 0.01
-"""Share of all bytes below which an array has few."""
+MAX_SAMPLES, MAX_SAMPLES_OF_SMALL = 32, 4
+"""Most processes that are looked at one by one to estimate what all read with a strategy; of small arrays."""
+SMALL_PART = 0.01
+"""Part of all bytes that the small arrays have together."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def make_schedule(
     transfers: list[Transfer] = []
     grids = {path: find_grid(request.view, sources) for path, request in requests.items()}
     sizes = {path: _stored_bytes(request.view, grids[path], sources) for path, request in requests.items()}
-    little = LITTLE * sum(sizes.values())
+    small = _smallest(sizes)
     for path, request in requests.items():
         view = request.view
         strategies = [ReadStrategy(request.spec)]
@@ -94,11 +94,22 @@ def make_schedule(
             )
             choices.append(list(transfers_of))
         if len(choices) > 1:
-            looks = LOOKS if sizes[path] >= little else LOOKS_AT_LITTLE
-            array = _StoredArray(view, sources, grids[path], sizes[path], looks)
+            samples = MAX_SAMPLES_OF_SMALL if path in small else MAX_SAMPLES
+            array = _StoredArray(view, sources, grids[path], sizes[path], samples)
             choices.sort(key=partial(_cost, array=array, mesh=mesh, speeds=speeds))
         transfers += choices[0]
     return Schedule(mesh, tuple(transfers))
+
+
+def _smallest(sizes: Mapping[str, float]) -> set[str]:
+    """Return the arrays that together have no more than `SMALL_PART` of all bytes, the smallest first."""
+    limit, total, found = SMALL_PART * sum(sizes.values()), 0.0, set()
+    for path in sorted(sizes, key=lambda path: sizes[path]):
+        total += sizes[path]
+        if total > limit:
+            break
+        found.add(path)
+    return found
 
 
 def exchange_strategies(shape: Shape, spec: Sequence[MeshAxes], mesh: DeviceMesh) -> Iterator[ReadStrategy]:
@@ -197,7 +208,7 @@ class _StoredArray:
     grid: ViewGrid | None
     nbytes: float
     """Stored bytes."""
-    looks: int
+    max_samples: int
     """Most processes to look at."""
 
 
@@ -225,7 +236,7 @@ def _cost(
             return estimate_grid_volume(first, array.grid, mesh, process)
         return estimate_read_volume(first, array.view, array.sources, mesh, process)
 
-    read_bytes, ranges = find_volumes(first, array.grid, array.view.shape, mesh, volume_of, array.looks)
+    read_bytes, ranges = find_volumes(first, array.grid, array.view.shape, mesh, volume_of, array.max_samples)
     reread_bytes = int(read_bytes.sum()) * times - array.nbytes
     is_uneven = bool(read_bytes.max() > MAX_IMBALANCE * read_bytes.mean())
     reading_s = float((read_bytes / speeds.read + ranges * speeds.request).max())

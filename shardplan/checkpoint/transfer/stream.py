@@ -1,4 +1,4 @@
-"""Stream a checkpoint into sharded arrays, transfer by transfer: read, exchange rows, write into the shards.
+"""Stream a checkpoint into sharded arrays, transfer by transfer: read, exchange rows, decode, write into the shards.
 
 No array exists unsharded unless its sharding is replicated. Host memory beyond the arrays is bounded, and reads
 continue while what was read before is on its way to the devices.
@@ -105,7 +105,7 @@ class _ArrayStream:
         budget: int,
         zero_copy: bool | None,
     ) -> None:
-        """Choose the types in transit and divide the budget, then plan all transfers; arguments as `stream_arrays`."""
+        """Divide the budget, and plan all transfers; arguments as `stream_arrays`."""
         devices = list(mesh.devices.flat)
         self.device_mesh = DeviceMesh(tuple(mesh.shape.items()), tuple(device.process_index for device in devices))
         local_devices = self.device_mesh.devices_by_process[jax.process_index()]
@@ -188,23 +188,25 @@ class _ArrayStream:
         return kind(ArrayPlacement(request.view.shape, request.dtype, sharding, self.devices, order))
 
     def _make_decoding(self, path: str, scales: jax.Array) -> Decoding:
-        """Return what makes numbers of the codes of an array."""
-        request = self.plan.requests[path]
-        assert request.codes is not None
-        return Decoding(make_decoder(request, self.plan.requests[request.codes.scales], self.device_mesh.sizes), scales)
+        """Return the decoder of an array that travels as codes, with its scales."""
+        return Decoding(make_decoder(self.plan.requests[path], self.device_mesh.sizes), scales)
 
     def _staging_bytes(self, transfer: Transfer) -> int:
         """Return the host memory that a transfer needs beyond the arrays; 0 if it is read directly into the shards."""
+        if self._is_read_into_shards(transfer):
+            return 0
+        placed = len(self.devices) * math.prod(transfer.placed_shape(self.device_mesh.sizes))
+        codes = self.plan.requests[transfer.path].codes
+        # devices whose memory is the host's make numbers of codes there
+        numbers = placed * codes.value_bytes if codes is not None and self.zero_copy else 0
         if transfer.strategy.collectives:
             rows = transfer.rows_per_device(self.device_mesh) * math.prod(transfer.row_shape)
             # twice: the rows, and what the exchange returns
-            return 2 * len(self.devices) * rows * transfer.itemsize
-        if self._is_read_into_shards(transfer):
-            return 0
-        return len(self._local_boxes(transfer)) * math.prod(transfer.shape) * transfer.itemsize
+            return 2 * len(self.devices) * rows * transfer.itemsize + numbers
+        return len(self._local_boxes(transfer)) * math.prod(transfer.shape) * transfer.itemsize + numbers
 
     def _is_read_into_shards(self, transfer: Transfer) -> bool:
-        """Whether shards are in host memory, and what is read is what they hold."""
+        """Whether a transfer is read directly into shards in host memory, without an exchange and without decoding."""
         return self.zero_copy and not transfer.strategy.collectives and self.plan.requests[transfer.path].codes is None
 
     def _start_reads(self, transfer: Transfer, destination: Destination, pool: ThreadPoolExecutor) -> _PendingTransfer:
@@ -229,10 +231,9 @@ class _ArrayStream:
             for (start, _), devices in self._local_boxes(transfer).items():
                 # `start` counts from the origin of the array, `transfer.start` from that of each shard; devices with
                 # equal boxes share one host buffer, so that the first of them stands for all
-                shard_box = None
-                if self._is_read_into_shards(transfer):
+                if isinstance(destination, HostDestination) and self._is_read_into_shards(transfer):
                     shard_box = destination.window(devices[0], transfer.start, transfer.shape)
-                if shard_box is None:
+                else:
                     shard_box = np.empty(transfer.shape, request.dtype)
                     staged |= dict.fromkeys(devices, shard_box)
                 targets.append(ReadTarget(start, shard_box))
@@ -252,7 +253,7 @@ class _ArrayStream:
         """Exchange the rows that were read, if devices share them, and write the parts into their shards.
 
         Args:
-            decoding: makes numbers of codes.
+            decoding: for arrays that travel as codes.
         """
         transfer = pending.transfer
         parts: Mapping[int, np.ndarray | jax.Array] = pending.staged

@@ -7,7 +7,7 @@ its rows and then exchange them.
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -144,6 +144,15 @@ class Transfer:
     def row_shape(self) -> Shape:
         """Shape of one row, before the exchange."""
         return self.shape[self.strategy.row_rank :]
+
+    def placed_shape(self, sizes: Mapping[str, int]) -> Shape:
+        """Return the shape of a device's part of the box after the exchange.
+
+        Args:
+            sizes: mesh axis -> size.
+        """
+        parts = {d: math.prod(sizes[axis] for axis in axes) for d, axes in self.strategy.all_to_all}
+        return tuple(n // parts.get(d, 1) for d, n in enumerate(self.shape))
 
     def rows_per_device(self, mesh: DeviceMesh) -> int:
         """Return the most rows that a device reads."""

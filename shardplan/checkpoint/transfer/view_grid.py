@@ -93,14 +93,20 @@ def estimate_grid_volume(transfer: Transfer, grid: ViewGrid, mesh: DeviceMesh, p
         highs.append(files - (-(first + size) // 8))
     if not is_exact or not lows:
         return upper_bound
-    return _union(np.concatenate(lows), np.concatenate(highs))
+    total, ranges = union_of_ranges(np.concatenate(lows), np.concatenate(highs))
+    return ReadVolume(int(total), int(ranges))
 
 
-def _union(low: np.ndarray, high: np.ndarray) -> ReadVolume:
-    """Return the bytes and the number of ranges, of which those that touch are one."""
-    order = np.argsort(low)
-    low, high = low[order], high[order]
-    reach = np.maximum.accumulate(high)
-    before = np.concatenate([[-1], reach[:-1]])
+def union_of_ranges(low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the bytes of ranges along the last dimension, and their number, of which those that touch are one.
+
+    Args:
+        low: first byte of each range; -1 of one that is empty.
+        high: one past the last byte.
+    """
+    order = np.argsort(low, axis=-1)
+    low, high = np.take_along_axis(low, order, axis=-1), np.take_along_axis(high, order, axis=-1)
+    reach = np.maximum.accumulate(high, axis=-1)
+    before = np.concatenate([np.full_like(reach[..., :1], -1), reach[..., :-1]], axis=-1)
     size = np.maximum(high - np.maximum(low, before), 0)
-    return ReadVolume(int(size.sum()), int((low > before).sum()))
+    return size.sum(axis=-1), ((low > before) & (low >= 0)).sum(axis=-1)

@@ -6,10 +6,11 @@ codes that are read are read, so that a shard needs its own bytes of both.
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
+import ml_dtypes
 import numpy as np
 
 from shardplan.checkpoint.format.codecs.computed_tensor import ComputedTensor
@@ -19,7 +20,8 @@ from shardplan.errors import CheckpointError
 
 SLAB_ELEMENTS = 2**18
 """Numbers that are made at a time: 1 MiB of float32."""
-FLOAT32_MAX = float(np.finfo(np.float32).max)
+LARGEST = float(ml_dtypes.finfo(ml_dtypes.bfloat16).max)
+"""The largest number in bfloat16, and less than that in float32."""
 HALF_BYTE_CODES, BYTE_CODES = 16, 256
 MIN_ROWS = 8
 """Mean number of rows in a group from which those of each group are made by themselves."""
@@ -41,7 +43,7 @@ class CommonScale:
             CheckpointError: it is not a positive number.
         """
         value = read_elements(self.tensor, 0, 1).astype(np.float32)
-        check_positive(value, self.name, self.tensor, 0)
+        check_positive(value, self.name, self.tensor, int)
         return scales / value if self.divides else scales * value
 
 
@@ -65,31 +67,31 @@ class GroupValues:
         """
         low = first * self.strides[0] if groups else 0
         count = 1 + sum((n - 1) * k for n, k in zip(groups, self.strides, strict=True))
-        values = self.in_float32(read_elements(self.tensor, low, count), low)
+        values = self.in_float32(read_elements(self.tensor, low, count), lambda index: low + index)
         return np.lib.stride_tricks.as_strided(values, groups, tuple(k * values.itemsize for k in self.strides))
 
-    def in_float32(self, stored: np.ndarray, first: int) -> np.ndarray:
+    def in_float32(self, stored: np.ndarray, number_of: Callable[[int], int]) -> np.ndarray:
         """Return stored values in float32, with what is common to all.
 
         Args:
-            first: number of the first one, for messages.
+            number_of: index among these values, in row-major order -> number in the tensor, for messages.
 
         Raises:
             CheckpointError: a scale is not a positive number.
         """
         values = stored.astype(np.float32)
         if self.is_scale:
-            check_positive(values.reshape(-1), self.name, self.tensor, first)
+            check_positive(values.reshape(-1), self.name, self.tensor, number_of)
         return values if self.common is None else self.common.apply(values)
 
 
-def check_positive(scales: np.ndarray, name: str, tensor: Tensor, first: int) -> None:
+def check_positive(scales: np.ndarray, name: str, tensor: Tensor, number_of: Callable[[int], int]) -> None:
     """Check scales.
 
     Args:
         scales: float32[scales].
         name: of their tensor, for messages.
-        first: number of the first one.
+        number_of: index among these scales -> number in the tensor.
 
     Raises:
         CheckpointError: one is not a positive number.
@@ -98,8 +100,8 @@ def check_positive(scales: np.ndarray, name: str, tensor: Tensor, first: int) ->
     if not valid.all():
         index = int(np.argmin(valid))
         raise CheckpointError(
-            f"{tensor.file.name}: {name} has {scales[index]:g} as scale {first + index}; it must be positive: download "
-            "the file again, or quantize the model again"
+            f"{tensor.file.name}: {name} has {scales[index]:g} as scale {number_of(index)}; it must be positive: "
+            "download the file again, or quantize the model again"
         )
 
 
@@ -224,7 +226,7 @@ class CodedTensor(ComputedTensor):
             CheckpointError: they are not.
         """
         largest = float(scales.max())
-        if largest > FLOAT32_MAX / _largest_code(self.dtype):
+        if largest > LARGEST / _largest_code(self.dtype):
             assert self.scale is not None
             raise CheckpointError(
                 f"{self.file.name}: {self.scale.name} has the scale {largest:g}, with which numbers are infinite; "

@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
-from shardplan.checkpoint.format.codecs.coded_tensor import CodedTensor
+from shardplan.checkpoint.format.codecs.coded_tensor import CodedTensor, slabs
 from shardplan.checkpoint.format.codecs.computed_tensor import ComputedTensor
 from shardplan.checkpoint.format.header import Tensor
 from shardplan.checkpoint.mapping.views import Piece, Shape
@@ -23,15 +24,32 @@ class StoredScales(ComputedTensor):
         return self.shape
 
     def number_slabs(self, stored: np.ndarray, piece: Piece) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
-        """Yield the scales of a piece in float32.
+        """Yield the scales of a piece in float32, in slabs.
 
         Raises:
             CheckpointError: one is not a positive number, or so large that numbers are infinite.
         """
         assert self.owner is not None and self.owner.scale is not None
-        scales = self.owner.scale.in_float32(stored, piece.offset)
-        self.owner.check_range(scales)
-        yield (), scales
+        for part in slabs(piece, []):
+            of_part = stored[part]
+            scales = self.owner.scale.in_float32(of_part, partial(_number_in_tensor, piece, part, of_part.shape))
+            self.owner.check_range(scales)
+            yield part, scales
+
+
+def _number_in_tensor(piece: Piece, part: tuple[slice, ...], shape: Shape, index: int) -> int:
+    """Return the number of an element in the tensor of a piece.
+
+    Args:
+        part: part of the piece.
+        shape: that of the part.
+        index: of the element in the part, in row-major order.
+    """
+    number = piece.offset
+    firsts = [each.start for each in part] + [0] * (len(shape) - len(part))
+    for i, first, stride in zip(np.unravel_index(index, shape), firsts, piece.strides, strict=True):
+        number += (int(i) + first) * stride
+    return number
 
 
 def codes_of(tensor: CodedTensor) -> Tensor:
