@@ -32,6 +32,7 @@ from shardplan.storage import open_folder
 FAMILIES = Path(__file__).parents[1] / "golden" / "families"
 E4M3, E2M1 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float4_e2m1fn)
 CODES = {"deepseek_v3_fp8": E4M3, "gpt_oss_mxfp4": E2M1, "kimi_int4": UINT4}
+TYPES = [*zip(CODES, ("float32", "bfloat16", "bfloat16"), strict=True)]
 MAPPINGS = [
     {},
     {"embed": "data", "mlp": "model", "expert_mlp": "model", "kv_head": "model"},
@@ -69,9 +70,9 @@ def assert_equal(found, expected):
         np.testing.assert_array_equal(found[path], values, err_msg=path)
 
 
-def quick(cases):
-    """Every fourth of the cases runs always, the others with --whole."""
-    return [pytest.param(*case, marks=[pytest.mark.whole] if i % 4 else []) for i, case in enumerate(cases)]
+def quick(cases, every):
+    """One of so many cases runs always, the others with --whole."""
+    return [pytest.param(*case, marks=[pytest.mark.whole] if i % every != 4 else []) for i, case in enumerate(cases)]
 
 
 @pytest.fixture
@@ -83,11 +84,7 @@ def small_transfers(monkeypatch):
 
 @pytest.mark.parametrize(
     ("mapping", "name", "dtype"),
-    quick(
-        (mapping, name, dtype)
-        for mapping in MAPPINGS
-        for name, dtype in zip(CODES, ("float32", "bfloat16", "bfloat16"), strict=True)
-    ),
+    quick(((mapping, *kind) for mapping in MAPPINGS for kind in TYPES), every=9),
 )
 def test_accelerators_receive_codes(monkeypatch, small_transfers, name, dtype, mapping):
     """Those of one process, to whose memory every part is sent."""
@@ -101,7 +98,7 @@ def test_accelerators_receive_codes(monkeypatch, small_transfers, name, dtype, m
 
 @pytest.mark.parametrize(
     ("mapping", "name", "sizes"),
-    quick(itertools.product(MAPPINGS, CODES, [(1, 2, 4), (1, 3, 2), (1, 1, 5)])),
+    quick(itertools.product(MAPPINGS, CODES, [(1, 2, 4), (1, 3, 2), (1, 1, 5)]), every=7),
 )
 def test_processes_exchange_codes(monkeypatch, small_transfers, name, sizes, mapping):
     """In one byte each, and not as numbers, on any mesh."""
@@ -125,7 +122,9 @@ def force_exchange(monkeypatch):
     return record_types(monkeypatch)
 
 
-@pytest.mark.parametrize(("block", "mapping"), quick(itertools.product([(20, 28), (128, 128), None], MAPPINGS[1:])))
+@pytest.mark.parametrize(
+    ("block", "mapping"), quick(itertools.product([(128, 128), None, (20, 28)], MAPPINGS[1:]), every=6)
+)
 def test_blocks_that_shards_divide(golden, monkeypatch, tmp_path, small_transfers, block, mapping):
     """The ends of shards and of transfers are inside blocks, which are rows where config.json names none."""
     tensors = {
