@@ -15,6 +15,9 @@ import numpy as np
 
 from shardplan.checkpoint.mapping.views import Piece, Shape, View, row_major_strides
 
+MAX_BOXES = 1024
+"""Most boxes of scales that are looked for, of a piece of codes: each is a read."""
+
 
 class Scales(NamedTuple):
     """Where the scales of a tensor are."""
@@ -103,14 +106,16 @@ def _first_of_divided_blocks(view: View, blocks: Shape) -> View:
     return view.reshape(tuple(divided)).slice((0,) * len(ends), tuple(ends)).reshape(counts)
 
 
-def pieces_of_scales(piece: Piece, name: str, scales: Scales) -> list[Piece]:
-    """Return the pieces of a tensor of scales that belong to the elements of a piece.
+def pieces_of_scales(piece: Piece, name: str, scales: Scales) -> list[Piece] | None:
+    """Return the pieces of a tensor of scales that belong to the elements of a piece; None if they are too many.
 
     Args:
         piece: of a tensor of codes.
         name: of the tensor of scales.
     """
     boxes = _boxes_of_scales(piece.offset, piece.shape, piece.strides, scales)
+    if boxes is None:
+        return None
     if len(boxes) == 1:  # as of nearly all; its start is 0
         ((_, shape, offset, strides),) = boxes
         return [Piece(piece.start, shape, name, offset, strides)]
@@ -125,8 +130,8 @@ Box = tuple[Shape, Shape, int, Shape]
 
 
 @lru_cache(maxsize=4096)  # the tensors of all experts have the same
-def _boxes_of_scales(offset: int, shape: Shape, strides: Shape, scales: Scales) -> tuple[Box, ...]:
-    """Return the scales of the elements of a piece, in boxes of constant strides."""
+def _boxes_of_scales(offset: int, shape: Shape, strides: Shape, scales: Scales) -> tuple[Box, ...] | None:
+    """Return the scales of the elements of a piece, in boxes of constant strides; None if these are too many."""
     moves = _moves(shape, strides, scales.shape)
     first_scale, steps = 0, [0] * len(shape)
     for d, start in enumerate(np.unravel_index(offset, scales.shape)):
@@ -182,8 +187,8 @@ def _first_of_runs(groups: np.ndarray) -> list[int]:
 
 def _divided(
     offset: int, shape: Shape, strides: Shape, scales: Scales, outer: int, cuts: Sequence[int]
-) -> tuple[Box, ...]:
-    """Return the boxes of parts of a piece along one dimension.
+) -> tuple[Box, ...] | None:
+    """Return the boxes of parts of a piece along one dimension; None if they are too many.
 
     Args:
         outer: the dimension.
@@ -193,6 +198,9 @@ def _divided(
     for first, last in itertools.pairwise([*cuts, shape[outer]]):
         part = (*shape[:outer], last - first, *shape[outer + 1 :])
         repeated = (*strides[:outer], 0, *strides[outer + 1 :])
-        for start, box_shape, scale, steps in _boxes_of_scales(offset + first * strides[outer], part, repeated, scales):
+        found = _boxes_of_scales(offset + first * strides[outer], part, repeated, scales)
+        if found is None or len(boxes) + len(found) > MAX_BOXES:
+            return None
+        for start, box_shape, scale, steps in found:
             boxes.append(((*start[:outer], first + start[outer], *start[outer + 1 :]), box_shape, scale, steps))
     return tuple(boxes)

@@ -68,13 +68,14 @@ def codes_view(view: View) -> View:
 
 
 def scales_view(view: View, tensors: Mapping[str, Tensor], max_pieces: float = math.inf) -> View | None:
-    """Return the scales of the codes of a view; None if they would have more pieces than `max_pieces`."""
+    """Return the scales of the codes of a view; None if they have too many pieces, or more than `max_pieces`."""
     groups = {name: _groups_of(tensors[name]) for name in {piece.tensor for piece in view.pieces}}
     pieces: list[Piece] = []
     for piece in view.pieces:
-        pieces += pieces_of_scales(piece, piece.tensor + SCALES, groups[piece.tensor])
-        if len(pieces) > max_pieces:
+        found = pieces_of_scales(piece, piece.tensor + SCALES, groups[piece.tensor])
+        if found is None or len(pieces) + len(found) > max_pieces:
             return None
+        pieces += found
     return View(view.shape, tuple(pieces))
 
 
