@@ -34,8 +34,10 @@ MAX_REREAD_BYTES = 256 * 1024
 MAX_IMBALANCE = 1.1
 """Largest ratio of the most bytes that a process reads to the mean that counts as even."""
 
-MAX_SAMPLES, MAX_SAMPLES_OF_SMALL = 32, 4
-"""Most processes that are looked at one by one to estimate what all read with a strategy; of small arrays."""
+MAX_SAMPLES = 32
+"""Most processes that are looked at one by one to estimate what all read with a strategy."""
+SMALL_SAMPLES = 4
+"""Processes that stand for all where an array is small."""
 SMALL_PART = 0.01
 """Part of all bytes that the small arrays have together."""
 
@@ -94,8 +96,7 @@ def make_schedule(
             )
             choices.append(list(transfers_of))
         if len(choices) > 1:
-            samples = MAX_SAMPLES_OF_SMALL if path in small else MAX_SAMPLES
-            array = _StoredArray(view, sources, grids[path], sizes[path], samples)
+            array = _StoredArray(view, sources, grids[path], sizes[path], path in small)
             choices.sort(key=partial(_cost, array=array, mesh=mesh, speeds=speeds))
         transfers += choices[0]
     return Schedule(mesh, tuple(transfers))
@@ -208,8 +209,7 @@ class _StoredArray:
     grid: ViewGrid | None
     nbytes: float
     """Stored bytes."""
-    max_samples: int
-    """Most processes to look at."""
+    is_small: bool
 
 
 def _stored_bytes(view: View, grid: ViewGrid | None, sources: Mapping[str, TensorSource]) -> float:
@@ -236,8 +236,13 @@ def _cost(
             return estimate_grid_volume(first, array.grid, mesh, process)
         return estimate_read_volume(first, array.view, array.sources, mesh, process)
 
-    read_bytes, ranges = find_volumes(first, array.grid, array.view.shape, mesh, volume_of, array.max_samples)
-    reread_bytes = int(read_bytes.sum()) * times - array.nbytes
+    processes = [*mesh.devices_by_process]
+    if array.is_small and len(processes) > SMALL_SAMPLES:
+        samples = [volume_of(processes[i * len(processes) // SMALL_SAMPLES]) for i in range(SMALL_SAMPLES)]
+        read_bytes, ranges = np.array([(volume.bytes, volume.count) for volume in samples]).T
+    else:
+        read_bytes, ranges = find_volumes(first, array.grid, array.view.shape, mesh, volume_of, MAX_SAMPLES)
+    reread_bytes = float(read_bytes.mean()) * len(processes) * times - array.nbytes
     is_uneven = bool(read_bytes.max() > MAX_IMBALANCE * read_bytes.mean())
     reading_s = float((read_bytes / speeds.read + ranges * speeds.request).max())
     exchanging_s = exchanged_bytes(first, mesh) / speeds.exchange
