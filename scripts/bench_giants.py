@@ -39,6 +39,7 @@ from shardplan.checkpoint.transfer.transfer import DeviceMesh
 from shardplan.hardware import parse_slice, place_mesh
 from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.registry import Model, build_model
+from shardplan.runtime.garbage import without_garbage_collection
 from shardplan.storage import open_folder
 
 SLICE, MESH = "8xv4-8192", {"replica": 8, "data": 128, "model": 32}
@@ -148,6 +149,7 @@ def write_checkpoint(folder: Path, giant: Giant, entries: dict[str, Entry]) -> i
     return total
 
 
+@without_garbage_collection()
 def find_plan(model: Model, match: Match) -> LoadPlan:
     """Plan the load of all processes, which each of them does for itself."""
     mesh = DeviceMesh(tuple(MESH.items()), tuple(place_mesh(parse_slice(SLICE), MESH).hosts()))

@@ -67,6 +67,7 @@ def test_slices_and_generations(tmp_path):
     assert "· slice v5e-1: no plan fits v5e-1: the nearest miss" in text
 
 
+@pytest.mark.whole
 def test_training_chooses_microbatches_and_stores_float32():
     """Parameters, gradients and moments of 8B take 120 GiB in float32; a v6e-4 has 125, a v6e-8 250."""
     config = load_config(model={"config": "llama-3.1-8b"}, workload={"kind": "train", "batch": 64, "position": 4096})

@@ -27,7 +27,6 @@ from shardplan.checkpoint.transfer.request import ArrayRequest
 from shardplan.checkpoint.transfer.transfer import DeviceMesh, ReadStrategy, Transfer, TransferLimits, make_transfers
 from shardplan.checkpoint.transfer.view_grid import ViewGrid, estimate_grid_volume, find_grid
 from shardplan.plan.mapping import MeshAxes
-from shardplan.runtime.garbage import without_garbage_collection
 
 MAX_REREAD_BYTES = 256 * 1024
 """Bytes of an array that may be read more than once if that saves time."""
@@ -65,7 +64,6 @@ class Schedule:
     transfers: tuple[Transfer, ...]
 
 
-@without_garbage_collection()
 def make_schedule(
     requests: Mapping[str, ArrayRequest],
     sources: Mapping[str, TensorSource],

@@ -29,6 +29,7 @@ from shardplan.checkpoint.transfer.request import ArrayRequest
 from shardplan.checkpoint.transfer.schedule import read_by_process
 from shardplan.checkpoint.transfer.transfer import Box, DeviceMesh, Transfer
 from shardplan.errors import ConfigError
+from shardplan.runtime.garbage import without_garbage_collection
 from shardplan.runtime.process_progress import load_progress
 from shardplan.runtime.processes.group import ProcessGroup, short_text
 from shardplan.runtime.processes.watch.activity import DEADLINE_S
@@ -66,6 +67,7 @@ def stream_arrays(
         ConfigError: processes have other arguments, or another schedule.
     """
 
+    @without_garbage_collection()
     def plan() -> _ArrayStream:
         return _ArrayStream(requests, tensors, mesh, budget, zero_copy)
 
