@@ -1,8 +1,8 @@
 """python scripts/bench_coded.py [--runs 3] [--folder build/coded] [--output docs/benchmarks/coded.md]
 
-Loads checkpoints of about 2 GiB in bfloat16, fp8 and MXFP4 onto a mesh of virtual CPU devices, and reads the same files
-bare. The checkpoints are made if the folder does not have them. Every measurement is a process of its own, as those of
-bench_loader.py.
+Loads checkpoints of 1.3 to 2 GiB in bfloat16, fp8 and MXFP4 onto a mesh of virtual CPU devices, and reads the same
+files bare. The checkpoints are made if the folder does not have them. Every measurement is a process of its own, as
+those of bench_loader.py.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from shardplan.checkpoint.mapping.state_dict_program import expected_tensors
 from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.registry import build_model
 
-COMMAND = "python scripts/bench_coded.py --output docs/benchmarks/coded.md"
+COMMAND = "python scripts/bench_coded.py --runs {runs} --output docs/benchmarks/coded.md"
 BLOCK, MX_GROUP = 128, 32
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -145,9 +145,9 @@ def main() -> None:
     lines = [
         "# Loading codes",
         "",
-        f"```\n{COMMAND}\n```",
+        f"```\n{COMMAND.format(runs=arguments.runs)}\n```",
         "",
-        "Random checkpoints of one size in files, loaded in bfloat16 onto 8 virtual CPU devices of one process (data 2",
+        "Random checkpoints of 1.3 to 2 GiB, loaded in bfloat16 onto 8 virtual CPU devices of one process (data 2",
         "x model 4), from the page cache, on a machine of 2 cores. Bare reads are those of the same files by as many",
         "threads. A byte has half a number in bfloat16, one in fp8 and two in MXFP4, each of which is computed in",
         "float32 on the host. Memory beyond the model is the peak of the whole process, Python and libraries included,",
