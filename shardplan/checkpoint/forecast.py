@@ -94,12 +94,14 @@ class _StoredModel:
     @property
     def nbytes(self) -> int:
         """Length of the data of all tensors, and of scales and other parts of codes."""
-        read = {piece.tensor for view in self.program.views.values() for piece in view.pieces}
+        read: set[str] = set()
+        for view in self.program.views.values():
+            read.update(view.tensors)
         return sum(self.tensors[name].all_bytes for name in read)
 
 
 class _AssumedFile:
-    """A file that does not exist: only the places of its tensors are used."""
+    """A file that is assumed for a forecast, and never read."""
 
     name = "checkpoint"
     size, version, tuning, is_shared = 0, "", REMOTE, True
@@ -216,7 +218,7 @@ def _summarise(planned: LoadPlan) -> tuple[list[ArrayForecast], dict[int, ReadVo
 
 def _bytes_with_parts(view: View, tensors: Mapping[str, Tensor]) -> float:
     """Return the ratio of bytes with scales and other parts, which are read with codes, to those of the codes alone."""
-    read = [tensors[name] for name in {piece.tensor for piece in view.pieces}]
+    read = [tensors[name] for name in view.tensors]
     return sum(tensor.all_bytes for tensor in read) / max(1, sum(tensor.nbytes for tensor in read))
 
 

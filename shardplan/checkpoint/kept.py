@@ -27,19 +27,24 @@ def with_kept_parts(
 
     Raises:
         CheckpointError: a weight is stored otherwise than its configuration says.
+        ConfigError: its scales are in too many parts of tensors, or an adapter changes it.
     """
     dtypes = kept_dtypes(template)
     changed, parts = dict(views), dict(tensors)
     for path in dtypes:
         view = views[path]
-        for name in {piece.tensor for piece in view.pieces}:
+        for name in view.tensors:
             coded = _coded(name, tensors[name], dtypes[owner_of(path) + CODES], where)
             parts[name + CODES], parts[name + SCALES] = codes_of(coded), scales_of(coded)
         if path.endswith(CODES):
             changed[path] = codes_view(view)
         else:
             scales = scales_view(view, tensors)
-            assert scales is not None
+            if scales is None:
+                raise ConfigError(
+                    f"load.keep_dtype: the scales of {owner_of(path)} lie in too many parts of their tensors; leave "
+                    "load.keep_dtype out"
+                )
             changed[path] = scales
     return changed, parts
 

@@ -1,7 +1,7 @@
 """Arrays of codes, and of their scales: which elements of tensors make them. Pure arithmetic.
 
-A view says which element of a tensor is at each index of a weight. The codes are these elements. The scale of a block
-is that of any of its elements, so that the scales of a weight are those of the first elements of its blocks.
+A view says which element of a tensor is at each index of a weight. The codes are these elements. All codes of a block
+have one scale, so that the scale of its first code is read for the block.
 """
 
 import itertools
@@ -96,7 +96,7 @@ def _blocks_in(shape: Shape, strides: Shape, blocks: Shape) -> tuple[Shape | Non
 
 
 def _first_of_divided_blocks(view: View, blocks: Shape) -> View:
-    """Return the first element of each block of a view, of which blocks are in several pieces."""
+    """Return the first element of each block, where blocks may be in several pieces."""
     divided: list[int] = []
     ends: list[int] = []
     for n, size in zip(view.shape, blocks, strict=True):

@@ -76,6 +76,11 @@ class View:
         """Whether every element comes from the checkpoint."""
         return sum(piece.size for piece in self.pieces) == math.prod(self.shape)
 
+    @cached_property
+    def tensors(self) -> tuple[str, ...]:
+        """The tensors that the pieces are read from, in the order of their first pieces."""
+        return tuple(dict.fromkeys(piece.tensor for piece in self.pieces))
+
     @property
     def stored_order(self) -> tuple[int, ...]:
         """The dimensions in the order in which elements are stored: across tensors first, then longest stride first."""

@@ -69,7 +69,7 @@ def codes_view(view: View) -> View:
 
 def scales_view(view: View, tensors: Mapping[str, Tensor], max_pieces: float = math.inf) -> View | None:
     """Return the scales of the codes of a view; None if they have too many pieces, or more than `max_pieces`."""
-    groups = {name: _groups_of(tensors[name]) for name in {piece.tensor for piece in view.pieces}}
+    groups = {name: _groups_of(tensors[name]) for name in view.tensors}
     pieces: list[Piece] = []
     for piece in view.pieces:
         found = pieces_of_scales(piece, piece.tensor + SCALES, groups[piece.tensor])
@@ -87,7 +87,7 @@ def _groups_of(tensor: Tensor) -> Scales:
 def _coded_tensors(request: ArrayRequest, tensors: Mapping[str, Tensor]) -> dict[str, CodedTensor] | None:
     """Return the tensors of an array, if all are codes that a device can make numbers of."""
     coded: dict[str, CodedTensor] = {}
-    for name in dict.fromkeys(piece.tensor for piece in request.view.pieces):
+    for name in request.view.tensors:
         tensor = tensors[name]
         if not isinstance(tensor, CodedTensor) or not tensor.has_blocks:
             return None

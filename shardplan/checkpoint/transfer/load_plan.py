@@ -55,10 +55,10 @@ def plan_load(
     dtypes = stored_dtypes(tensors)
     in_transit = {path: request.in_transit(dtypes) for path, request in requests.items()}
     sources = {}
-    # in an order that all processes have, which sets do not
-    for name in dict.fromkeys(piece.tensor for request in in_transit.values() for piece in request.view.pieces):
-        tensor = tensors[name]
-        sources[name] = TensorSource(tensor.file_name, tensor.offset, tensor.bits)
+    for request in in_transit.values():
+        for name in request.view.tensors:
+            tensor = tensors[name]
+            sources[name] = TensorSource(tensor.file_name, tensor.offset, tensor.bits)
     limits = transfer_limits(budget, zero_copy)
     schedule = make_schedule(in_transit, sources, mesh, limits, speeds)
     return LoadPlan(requests, in_transit, tensors, sources, limits, schedule)

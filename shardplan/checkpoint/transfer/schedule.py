@@ -101,7 +101,7 @@ def make_schedule(
 
 
 def _smallest(sizes: Mapping[str, float]) -> set[str]:
-    """Return the arrays that together have no more than `SMALL_PART` of all bytes, the smallest first."""
+    """Return the smallest arrays, as many as have `SMALL_PART` of all bytes together."""
     limit, total, found = SMALL_PART * sum(sizes.values()), 0.0, set()
     for path in sorted(sizes, key=lambda path: sizes[path]):
         total += sizes[path]

@@ -42,7 +42,7 @@ def _number_in_tensor(piece: Piece, part: tuple[slice, ...], shape: Shape, index
 
     Args:
         part: part of the piece.
-        shape: that of the part.
+        shape: shape of the part.
         index: of the element in the part, in row-major order.
     """
     number = piece.offset
