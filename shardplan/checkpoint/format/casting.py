@@ -47,7 +47,11 @@ def copy_cast(target: np.ndarray, values: np.ndarray, piece: Piece, shape: Shape
         ConfigError: a finite value is too large for the type of `target`; the message names its tensor and index.
     """
     with np.errstate(over="ignore"):  # the error below says more than numpy's warning
-        np.copyto(target, values, casting="unsafe")
+        if target.ndim and target.strides[-1] != target.itemsize:
+            # a cast into memory of another order takes several times as long as a cast and then a copy
+            np.copyto(target, values.astype(target.dtype, copy=False))
+        else:
+            np.copyto(target, values, casting="unsafe")
     if not _fits(values, target):
         lost = np.isfinite(values) & ~np.isfinite(target)
         if lost.any():
