@@ -17,6 +17,7 @@ from shardplan.model.registry import Model, abstract_module
 from shardplan.plan.attention_plan import KernelName
 from shardplan.plan.mapping import as_tuples
 from shardplan.plan.plan import Plan
+from shardplan.plan.workload.checkpointing import CheckpointPolicy
 from shardplan.positions.sequence_layout import KERNEL_BLOCK
 from shardplan.program.step_trace import plan_step
 from shardplan.steps.checkpointing import checkpoint_policy
@@ -32,7 +33,7 @@ def specialize(model: Model, plan: Plan) -> Model:
         ConfigError: the plan was edited, and its kernel cannot compute attention with its mappings; the plan has an
             option of another compiler; or the model has no setting for gradient checkpointing.
     """
-    checkpointing = plan.workload.gradient_checkpointing
+    checkpointing = plan.workload.checkpoint_policy
     uses_splash = plan.attention.kernel == KernelName.SPLASH
     if any(method.kernel == KernelName.SPLASH for method in plan.attention.methods):
         _check_kernels(model, plan)
@@ -47,7 +48,7 @@ def specialize(model: Model, plan: Plan) -> Model:
             f"libtpu {LIBTPU_RELEASE}; plan again"
         )
     names = {item.name for item in dataclasses.fields(model.config)}
-    if checkpointing != "default" and "gradient_checkpointing" not in names:
+    if checkpointing != CheckpointPolicy() and "gradient_checkpointing" not in names:
         raise ConfigError(
             f"workload.gradient_checkpointing is {checkpointing}, and {type(model.config).__name__} has no field "
             "gradient_checkpointing; add it, or leave it at default"

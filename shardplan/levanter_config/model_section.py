@@ -6,7 +6,7 @@ from typing import Any
 
 from shardplan.errors import ConfigError, nearest
 from shardplan.levanter_config.section import SectionReader, short_repr
-from shardplan.plan.workload.checkpointing import CHECKPOINTING, join_checkpointing
+from shardplan.plan.workload.checkpointing import KINDS, CheckpointPolicy
 from shardplan.plan.workload.workload import Workload
 
 ATTENTION_BACKENDS = ("default", "jax_flash", "nvte", "splash", "vanilla")
@@ -24,7 +24,7 @@ class ModelSection:
     """The values of a model section; None for what the file omits."""
 
     gradient_checkpointing: str | None = None
-    """As `workload.gradient_checkpointing` has it: one of `CHECKPOINTING`, and names of activations."""
+    """As `workload.gradient_checkpointing` has it: the text of a policy."""
     position: int | None = None
     """Tokens per sequence."""
     attention_backend: str | None = None
@@ -64,23 +64,23 @@ def parse_model_section(sections: Mapping[str, Any]) -> ModelSection:
 
 
 def _checkpointing(value: Any) -> str:
-    """Convert a value of `gradient_checkpointing`, a boolean, a name or a Haliax policy, to one of `CHECKPOINTING`."""
+    """Return the text of a value of `gradient_checkpointing`: a boolean, a name or the fields of a Haliax policy."""
     if isinstance(value, bool):
         return "default" if value else "save_all"
     if isinstance(value, dict):
-        return _policy(value)
-    names = {"full": "recompute", **{name: name for name in CHECKPOINTING if name not in ("auto", "default")}}
+        return str(_policy(value))
+    names = {"full": "recompute", **{name: name for name in KINDS if name != "default"}}
     if not isinstance(value, str) or value not in names:
         hint = nearest(str(value), names)
         raise ConfigError(f"model.gradient_checkpointing is {short_repr(value)}; {hint} (or true, or false)")
     return names[value]
 
 
-def _policy(value: dict[str, Any]) -> str:
-    """Convert the fields of a Haliax policy."""
+def _policy(value: dict[str, Any]) -> CheckpointPolicy:
+    """Return the policy that fields of Haliax's `ScanCheckpointPolicy` say."""
     internals = value.get("save_block_internals")
     if value.get("disable") or internals is True:
-        return "save_all"
+        return CheckpointPolicy("save_all")
     if value.get("nested"):
         kind = "nested"
     elif "offload" in (value.get("save_carries"), value.get("save_inputs")):
@@ -88,5 +88,5 @@ def _policy(value: dict[str, Any]) -> str:
     else:
         kind = "recompute" if value.get("save_carries") is False else "default"
     if not isinstance(internals, list) or value.get("simple"):  # a simple policy has no names
-        return kind
-    return join_checkpointing(kind, [str(name) for name in internals])
+        return CheckpointPolicy(kind)
+    return CheckpointPolicy(kind, tuple(map(str, internals)))

@@ -17,7 +17,7 @@ from shardplan.plan.arguments import check_plan
 from shardplan.plan.attention_plan import AttentionPlan, KernelName
 from shardplan.plan.mapping import MeshAxes, MeshShape, mesh_size
 from shardplan.plan.plan import Mapping, Plan
-from shardplan.plan.workload.checkpointing import policy_fields
+from shardplan.plan.workload.checkpointing import CheckpointPolicy
 from shardplan.plan.workload.workload import BATCH_AXIS
 from shardplan.positions.sequence_order import SequenceOrder
 
@@ -120,10 +120,11 @@ def _settings_outside_trainer(plan: Plan) -> Iterator[str]:
         kind = plan.model.type
         other = f"; for Levanter's {kind}, plan with --model.levanter_class {LEVANTER}"
         yield from _wrap(f"model.type must be shardplan_decoder{other if kind in LEVANTER_CLASSES else ''}.")
-    checkpointing = plan.workload.gradient_checkpointing
-    if plan.workload.is_training and checkpointing != "default":
-        policy = policy_fields(checkpointing)
-        value = checkpointing if policy is None else yaml.safe_dump(policy, default_flow_style=True, width=1000).strip()
+    policy = plan.workload.checkpoint_policy
+    if plan.workload.is_training and policy != CheckpointPolicy():
+        value = policy.levanter_value
+        if isinstance(value, dict):
+            value = yaml.safe_dump(value, default_flow_style=True, width=1000).strip()
         yield from _wrap(f"model.gradient_checkpointing must be {value}, as planned.")
     vocab = plan.model.vocab
     if _sharding_axes(plan, tuple(plan.compute_mapping.get(vocab, ()))):

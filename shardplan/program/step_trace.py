@@ -21,7 +21,7 @@ from shardplan.model.inspect import axes_of, named_leaves
 from shardplan.model.logits.levanter_loss import one_block_of_tokens
 from shardplan.model.parameter_dtypes import with_dtypes
 from shardplan.model.registry import Model
-from shardplan.plan.workload.checkpointing import RING_RESIDUALS, split_checkpointing
+from shardplan.plan.workload.checkpointing import RING_RESIDUALS, CheckpointPolicy
 from shardplan.plan.workload.workload import Workload
 from shardplan.program.layer_attention import attention_calls
 from shardplan.program.layer_flops import with_layer_flops
@@ -47,7 +47,7 @@ def trace_step(model: Model, workload: Workload) -> Trace:
     Every logical axis is mapped to a mesh axis of its own, of size
     1, so that sharding constraints carry the names of logical axes.
     """
-    template = _template(model, workload.gradient_checkpointing)
+    template = _template(model, workload.checkpoint_policy)
     kind = step_of(workload)
     module = with_dtypes(template, workload.param_dtype)
     parameters = eqx.filter(module, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
@@ -72,7 +72,7 @@ def trace_step(model: Model, workload: Workload) -> Trace:
         mark_attention(model.is_decoder), mark_experts(workload.expert_load_spread), mark_conversions(),
     ):  # fmt: skip
         jaxpr = jax.make_jaxpr(step)(arrays)
-    _check_names(split_checkpointing(workload.gradient_checkpointing)[1], jaxpr.jaxpr)
+    _check_names(workload.checkpoint_policy.kept, jaxpr.jaxpr)
     classes = [ArrayClass.PARAMETER, *[ArrayClass.STATE] * len(state), *[ArrayClass.INPUT] * len(inputs)]
     arguments = []
     for array_class, part in zip(classes, arrays, strict=True):
@@ -144,7 +144,7 @@ def _mark_work_on_parameters(task: Task, activation_axes: tuple[str, ...]) -> Ta
 
 
 @lru_cache(maxsize=32)
-def _template(model: Model, checkpointing: str) -> Any:
+def _template(model: Model, checkpointing: CheckpointPolicy) -> Any:
     """Return the module tree of `model` with a kind of gradient checkpointing, and quick to trace."""
     settings: dict[str, Any] = {"gradient_checkpointing": checkpoint_policy(checkpointing)}
     if isinstance(getattr(model.config, "rope", None), Llama3RotaryEmbeddingsConfig):

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from shardplan.config import PlanConfig
 from shardplan.hardware import Slice, divisors, parse_slice
+from shardplan.plan.workload.checkpointing import OPEN_CHECKPOINTING
 from shardplan.plan.workload.kinds import LogitBlocks
 from shardplan.plan.workload.workload import Workload
 
@@ -82,6 +83,6 @@ def enumerate_variants(config: PlanConfig, vocab: int) -> Iterator[list[Workload
 
 
 def _checkpointing_kinds(workload: Workload) -> tuple[str, ...]:
-    if workload.gradient_checkpointing != "auto":
+    if workload.gradient_checkpointing != OPEN_CHECKPOINTING:
         return (workload.gradient_checkpointing,)
     return AUTO_CHECKPOINTING if workload.is_training else ("default",)

@@ -2,18 +2,18 @@
 
 from haliax.nn.scan import ScanCheckpointPolicy
 
-from shardplan.plan.workload.checkpointing import policy_fields
+from shardplan.plan.workload.checkpointing import CheckpointPolicy
 
 
-def checkpoint_policy(value: str) -> bool | str | ScanCheckpointPolicy:
-    """Return the value of `gradient_checkpointing` of a Levanter model for that of a workload.
+def checkpoint_policy(policy: CheckpointPolicy) -> bool | str | ScanCheckpointPolicy:
+    """Return the value of `gradient_checkpointing` of a Levanter model for a policy.
 
-    >>> checkpoint_policy("default"), checkpoint_policy("nested")
+    >>> checkpoint_policy(CheckpointPolicy()), checkpoint_policy(CheckpointPolicy("nested"))
     (True, 'nested')
-    >>> checkpoint_policy("default+attn_out").save_block_internals
+    >>> checkpoint_policy(CheckpointPolicy(kept=("attn_out",))).save_block_internals
     ['attn_out']
     """
-    fields = policy_fields(value)
-    if fields is not None:
-        return ScanCheckpointPolicy(**fields)
+    value = policy.levanter_value
+    if isinstance(value, dict):
+        return ScanCheckpointPolicy(**value)
     return True if value == "default" else value

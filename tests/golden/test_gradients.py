@@ -15,6 +15,7 @@ from levanter.models.lm_model import LmExample
 from test_families import FOLDER, config_of, text_tensors
 
 from shardplan.decoder.config import DecoderConfig
+from shardplan.plan.workload.checkpointing import CheckpointPolicy
 from shardplan.steps.checkpointing import checkpoint_policy
 
 CASES = [
@@ -39,7 +40,9 @@ def test_gradients_equal_those_of_transformers(name, checkpointing):
     values, reference = config_of(name), dict(np.load(FOLDER / name / "gradients.npz"))
     tolerance = 2 * float(reference.pop("own_error")) + 1e-6
     config = DecoderConfig.from_hf_config(values)
-    config = dataclasses.replace(config, gradient_checkpointing=checkpoint_policy(checkpointing))
+    config = dataclasses.replace(
+        config, gradient_checkpointing=checkpoint_policy(CheckpointPolicy.parse(checkpointing))
+    )
     vocab = hax.Axis("vocab", values["vocab_size"])
     model = config.build(vocab, key=jax.random.PRNGKey(0)).from_state_dict(text_tensors(name))
     tokens = hax.named(np.load(FOLDER / name / "golden.npz")["tokens"], ("batch", "position"))

@@ -1,58 +1,74 @@
-"""Gradient checkpointing in words: a kind, and the names of further activations that training keeps.
+"""Gradient checkpointing: what becomes of the activations of layers between forward pass and gradients.
 
-`default+attn_out+mlp_out` is Levanter's `gradient_checkpointing: {save_block_internals: [attn_out, mlp_out]}`. Imports
-no JAX, as configurations must not.
+A policy is a kind, which says what happens to the inputs of layers and to all that has no name of its own, and the
+names of activations that are kept beside. Its text, `default+attn_out+mlp_out`, is the value of
+`workload.gradient_checkpointing`; Levanter writes it
+`gradient_checkpointing: {save_block_internals: [attn_out, mlp_out]}`. Imports no JAX, as configurations must not.
 """
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from shardplan.errors import nearest
 
-CHECKPOINTING = ("auto", "default", "nested", "offload", "recompute", "save_all")
-"""The kinds."""
-ALIASES = {"true": "default", "false": "save_all", "full": "recompute", "none": "save_all"}
-"""What else users write, as in Levanter's configuration -> its name here."""
-WITH_NAMES = ("default", "nested", "offload", "recompute")
-"""The kinds that may keep further activations."""
-RING_RESIDUALS = "shardplan_attention"
-"""Name of the output and the log-sum-exp of ring attention: if they are kept, the backward pass repeats no hop. No
-traced step has it, because attention is traced as plain matmuls."""
+OPEN_CHECKPOINTING = "auto"
+"""Text that leaves the policy to the search."""
 LEVANTER_FIELDS: dict[str, dict[str, Any]] = {
     "default": {}, "nested": {"nested": True}, "offload": {"save_carries": "offload", "save_inputs": "offload"},
     "recompute": {"save_carries": False},
 }  # fmt: skip
-"""Kind -> the fields of Haliax's `ScanCheckpointPolicy` that make it."""
+"""Kind that may keep further activations -> the fields of Haliax's `ScanCheckpointPolicy` that make it."""
+KINDS = (*LEVANTER_FIELDS, "save_all")
+ALIASES = {"true": "default", "false": "save_all", "full": "recompute", "none": "save_all"}
+"""What else users write, as in Levanter's configuration -> its name here."""
+RING_RESIDUALS = "shardplan_attention"
+"""Name of the output and the log-sum-exp of ring attention: if they are kept, the backward pass repeats no hop. No
+traced step has it, because attention is traced as plain matmuls."""
 
 
-def split_checkpointing(value: str) -> tuple[str, tuple[str, ...]]:
-    """Return the kind, and the names of the activations that are kept beside.
+@dataclass(frozen=True)
+class CheckpointPolicy:
+    """What becomes of the activations of layers between forward pass and gradients."""
 
-    >>> split_checkpointing("default+attn_out+mlp_out")
-    ('default', ('attn_out', 'mlp_out'))
-    """
-    kind, *names = value.split("+")
-    return kind, tuple(names)
+    kind: str = "default"
+    """One of `KINDS`."""
+    kept: tuple[str, ...] = ()
+    """Names of activations that stay on the device."""
+
+    @staticmethod
+    def parse(text: str) -> "CheckpointPolicy":
+        """Return the policy of a text, valid or not.
+
+        >>> CheckpointPolicy.parse("default+attn_out+mlp_out")
+        CheckpointPolicy(kind='default', kept=('attn_out', 'mlp_out'))
+        """
+        kind, *names = text.split("+")
+        return CheckpointPolicy(kind, tuple(names))
+
+    def __str__(self) -> str:
+        return "+".join((self.kind, *self.kept))
+
+    @property
+    def levanter_value(self) -> str | dict[str, Any]:
+        """The value of `gradient_checkpointing` in a Levanter file: a word, or the fields of a policy.
+
+        >>> CheckpointPolicy("recompute", ("attn_out",)).levanter_value
+        {'save_carries': False, 'save_block_internals': ['attn_out']}
+        """
+        if not self.kept:
+            return self.kind
+        return {**LEVANTER_FIELDS[self.kind], "save_block_internals": [*self.kept]}
 
 
-def join_checkpointing(kind: str, names: Sequence[str]) -> str:
-    """Return the value of `workload.gradient_checkpointing` for a kind and names."""
-    return "+".join((kind, *names))
-
-
-def checkpointing_problem(key: str, value: str) -> str | None:
-    """Return what is wrong with a value, if anything."""
-    kind, names = split_checkpointing(value)
-    if kind not in CHECKPOINTING:
-        return f"{key} is {value!r}; {nearest(kind, CHECKPOINTING, ALIASES)}"
-    if names and kind not in WITH_NAMES:
-        return f"{key} is {value!r}; names of activations go with {', '.join(WITH_NAMES)}"
-    if not all(names):
-        return f"{key} is {value!r}; it lacks a name, as in {kind}+attn_out"
+def checkpointing_problem(key: str, text: str) -> str | None:
+    """Return what is wrong with the text of a policy, if anything."""
+    if text == OPEN_CHECKPOINTING:
+        return None
+    policy = CheckpointPolicy.parse(text)
+    if policy.kind not in KINDS:
+        return f"{key} is {text!r}; {nearest(policy.kind, sorted((OPEN_CHECKPOINTING, *KINDS)), ALIASES)}"
+    if policy.kept and policy.kind not in LEVANTER_FIELDS:
+        return f"{key} is {text!r}; names of activations go with {', '.join(LEVANTER_FIELDS)}"
+    if not all(policy.kept):
+        return f"{key} is {text!r}; it lacks a name, as in {policy.kind}+attn_out"
     return None
-
-
-def policy_fields(value: str) -> dict[str, Any] | None:
-    """Return the fields of Haliax's `ScanCheckpointPolicy` for a value with names; None for one without."""
-    kind, names = split_checkpointing(value)
-    return {**LEVANTER_FIELDS[kind], "save_block_internals": [*names]} if names else None

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from shardplan.errors import ConfigError, nearest
 from shardplan.model.axes import MAX_SIZE
-from shardplan.plan.workload.checkpointing import checkpointing_problem
+from shardplan.plan.workload.checkpointing import OPEN_CHECKPOINTING, CheckpointPolicy, checkpointing_problem
 from shardplan.plan.workload.dtypes import DTYPE_SYNONYMS, DTYPES
 from shardplan.plan.workload.kinds import KIND_SYNONYMS, KINDS, LogitBlocks, WorkloadKind
 
@@ -105,10 +105,16 @@ class Workload:
         """The number of microbatches; 1 where the workload leaves it open."""
         return self.microbatches or 1
 
+    @property
+    def checkpoint_policy(self) -> CheckpointPolicy:
+        """What becomes of activations in training; Levanter's default where the workload leaves it open."""
+        if self.gradient_checkpointing == OPEN_CHECKPOINTING:
+            return CheckpointPolicy()
+        return CheckpointPolicy.parse(self.gradient_checkpointing)
+
     def resolve(self) -> "Workload":
         """This workload with Levanter's defaults in place of what it leaves open."""
-        checkpointing = self.gradient_checkpointing if self.gradient_checkpointing != "auto" else "default"
-        return replace(self, gradient_checkpointing=checkpointing, microbatches=self.num_microbatches)
+        return replace(self, gradient_checkpointing=str(self.checkpoint_policy), microbatches=self.num_microbatches)
 
     def with_logit_blocks(self, vocab: int, devices: int) -> "Workload":
         """This workload with the number of its logit blocks, for `vocab` tokens and a number of devices."""
