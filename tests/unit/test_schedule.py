@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from ml_dtypes import bfloat16
 
 from shardplan.checkpoint.format.header import bytes_of
+from shardplan.checkpoint.mapping.pieces import Piece
 from shardplan.checkpoint.mapping.state_dict_program import trace_program
-from shardplan.checkpoint.mapping.views import Piece, View, row_major_strides, tensor_view
+from shardplan.checkpoint.mapping.views import View, row_major_strides, tensor_view
 from shardplan.checkpoint.transfer.byte_ranges import (
     GAP_BYTES,
     ReadVolume,
@@ -120,7 +121,7 @@ def test_volumes_are_those_of_the_ranges(load, layers, bits, data):
     shape = (4 * shape[0], *shape[1:])
     size, strides = math.prod(shape[1:]), (0, *row_major_strides(shape[1:]))
     pieces = tuple(Piece((i, *[0] * (len(shape) - 1)), (1, *shape[1:]), str(i), 0, strides) for i in range(shape[0]))
-    view, ends, sources = View(shape, pieces), [0, 0], {}
+    view, ends, sources = View.of_pieces(shape, pieces), [0, 0], {}
     for i in data.draw(st.permutations(range(shape[0]))):
         file = data.draw(st.integers(0, 1))
         sources[str(i)] = TensorSource(str(file), ends[file] + data.draw(st.sampled_from([0, 0, 6])), bits)

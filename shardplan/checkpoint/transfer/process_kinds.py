@@ -15,7 +15,7 @@ import numpy as np
 from shardplan.checkpoint.mapping.views import Shape
 from shardplan.checkpoint.transfer.byte_ranges import GAP_BYTES, ReadVolume
 from shardplan.checkpoint.transfer.transfer import DeviceMesh, Transfer
-from shardplan.checkpoint.transfer.view_grid import FILE_BYTES, ViewGrid, union_of_ranges
+from shardplan.checkpoint.transfer.view_grid import FILE_BITS, ViewGrid, union_of_ranges
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ def _union_volumes(ranges: "_DeviceRanges", processes: np.ndarray) -> Volumes:
     file, first_bit, bits = (each[processes] for each in (ranges.file, ranges.first_bit, ranges.bits))
     is_read = file >= 0
     # files one after the other; what is not read is before all of them
-    base = file.astype(np.int64) * FILE_BYTES
+    base = file * (FILE_BITS // 8)
     low = np.where(is_read, base + first_bit // 8, -1)
     high = np.where(is_read, base - (-(first_bit + bits) // 8), -1)
     return Volumes(*union_of_ranges(low, high))
@@ -198,10 +198,11 @@ def _find_device_ranges(
         else:
             first_bit = first_bit + at * grid.strides[d]
     is_empty = count == 0
+    file, piece_bit = np.divmod(grid.positions.reshape(-1)[cell], FILE_BITS)
     return _DeviceRanges(
         is_complete=is_empty | ((index + count <= block_rows) & (contiguous <= row_rank)),
-        file=np.where(is_empty, -1, grid.files[cell]),
-        first_bit=np.where(is_empty, 0, grid.positions[cell] + first_bit),
+        file=np.where(is_empty, -1, file),
+        first_bit=np.where(is_empty, 0, piece_bit + first_bit),
         bits=count * row_bits,
         block=np.where(is_empty, -1, cell * max(1, transfer.rows) + block),
         index=index,
