@@ -135,6 +135,17 @@ def test_volumes_are_those_of_the_ranges(load, layers, bits, data):
             assert volume == sum(map(sum_ranges, ranges), ReadVolume())
 
 
+def test_halves_of_bytes_that_processes_share():
+    """Of rows of three half bytes, the devices of one process read the first two, those of another the last two."""
+    mesh = DeviceMesh((("b", 2), ("c", 3)), (0, 0, 1, 1, 2, 2))
+    shape, spec = (4, 3), ((), ("c",))
+    view = View.of_pieces(shape, [Piece((i, 0), (1, 3), "w", 4 * i, (0, 1)) for i in range(4)])
+    sources = {"w": TensorSource("f", 0, 4)}
+    (transfer,) = make_transfers("w", shape, ReadStrategy(spec), 2, mesh, LIMITS)
+    volumes = read_by_process(Schedule(mesh, (transfer,)), {"w": ArrayRequest(view, spec, BFLOAT16)}, sources)
+    assert [volumes[process].bytes for process in range(3)] == [4, 8, 8]
+
+
 def test_each_process_reads_its_own_contiguous_shard():
     """Rows sharded over processes and replicated within one need no exchange."""
     mesh = DeviceMesh((("data", 2), ("model", 2)), (0, 0, 1, 1))

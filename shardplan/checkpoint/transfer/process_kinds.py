@@ -130,13 +130,13 @@ def _device_keys(transfer: Transfer, reads: _Reads) -> np.ndarray:
         return np.stack([row_index, *local.values()], -1)
     # the boxes of a process may be displaced along dimensions that no piece ends in
     relative = [n if d < reads.grid_rank else n - n.min(axis=1, keepdims=True) for d, n in local.items()]
-    by_box = np.stack([row_index, *[np.full_like(row_index, -1)] * 5, *relative], -1)  # no range has -1 bits
+    in_byte = ranges.first_bit % 8  # where a range begins within a byte decides how many bytes it touches
+    by_box = np.stack([row_index, in_byte, *[np.full_like(row_index, -1)] * 4, *relative], -1)  # no range has -1 bits
     same_file = _first_equal(ranges.file)
     distance = ranges.first_bit - np.take_along_axis(ranges.first_bit, same_file, axis=1)
-    # where a range begins within a byte decides how many bytes it touches; of ranges with short gaps, which may be read
-    # as one, the indices decide too
+    # of ranges with short gaps, which may be read as one, the indices decide too
     details = [1 + ranges.index, _first_equal(ranges.block), *relative]
-    by_range = np.stack([same_file, distance, ranges.first_bit % 8, ranges.bits, *details], -1)
+    by_range = np.stack([same_file, distance, in_byte, ranges.bits, *details], -1)
     return np.where(ranges.has_ranges[:, None, None], by_range, by_box)
 
 
