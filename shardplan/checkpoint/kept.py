@@ -8,7 +8,7 @@ from shardplan.checkpoint.format.codecs.coded_tensor import CodedTensor
 from shardplan.checkpoint.format.codecs.stored_codes import codes_of, scales_of
 from shardplan.checkpoint.format.header import Tensor
 from shardplan.checkpoint.mapping.views import View
-from shardplan.checkpoint.transfer.coded_requests import codes_view, scales_view
+from shardplan.checkpoint.transfer.coded_requests import codes_view, scales_by_name, scales_view
 from shardplan.errors import CheckpointError, ConfigError
 from shardplan.model.kept_weights import CODES, SCALES, owner_of
 from shardplan.model.parameter_dtypes import kept_dtypes
@@ -33,13 +33,13 @@ def with_kept_parts(
     changed, parts = dict(views), dict(tensors)
     for path in dtypes:
         view = views[path]
-        for name in view.tensors:
-            coded = _coded(name, tensors[name], dtypes[owner_of(path) + CODES], where)
+        weights = {name: _coded(name, tensors[name], dtypes[owner_of(path) + CODES], where) for name in view.tensors}
+        for name, coded in weights.items():
             parts[name + CODES], parts[name + SCALES] = codes_of(coded), scales_of(coded)
         if path.endswith(CODES):
             changed[path] = codes_view(view)
         else:
-            scales = scales_view(view, tensors)
+            scales = scales_view(view, scales_by_name(weights))
             if scales is None:
                 raise ConfigError(
                     f"load.keep_dtype: the scales of {owner_of(path)} lie in too many parts of their tensors; leave "

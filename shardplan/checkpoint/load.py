@@ -401,10 +401,10 @@ def _array_dtype(view: View, tensors: Mapping[str, Tensor], dtype: Any, stays_fl
         CheckpointError: its stored type is no floating-point type.
     """
     # the pieces of an array have one type in every checkpoint that transformers writes; otherwise take the widest
-    kinds = {tensors[piece.tensor].value_dtype for piece in view.pieces}
+    kinds = {tensors[name].value_dtype for name in view.tensors}
     stored = functools.reduce(jnp.promote_types, sorted(kinds, key=str))
     if not jnp.issubdtype(stored, jnp.floating):
-        name = view.pieces[0].tensor
+        name = view.tensors[0]
         raise CheckpointError(f"{name} is stored as {stored}, the model has a floating-point parameter there")
     # without 64-bit mode JAX represents float64 as float32
     stored = jax.dtypes.canonicalize_dtype(stored)

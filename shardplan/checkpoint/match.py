@@ -145,9 +145,9 @@ def tied_embedding(template: Any, program: StateDictProgram) -> str | None:
         return None
     head = template.get_lm_head()
     path = next((path for path, leaf in named_leaves(template) if leaf is head), None)
-    if path is None or len(program.views[path].pieces) != 1:
+    if path is None or program.views[path].piece_count != 1:
         return None
-    name = program.views[path].pieces[0].tensor
+    (name,) = program.views[path].tensors
     return None if name.startswith(HEADS) else name
 
 
@@ -218,7 +218,7 @@ def _trace_stored_names(
         return None
     if any(program.views[p.path].shape != tuple(p.axes.values()) for p in parameters_of(template)):
         return None
-    read = {piece.tensor for view in program.views.values() for piece in view.pieces}
+    read = {name for view in program.views.values() for name in view.tensors}
     return StateDictProgram(
         {name: shape for name, shape in program.tensors.items() if name in read}, program.views
     ), names

@@ -140,13 +140,17 @@ class MeshPlacement:
         """Return the host index of every device of the mesh, in row-major order; virtual CPU devices share host 0."""
         if self.hardware.is_cpu:
             return [0] * self.hardware.devices
-        size = self.hardware.generation.host_chips
-        hosts = [
-            (slice_index, *(c // n for c, n in zip(coordinates, size, strict=False)))
-            for slice_index, coordinates in self.coordinates()
-        ]
-        numbers = {host: number for number, host in enumerate(sorted(set(hosts)))}
-        return [numbers[host] for host in hosts]
+        sizes = [self.hardware.slices, *(dimension.size for dimension in self.dimensions)]
+        chips = [1, *self.hardware.generation.host_chips][: len(sizes)]
+        chips += sizes[len(chips) :]  # a host has all devices of its chips
+        host_of = [0]  # of every index of slice and torus, in row-major order
+        for size, n in zip(sizes, chips, strict=True):
+            host_of = [host * -(-size // n) + i // n for host in host_of for i in range(size)]
+        positions = [0]  # of every device, in this order
+        for axis in self.mesh:
+            steps = [_row_major_index((index, *coordinates), sizes) for index, coordinates in self._steps(axis)]
+            positions = [position + step for position in positions for step in steps]
+        return [host_of[position] for position in positions]
 
     def _steps(self, axis: str) -> list[tuple[int, Coordinates]]:
         """Return what each index along a mesh axis adds to the slice index and to the torus coordinates."""
@@ -324,3 +328,11 @@ def _shifted(mesh: Mapping[str, int], mesh_axes: tuple[str, ...], distance: int)
             carry, shifted = divmod(index + carry, mesh[axis])
             target += strides[axis] * (shifted - index)
         yield source, target
+
+
+def _row_major_index(index: Iterable[int], shape: Iterable[int]) -> int:
+    """Return the position of an index of an array of `shape`, in row-major order."""
+    position = 0
+    for i, size in zip(index, shape, strict=True):
+        position = position * size + i
+    return position

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardplan.checkpoint.mapping.code_views import Scales, find_blocks, first_of_blocks, pieces_of_scales
-from shardplan.checkpoint.mapping.views import Piece, View, concatenate, row_major_strides, stack, tensor_view
+from shardplan.checkpoint.mapping.code_views import Scales, find_blocks, first_of_blocks, view_of_scales
+from shardplan.checkpoint.mapping.pieces import Piece
+from shardplan.checkpoint.mapping.views import View, concatenate, row_major_strides, stack, tensor_view
 
 
 def elements_of(view):
@@ -62,8 +63,7 @@ def test_scales_of_blocks_are_those_of_all_their_codes(case):
     np.testing.assert_array_equal(
         elements_of(firsts), elements_of(view)[tuple(slice(None, None, size) for size in blocks)]
     )
-    pieces = [part for piece in firsts.pieces for part in pieces_of_scales(piece, "t", scales)]
-    found = elements_of(View(shape, tuple(pieces)))
+    found = elements_of(view_of_scales(firsts, {"t": scales}))
     for d, size in enumerate(blocks):
         found = np.repeat(found, size, axis=d)
     np.testing.assert_array_equal(found, expected)
@@ -76,14 +76,25 @@ def test_few_pieces_of_scales(dims):
     view = tensor_view("t", dims) if dims[1] == 4104 else tensor_view("t", dims).reshape((128, 192, dims[1]))
     blocks = find_blocks(view, {"t": scales})
     firsts = first_of_blocks(view, tuple(n // size for n, size in zip(view.shape, blocks, strict=True)))
-    pieces = [part for piece in firsts.pieces for part in pieces_of_scales(piece, "t", scales)]
-    assert len(pieces) <= 2 * math.prod(-(-n // 128) for n in dims)
+    assert view_of_scales(firsts, {"t": scales}).piece_count <= 2 * math.prod(-(-n // 128) for n in dims)
 
 
 def test_a_repeated_element_has_the_scale_of_the_element():
     view = tensor_view("t", (1, 4)).broadcast((2, 4), (0, 1))
     scales = Scales((3, 4), (1, 2), (2, 1))
     assert find_blocks(view, {"t": scales}) == (2, 2)
-    assert pieces_of_scales(view.pieces[0], "s", Scales((3, 4), (1, 4), (1, 1))) == [
-        Piece((0, 0), (2, 4), "s", 0, (0, 0))
-    ]
+    of_rows = view_of_scales(view, {"t": Scales((3, 4), (1, 4), (1, 1))})
+    assert [*of_rows.pieces] == [Piece((0, 0), (2, 4), "t", 0, (0, 0))]
+
+
+def test_pieces_that_are_alike_have_the_scales_that_each_has_by_itself():
+    """Of experts whose tensors have groups of two sizes, and whose first codes are in other groups."""
+    scales = {
+        f"{i}": Scales((12, 30), (4, 5), (6, 1)) if i % 3 else Scales((12, 30), (2, 30), (1, 1)) for i in range(60)
+    }
+    halves = [tensor_view(name, (12, 30)).slice((i % 5, 0), (i % 5 + 6, 30)) for i, name in enumerate(scales)]
+    view = stack([stack(halves[i : i + 6], 0) for i in range(0, 60, 6)], 0)
+    assert len(view.parts) == 1
+    alone = [view_of_scales(View.of_pieces(view.shape, [piece]), scales) for piece in view.pieces]
+    expected = [piece for each in alone for piece in each.pieces]
+    assert sorted(view_of_scales(view, scales).pieces) == sorted(expected)

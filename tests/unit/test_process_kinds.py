@@ -9,7 +9,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from ml_dtypes import bfloat16
 
-from shardplan.checkpoint.mapping.views import Piece, View, row_major_strides
+from shardplan.checkpoint.mapping.pieces import Piece
+from shardplan.checkpoint.mapping.views import View, row_major_strides
 from shardplan.checkpoint.transfer import byte_ranges, process_kinds, schedule
 from shardplan.checkpoint.transfer.byte_ranges import TensorSource, estimate_read_volume
 from shardplan.checkpoint.transfer.process_kinds import find_volumes
@@ -44,7 +45,7 @@ def stored_arrays(draw, shape):
                 start = (*cell, first, *[0] * (len(inner) - 1))
                 extent = (*[1] * lead, last - first, *inner[1:])
                 pieces.append(Piece(start, extent, name, first * strides[0], (*[0] * lead, *strides)))
-    return View(shape, tuple(pieces)), sources
+    return View.of_pieces(shape, pieces), sources
 
 
 @st.composite
@@ -104,7 +105,7 @@ def test_gaps_between_the_devices_of_a_process():
     """
     mesh = DeviceMesh((("a", 32),), tuple((i + 2) % 32 // 4 * 2 + i % 2 for i in range(32)))
     shape, strides = (4, 4, 4, 4096), row_major_strides((4, 4, 4, 4096))
-    view, sources = View(shape, (Piece((0,) * 4, shape, "x", 0, strides),)), {"x": TensorSource("file", 0, 32)}
+    view, sources = View.of_pieces(shape, [Piece((0,) * 4, shape, "x", 0, strides)]), {"x": TensorSource("file", 0, 32)}
     strategy = ReadStrategy(((), (), (), ()), ((3, ("a",)),))
     (transfer,) = make_transfers("x", shape, strategy, 4, mesh, TransferLimits(2**30, 2**30))
     assert check_volumes(transfer, view, sources, mesh) > 1
@@ -122,6 +123,6 @@ def test_a_fleet_has_few_kinds(monkeypatch):
     sources = {str(i): TensorSource(f"file {i // 3}", i % 3 * layer_bytes, 16) for i in range(shape[0])}
     spec = ((), ("model",), ("data",))
     limits = TransferLimits(64 * 2**20, 256 * 2**20)
-    result = make_schedule({"x": ArrayRequest(View(shape, pieces), spec, BFLOAT16)}, sources, mesh, limits)
+    result = make_schedule({"x": ArrayRequest(View.of_pieces(shape, pieces), spec, BFLOAT16)}, sources, mesh, limits)
     assert result.transfers[0].strategy.all_to_all and len(calls) < 1000
     assert sum(math.prod(each.shape) for each in result.transfers) * 8 == math.prod(shape)

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from ml_dtypes import bfloat16
 
 from shardplan.checkpoint.format.header import bytes_of
+from shardplan.checkpoint.mapping.pieces import Piece
 from shardplan.checkpoint.mapping.state_dict_program import trace_program
-from shardplan.checkpoint.mapping.views import Piece, View, row_major_strides, tensor_view
+from shardplan.checkpoint.mapping.views import View, row_major_strides, tensor_view
 from shardplan.checkpoint.transfer.byte_ranges import (
     GAP_BYTES,
     ReadVolume,
@@ -120,7 +121,7 @@ def test_volumes_are_those_of_the_ranges(load, layers, bits, data):
     shape = (4 * shape[0], *shape[1:])
     size, strides = math.prod(shape[1:]), (0, *row_major_strides(shape[1:]))
     pieces = tuple(Piece((i, *[0] * (len(shape) - 1)), (1, *shape[1:]), str(i), 0, strides) for i in range(shape[0]))
-    view, ends, sources = View(shape, pieces), [0, 0], {}
+    view, ends, sources = View.of_pieces(shape, pieces), [0, 0], {}
     for i in data.draw(st.permutations(range(shape[0]))):
         file = data.draw(st.integers(0, 1))
         sources[str(i)] = TensorSource(str(file), ends[file] + data.draw(st.sampled_from([0, 0, 6])), bits)
@@ -132,6 +133,17 @@ def test_volumes_are_those_of_the_ranges(load, layers, bits, data):
         for process, volume in volumes.items():
             ranges = (find_byte_ranges(transfer, view, sources, mesh, process) for transfer in transfers)
             assert volume == sum(map(sum_ranges, ranges), ReadVolume())
+
+
+def test_halves_of_bytes_that_processes_share():
+    """Of rows of three half bytes, the devices of one process read the first two, those of another the last two."""
+    mesh = DeviceMesh((("b", 2), ("c", 3)), (0, 0, 1, 1, 2, 2))
+    shape, spec = (4, 3), ((), ("c",))
+    view = View.of_pieces(shape, [Piece((i, 0), (1, 3), "w", 4 * i, (0, 1)) for i in range(4)])
+    sources = {"w": TensorSource("f", 0, 4)}
+    (transfer,) = make_transfers("w", shape, ReadStrategy(spec), 2, mesh, LIMITS)
+    volumes = read_by_process(Schedule(mesh, (transfer,)), {"w": ArrayRequest(view, spec, BFLOAT16)}, sources)
+    assert [volumes[process].bytes for process in range(3)] == [4, 8, 8]
 
 
 def test_each_process_reads_its_own_contiguous_shard():

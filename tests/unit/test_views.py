@@ -95,7 +95,7 @@ def test_intersecting_pieces_with_boxes_partitions_the_view(data):
             part = piece.intersect(low, high)
             if part is not None:
                 box = tuple(slice(a, a + n) for a, n in zip(part.start, part.shape, strict=True))
-                rebuilt[box] = materialise(View(view.shape, (part,)), tensors)[box]
+                rebuilt[box] = materialise(View.of_pieces(view.shape, [part]), tensors)[box]
     np.testing.assert_array_equal(rebuilt, expected)
 
 

@@ -9,7 +9,8 @@ from shardplan.checkpoint.adapter.factors import Factors
 from shardplan.checkpoint.format.codecs.coded_tensor import element_coordinates, part_of, slabs
 from shardplan.checkpoint.format.codecs.computed_tensor import ComputedTensor
 from shardplan.checkpoint.format.header import Tensor
-from shardplan.checkpoint.mapping.views import Piece, Shape, View, row_major_strides
+from shardplan.checkpoint.mapping.pieces import Piece
+from shardplan.checkpoint.mapping.views import Shape, View, row_major_strides
 
 Digits = tuple[Shape, Shape]
 """How far a step along each dimension of codes moves in the rows, and in the columns, of the numbers."""

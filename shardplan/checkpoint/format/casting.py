@@ -9,7 +9,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from shardplan.checkpoint.mapping.views import Piece, Shape
+from shardplan.checkpoint.mapping.pieces import Piece
+from shardplan.checkpoint.mapping.views import Shape
 from shardplan.errors import ConfigError
 from shardplan.plan.workload.dtypes import DTYPE_SYNONYMS, DTYPES
 

@@ -6,14 +6,16 @@ have one scale, so that the scale of its first code is read for the block.
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
-from operator import add, floordiv, mod, mul
+from operator import floordiv, mod, mul
 from typing import NamedTuple
 
 import numpy as np
 
-from shardplan.checkpoint.mapping.views import Piece, Shape, View, row_major_strides
+from shardplan.checkpoint.mapping.pieces import AlikePieces, join_alike
+from shardplan.checkpoint.mapping.views import Shape, View, row_major_strides
 
 MAX_BOXES = 1024
 """Most boxes of scales that are looked for, of a piece of codes: each is a read."""
@@ -40,15 +42,22 @@ def find_blocks(view: View, scales: Mapping[str, Scales]) -> Shape | None:
         None if indices along a dimension of a piece go over the end of a dimension of its tensor.
     """
     blocks = view.shape
-    for piece in view.pieces:
-        of_piece = _blocks_of_piece(piece.offset, piece.shape, piece.strides, scales[piece.tensor])
-        if of_piece is None:
-            return None
-        blocks = tuple(map(math.gcd, map(math.gcd, blocks, of_piece), piece.start))
+    for part in view.parts:
+        for offset, of_tensor in set(_codes_of_pieces(part, scales)):
+            of_piece = _blocks_of_piece(offset, part.shape, part.strides, of_tensor)
+            if of_piece is None:
+                return None
+            blocks = tuple(map(math.gcd, blocks, of_piece))
+        blocks = tuple(map(math.gcd, blocks, np.gcd.reduce(part.starts, axis=0).tolist()))
     return blocks
 
 
-@lru_cache(maxsize=4096)  # the tensors of all experts have the same
+def _codes_of_pieces(part: AlikePieces, scales: Mapping[str, Scales]) -> Iterator[tuple[int, Scales]]:
+    """Yield what the scales of each piece depend on: its first code, and where the scales of its tensor are."""
+    return zip(part.offsets.tolist(), map(scales.__getitem__, part.tensors), strict=True)
+
+
+@lru_cache(maxsize=4096)  # the tensors of all layers have the same
 def _blocks_of_piece(offset: int, shape: Shape, strides: Shape, scales: Scales) -> Shape | None:
     """Return the blocks of a piece; see `find_blocks`."""
     moves = _moves(shape, strides, scales.shape)
@@ -78,21 +87,14 @@ def first_of_blocks(view: View, counts: Shape) -> View:
         counts: number of blocks along each dimension.
     """
     blocks = tuple(n // count for n, count in zip(view.shape, counts, strict=True))
-    pieces: list[Piece] = []
-    for piece in view.pieces:
-        extents, strides = _blocks_in(piece.shape, piece.strides, blocks)
-        if extents is None or any(map(mod, piece.start, blocks)):
+    parts = []
+    for part in view.parts:
+        starts, divided = np.divmod(part.starts, np.array(blocks, np.int64))
+        if divided.any() or any(map(mod, part.shape, blocks)):
             return _first_of_divided_blocks(view, blocks)
-        start = tuple(map(floordiv, piece.start, blocks))
-        pieces.append(Piece(start, extents, piece.tensor, piece.offset, strides, piece.scale))
-    return View(counts, tuple(pieces))
-
-
-@lru_cache(maxsize=4096)  # the tensors of all experts have the same
-def _blocks_in(shape: Shape, strides: Shape, blocks: Shape) -> tuple[Shape | None, Shape]:
-    """Return the blocks of a piece along each dimension, and their strides; None for blocks if it has parts of some."""
-    extents = None if any(map(mod, shape, blocks)) else tuple(map(floordiv, shape, blocks))
-    return extents, tuple(map(mul, strides, blocks))
+        extents, strides = tuple(map(floordiv, part.shape, blocks)), tuple(map(mul, part.strides, blocks))
+        parts.append(part._replace(shape=extents, strides=strides, starts=starts))
+    return View(counts, tuple(parts))
 
 
 def _first_of_divided_blocks(view: View, blocks: Shape) -> View:
@@ -106,30 +108,38 @@ def _first_of_divided_blocks(view: View, blocks: Shape) -> View:
     return view.reshape(tuple(divided)).slice((0,) * len(ends), tuple(ends)).reshape(counts)
 
 
-def pieces_of_scales(piece: Piece, name: str, scales: Scales) -> list[Piece] | None:
-    """Return the pieces of a tensor of scales that belong to the elements of a piece; None if they are too many.
+def view_of_scales(view: View, scales: Mapping[str, Scales], max_pieces: float = math.inf) -> View | None:
+    """Return the scale of every element of a view of codes, with the names of the tensors of codes.
 
     Args:
-        piece: of a tensor of codes.
-        name: of the tensor of scales.
+        scales: tensor name -> where its scales are.
+
+    Returns:
+        None if a piece has too many pieces of scales, or all have more than `max_pieces`.
     """
-    boxes = _boxes_of_scales(piece.offset, piece.shape, piece.strides, scales)
-    if boxes is None:
-        return None
-    if len(boxes) == 1:  # as of nearly all; its start is 0
-        ((_, shape, offset, strides),) = boxes
-        return [Piece(piece.start, shape, name, offset, strides)]
-    pieces = []
-    for start, shape, offset, strides in boxes:
-        pieces.append(Piece(tuple(map(add, piece.start, start)), shape, name, offset, strides))
-    return pieces
+    parts: list[AlikePieces] = []
+    count = 0
+    for part in view.parts:
+        alike: defaultdict[tuple[int, Scales], list[int]] = defaultdict(list)
+        for number, codes in enumerate(_codes_of_pieces(part, scales)):
+            alike[codes].append(number)
+        for (offset, of_tensor), numbers in alike.items():
+            boxes = _boxes_of_scales(offset, part.shape, part.strides, of_tensor)
+            count += len(numbers) * len(boxes or ())
+            if boxes is None or count > max_pieces:
+                return None
+            pieces = part.take(np.array(numbers))
+            for start, shape, first, strides in boxes:
+                offsets = np.full_like(pieces.offsets, first)
+                parts.append(pieces.move(start)._replace(shape=shape, strides=strides, scale=1.0, offsets=offsets))
+    return View(view.shape, tuple(part for part, _ in join_alike(parts)))
 
 
 Box = tuple[Shape, Shape, int, Shape]
 """Start and shape of a box in a piece, the first scale of it, and the scales between neighbours."""
 
 
-@lru_cache(maxsize=4096)  # the tensors of all experts have the same
+@lru_cache(maxsize=4096)  # the tensors of all layers have the same
 def _boxes_of_scales(offset: int, shape: Shape, strides: Shape, scales: Scales) -> tuple[Box, ...] | None:
     """Return the scales of the elements of a piece, in boxes of constant strides; None if these are too many."""
     moves = _moves(shape, strides, scales.shape)

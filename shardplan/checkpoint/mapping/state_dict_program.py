@@ -51,13 +51,12 @@ class StateDictProgram:
             names: name -> new name; tensors that are not in it keep theirs.
         """
 
-        def rename_view(view: View) -> View:
-            pieces = (piece._replace(tensor=names.get(piece.tensor, piece.tensor)) for piece in view.pieces)
-            return View(view.shape, tuple(pieces))
+        def rename(name: str) -> str:
+            return names.get(name, name)
 
-        tensors = {names.get(name, name): shape for name, shape in self.tensors.items()}
-        constants = {names.get(name, name): value for name, value in self.constants.items()}
-        return StateDictProgram(tensors, {path: rename_view(view) for path, view in self.views.items()}, constants)
+        tensors = {rename(name): shape for name, shape in self.tensors.items()}
+        constants = {rename(name): value for name, value in self.constants.items()}
+        return StateDictProgram(tensors, {path: view.rename(rename) for path, view in self.views.items()}, constants)
 
 
 def expected_tensors(template: Any) -> dict[str, Shape]:

@@ -1,11 +1,10 @@
 """The names that transformers gives the tensors of a model type in its files; Levanter's converter may write others."""
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from shardplan.checkpoint.mapping.state_dict_program import StateDictProgram, expected_tensors, trace_program
-from shardplan.checkpoint.mapping.views import Shape, View
+from shardplan.checkpoint.mapping.views import Shape
 
 BASE_MODELS = {"gpt2": ("transformer", "wte.weight")}
 """Model type -> what transformers writes before every name of the base model, and Levanter does not, and one of these
@@ -57,11 +56,7 @@ def _add_prefix(name: str, prefix: str) -> str:
 def _rename(program: StateDictProgram, rename: Callable[[str], str]) -> StateDictProgram:
     """Give every tensor of a program another name."""
 
-    def rename_pieces(view: View) -> View:
-        pieces = [piece._replace(tensor=rename(piece.tensor)) for piece in view.pieces]
-        return dataclasses.replace(view, pieces=tuple(pieces))
-
     return StateDictProgram(
         {rename(name): shape for name, shape in program.tensors.items()},
-        {path: rename_pieces(view) for path, view in program.views.items()},
+        {path: view.rename(rename) for path, view in program.views.items()},
     )

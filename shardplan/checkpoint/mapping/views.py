@@ -7,147 +7,128 @@ transpose, ...), so the slice of an array that a device needs can be traced back
 
 import itertools
 import math
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from operator import add, itemgetter
-from typing import NamedTuple
+from operator import itemgetter
 
-Shape = tuple[int, ...]
+import numpy as np
 
-
-class Piece(NamedTuple):  # quicker to make than a frozen dataclass; schedules make a hundred thousand
-    """A box of a view: the elements `[start, start + shape)`, read from one tensor with constant strides."""
-
-    start: Shape
-    """First index of the box in the view, per dimension."""
-    shape: Shape
-    """Extent of the box, per dimension."""
-    tensor: str
-    offset: int
-    """Element of the tensor that is at index `start` of the view."""
-    strides: Shape
-    """Elements of the tensor between neighbours along each dimension; 0 repeats an element."""
-    scale: float = 1.0
-    """Factor that the elements are multiplied by."""
-
-    def intersect(self, start: Shape, stop: Shape) -> "Piece | None":
-        """Return the part of this piece inside the box `[start, stop)`, or None if it is empty."""
-        offset = self.offset
-        lows, extents = [], []
-        for first, extent, stride, low, high in zip(self.start, self.shape, self.strides, start, stop, strict=True):
-            if low > first:
-                offset += (low - first) * stride
-            else:
-                low = first
-            extent = min(first + extent, high) - low
-            if extent <= 0:
-                return None
-            lows.append(low)
-            extents.append(extent)
-        return Piece(tuple(lows), tuple(extents), self.tensor, offset, self.strides, self.scale)
-
-    @property
-    def stop(self) -> Shape:
-        """One past the last index of the box, per dimension."""
-        return tuple(map(add, self.start, self.shape))
-
-    @property
-    def span(self) -> tuple[int, int]:
-        """First element of the tensor that the box contains, and one past the last."""
-        return self.offset, self.offset + 1 + sum((n - 1) * k for n, k in zip(self.shape, self.strides, strict=True))
-
-    @property
-    def size(self) -> int:
-        """Number of elements of the box."""
-        return math.prod(self.shape)
+from shardplan.checkpoint.mapping.pieces import AlikePieces, Piece, Shape, group_pieces, join_alike
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class View:
     """An array of `shape` made of disjoint pieces; an element outside all pieces comes from no checkpoint tensor."""
 
     shape: Shape
-    pieces: tuple[Piece, ...] = ()
+    parts: tuple[AlikePieces, ...] = ()
+
+    @classmethod
+    def of_pieces(cls, shape: Shape, pieces: Iterable[Piece]) -> "View":
+        """Make an array of pieces, of which some may be alike."""
+        return cls(shape, tuple(group_pieces(pieces)))
+
+    @property
+    def pieces(self) -> Iterator[Piece]:
+        """Every piece."""
+        return itertools.chain.from_iterable(part.separate() for part in self.parts)
+
+    @property
+    def piece_count(self) -> int:
+        """Number of pieces."""
+        return sum(len(part.tensors) for part in self.parts)
 
     @property
     def is_complete(self) -> bool:
         """Whether every element comes from the checkpoint."""
-        return sum(piece.size for piece in self.pieces) == math.prod(self.shape)
+        return sum(part.size for part in self.parts) == math.prod(self.shape)
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether elements are multiplied by a factor."""
+        return any(part.scale != 1 for part in self.parts)
 
     @cached_property
     def tensors(self) -> tuple[str, ...]:
         """The tensors that the pieces are read from, in the order of their first pieces."""
-        return tuple(dict.fromkeys(piece.tensor for piece in self.pieces))
+        return tuple(dict.fromkeys(itertools.chain.from_iterable(part.tensors for part in self.parts)))
 
     @property
     def stored_order(self) -> tuple[int, ...]:
         """The dimensions in the order in which elements are stored: across tensors first, then longest stride first."""
-        if not self.pieces:
+        if not self.parts:
             return tuple(range(len(self.shape)))
-        piece = self.pieces[0]
-        strides = [k if n > 1 else math.inf for n, k in zip(piece.shape, piece.strides, strict=True)]
+        first = self.parts[0]
+        strides = [k if n > 1 else math.inf for n, k in zip(first.shape, first.strides, strict=True)]
         return tuple(sorted(range(len(self.shape)), key=lambda d: -strides[d]))
 
     def pieces_in(self, start: Shape, stop: Shape) -> Iterator[Piece]:
         """Yield the parts of the pieces inside the box `[start, stop)`."""
-        candidates, first, last = self.pieces, 0, len(self.pieces)
-        for d, (ordered, firsts, longest) in self._sorted.items():
-            low, high = bisect_right(firsts, start[d] - longest), bisect_left(firsts, stop[d])
-            if high - low < last - first:
-                candidates, first, last = ordered, low, high
-        return (part for piece in candidates[first:last] if (part := piece.intersect(start, stop)))
+        return itertools.chain.from_iterable(part.separate() for part in self._parts_in(start, stop))
+
+    def _parts_in(self, start: Shape, stop: Shape) -> Iterator[AlikePieces]:
+        for part, orders in zip(self.parts, self._orders, strict=True):
+            nearby = None
+            for d, (order, firsts) in orders.items():
+                low = np.searchsorted(firsts, start[d] - part.shape[d], "right")
+                high = np.searchsorted(firsts, stop[d], "left")
+                if nearby is None or high - low < len(nearby):
+                    nearby = order[low:high]
+            yield from (part if nearby is None else part.take(nearby)).intersect(start, stop)
 
     @cached_property
-    def _sorted(self) -> dict[int, tuple[tuple[Piece, ...], list[int], int]]:
-        """Dimension along which pieces begin at different indices -> these in order, the indices, greatest extent."""
-        found = {}
-        for d in range(len(self.shape)):
-            starts = [piece.start[d] for piece in self.pieces]
-            if any(each != starts[0] for each in starts):
-                order = sorted(range(len(starts)), key=starts.__getitem__)
-                ordered = tuple(self.pieces[i] for i in order)
-                found[d] = ordered, [starts[i] for i in order], max(piece.shape[d] for piece in ordered)
+    def _orders(self) -> list[dict[int, tuple[np.ndarray, np.ndarray]]]:
+        """For each of `parts`: dimension along which its pieces begin at different indices -> these pieces in order.
+
+        The order is numbers of the pieces, and their first indices along the dimension.
+        """
+        found = []
+        for part in self.parts:
+            several = np.flatnonzero((part.starts != part.starts[0]).any(axis=0)).tolist()
+            orders = {d: np.argsort(part.starts[:, d], kind="stable") for d in several}
+            found.append({d: (order, part.starts[order, d]) for d, order in orders.items()})
         return found
+
+    def rename(self, name_of: Callable[[str], str]) -> "View":
+        """Return the same elements of tensors of other names."""
+        return View(self.shape, tuple(p._replace(tensors=tuple(map(name_of, p.tensors))) for p in self.parts))
 
     def scale(self, factor: float) -> "View":
         """Multiply every element by `factor`."""
-        return View(self.shape, tuple(piece._replace(scale=piece.scale * factor) for piece in self.pieces))
+        return View(self.shape, tuple(part._replace(scale=part.scale * factor) for part in self.parts))
 
     def transpose(self, permutation: Sequence[int]) -> "View":
         """Reorder the dimensions as `numpy.transpose` does."""
         if tuple(permutation) == tuple(range(len(self.shape))):
             return self
-        permute = itemgetter(*permutation)
-        pieces = (
-            Piece(permute(p.start), permute(p.shape), p.tensor, p.offset, permute(p.strides), p.scale)
-            for p in self.pieces
-        )
-        return View(permute(self.shape), tuple(pieces))
+        permute, order = itemgetter(*permutation), list(permutation)
+        parts = [
+            AlikePieces(permute(p.shape), permute(p.strides), p.scale, p.tensors, p.starts[:, order], p.offsets)
+            for p in self.parts
+        ]
+        return View(permute(self.shape), tuple(parts))
 
     def broadcast(self, shape: Shape, dimensions: Sequence[int]) -> "View":
         """Broadcast as `jax.lax.broadcast_in_dim`: dimension i becomes dimension `dimensions[i]` of the result.
 
         A new dimension, or one that is stretched from size 1, has stride 0.
         """
+        kept = {d: i for i, d in enumerate(dimensions) if self.shape[i] == shape[d]}
 
-        def broadcast_piece(piece: Piece) -> Piece:
-            start, extent, strides = [0] * len(shape), list(shape), [0] * len(shape)
-            for i, d in enumerate(dimensions):
-                if self.shape[i] == shape[d]:
-                    start[d], extent[d], strides[d] = piece.start[i], piece.shape[i], piece.strides[i]
-            return piece._replace(start=tuple(start), shape=tuple(extent), strides=tuple(strides))
+        def broadcast_part(part: AlikePieces) -> AlikePieces:
+            starts, extent, strides = np.zeros((len(part.tensors), len(shape)), np.int64), list(shape), [0] * len(shape)
+            for d, i in kept.items():
+                starts[:, d], extent[d], strides[d] = part.starts[:, i], part.shape[i], part.strides[i]
+            return part._replace(shape=tuple(extent), strides=tuple(strides), starts=starts)
 
-        return View(shape, tuple(map(broadcast_piece, self.pieces)))
+        return View(shape, tuple(map(broadcast_part, self.parts)))
 
     def slice(self, start: Shape, stop: Shape) -> "View":
         """Return the box `[start, stop)` as a view of its own."""
-        pieces = (
-            piece._replace(start=tuple(a - s for a, s in zip(piece.start, start, strict=True)))
-            for piece in self.pieces_in(start, stop)
-        )
-        return View(tuple(b - a for a, b in zip(start, stop, strict=True)), tuple(pieces))
+        back = tuple(-first for first in start)
+        parts = (part.move(back) for part, _ in join_alike([*self._parts_in(start, stop)]))
+        return View(tuple(b - a for a, b in zip(start, stop, strict=True)), tuple(parts))
 
     def reshape(self, shape: Shape) -> "View":
         """Reshape as `numpy.reshape` does; a piece that is no box in the new shape is split into several."""
@@ -156,25 +137,30 @@ class View:
         if 0 in shape:
             return View(shape)
         groups = _reshape_groups(self.shape, shape)
-        pieces = itertools.chain.from_iterable(
-            _reshape_piece(piece, self.shape, shape, groups) for piece in self.pieces
-        )
-        return View(shape, tuple(pieces))
+        pieces = (_reshape_piece(piece, self.shape, shape, groups) for piece in self.pieces)
+        return View.of_pieces(shape, itertools.chain.from_iterable(pieces))
 
 
 def tensor_view(name: str, shape: Shape) -> View:
     """View all of a checkpoint tensor, row-major."""
-    return View(shape, (Piece((0,) * len(shape), shape, name, 0, row_major_strides(shape)),))
+    return View(shape, (AlikePieces(shape, row_major_strides(shape), 1.0, (name,), *_origin(len(shape))),))
+
+
+@lru_cache
+def _origin(rank: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the start and the offset of a piece that begins where its tensor does."""
+    return np.zeros((1, rank), np.int64), np.zeros(1, np.int64)
 
 
 def concatenate(views: Sequence[View], dimension: int) -> View:
     """Concatenate views as `numpy.concatenate` does."""
-    pieces: list[Piece] = []
+    parts: list[AlikePieces] = []
     position = 0
     for view in views:
-        pieces += (p._replace(start=_set_item(p.start, dimension, p.start[dimension] + position)) for p in view.pieces)
+        distance = _set_item((0,) * len(view.shape), dimension, position)
+        parts += (part.move(distance) for part in view.parts)
         position += view.shape[dimension]
-    return View(_set_item(views[0].shape, dimension, position), tuple(pieces))
+    return View(_set_item(views[0].shape, dimension, position), tuple(part for part, _ in join_alike(parts)))
 
 
 def stack(views: Sequence[View], dimension: int) -> View:
@@ -183,12 +169,12 @@ def stack(views: Sequence[View], dimension: int) -> View:
     def insert(values: Shape, value: int) -> Shape:
         return (*values[:dimension], value, *values[dimension:])
 
-    pieces = [
-        Piece(insert(p.start, i), insert(p.shape, 1), p.tensor, p.offset, insert(p.strides, 0), p.scale)
-        for i, view in enumerate(views)
-        for p in view.pieces
-    ]
-    return View(insert(views[0].shape, len(views)), tuple(pieces))
+    of_part = np.array([i for i, view in enumerate(views) for _ in view.parts], np.int64)
+    parts = []
+    for part, numbers in join_alike([part for view in views for part in view.parts]):
+        starts = np.insert(part.starts, dimension, of_part[numbers], axis=1)
+        parts.append(part._replace(shape=insert(part.shape, 1), strides=insert(part.strides, 0), starts=starts))
+    return View(insert(views[0].shape, len(views)), tuple(parts))
 
 
 @lru_cache(maxsize=4096)  # of the few shapes of a hundred thousand tensors

@@ -26,9 +26,10 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from levanter.checkpoint import save_checkpoint
 
 from shardplan.checkpoint.format.casting import copy_cast, float_dtype
+from shardplan.checkpoint.mapping.pieces import Piece
 from shardplan.checkpoint.mapping.state_dict_program import StateDictProgram
 from shardplan.checkpoint.mapping.type_names import trace_type_names
-from shardplan.checkpoint.mapping.views import Piece, Shape
+from shardplan.checkpoint.mapping.views import Shape
 from shardplan.checkpoint.saving.levanter_arrays import check_arrays_written
 from shardplan.checkpoint.saving.target import CONFIG, LEVANTER_METADATA, claim_target, complete_target, write_file
 from shardplan.checkpoint.saving.written_config import count_bytes_by_dtype, describe_written
@@ -202,7 +203,7 @@ def make_output_tensors(model: Any, program: StateDictProgram, dtype: Any = None
     check_has_numbers(model)
     arrays = {path: getattr(leaf, "array", leaf) for path, leaf in named_leaves(model)}
     float32 = float32_paths(model)
-    unrounded = {piece.tensor for path, view in program.views.items() if path in float32 for piece in view.pieces}
+    unrounded = {name for path, view in program.views.items() if path in float32 for name in view.tensors}
     parts: defaultdict[str, list[tuple[jax.Array, Piece]]] = defaultdict(list)
     for path, view in program.views.items():
         for piece in view.pieces:

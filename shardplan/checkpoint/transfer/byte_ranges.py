@@ -8,8 +8,9 @@ from functools import lru_cache
 from operator import add
 from typing import NamedTuple
 
-from shardplan.checkpoint.format.header import bytes_of
-from shardplan.checkpoint.mapping.views import Piece, Shape, View
+from shardplan.checkpoint.format.header import Tensor, bytes_of
+from shardplan.checkpoint.mapping.pieces import Piece
+from shardplan.checkpoint.mapping.views import Shape, View
 from shardplan.checkpoint.transfer.transfer import Box, DeviceMesh, ReadStrategy, Transfer
 
 GAP_BYTES = 64 * 1024
@@ -37,6 +38,11 @@ class TensorSource(NamedTuple):  # quicker to make than a frozen dataclass; gian
     def bit(self, element: int) -> int:
         """Return the bit of the file where an element begins."""
         return 8 * self.offset + element * self.bits
+
+
+def source_of(tensor: Tensor) -> TensorSource:
+    """Return the location of a tensor."""
+    return TensorSource(tensor.file_name, tensor.offset, tensor.bits)
 
 
 @dataclass(frozen=True)

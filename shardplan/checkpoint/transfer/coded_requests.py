@@ -13,10 +13,11 @@ import ml_dtypes
 import numpy as np
 
 from shardplan.checkpoint.format.codecs.coded_tensor import CodedTensor
-from shardplan.checkpoint.format.codecs.stored_codes import codes_of, scales_of
+from shardplan.checkpoint.format.codecs.stored_codes import scale_values
 from shardplan.checkpoint.format.header import Tensor
-from shardplan.checkpoint.mapping.code_views import Scales, find_blocks, first_of_blocks, pieces_of_scales
-from shardplan.checkpoint.mapping.views import Piece, View
+from shardplan.checkpoint.mapping.code_views import Scales, find_blocks, first_of_blocks, view_of_scales
+from shardplan.checkpoint.mapping.views import View
+from shardplan.checkpoint.transfer.byte_ranges import TensorSource, source_of
 from shardplan.checkpoint.transfer.request import ArrayRequest, CodeBlocks
 from shardplan.model.kept_weights import CODES, SCALES
 
@@ -31,8 +32,8 @@ NUMBERS = (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16))
 
 def with_codes(
     requests: Mapping[str, ArrayRequest], tensors: Mapping[str, Tensor], sizes: Mapping[str, int]
-) -> tuple[dict[str, ArrayRequest], dict[str, Tensor]]:
-    """Return requests in which arrays of coded tensors travel as codes, and the tensors of codes and of scales.
+) -> tuple[dict[str, ArrayRequest], dict[str, TensorSource]]:
+    """Return requests in which arrays of coded tensors travel as codes, and the locations of codes and of scales.
 
     Args:
         requests: array path -> the array to load.
@@ -40,52 +41,50 @@ def with_codes(
         sizes: mesh axis -> size.
 
     Returns:
-        The requests, with one for the scales of an array before it; all tensors.
+        The requests, with one for the scales of an array before it; name of a tensor of codes or of scales -> location.
     """
     changed: dict[str, ArrayRequest] = {}
-    parts = dict(tensors)
+    sources: dict[str, TensorSource] = {}
     for path, request in requests.items():
         coded = _coded_tensors(request, tensors)
         scales = None if coded is None else _scales_of(request, coded, sizes)
         if coded is not None and scales is not None:
-            for name, tensor in coded.items():
-                parts[name + CODES], parts[name + SCALES] = codes_of(tensor), scales_of(tensor)
             changed[path + SCALES] = scales
+            for name in scales.view.tensors:
+                sources[name] = source_of(scale_values(coded[name.removesuffix(SCALES)]).tensor)
             tensor = next(iter(coded.values()))
             codes = CodeBlocks(tensor.dtype, tensor.zero_offset, path + SCALES, request.dtype.itemsize)
             request = replace(request, view=codes_view(request.view), codes=codes)
+            for name in request.view.tensors:
+                sources[name] = source_of(coded[name.removesuffix(CODES)])
         changed[path] = request
-    return changed, parts
+    return changed, sources
 
 
 def codes_view(view: View) -> View:
     """Return the codes of the tensors of a view."""
-    pieces = (
-        Piece(each.start, each.shape, each.tensor + CODES, each.offset, each.strides, each.scale)
-        for each in view.pieces
-    )
-    return View(view.shape, tuple(pieces))
+    return view.rename(lambda name: name + CODES)
 
 
-def scales_view(view: View, tensors: Mapping[str, Tensor], max_pieces: float = math.inf) -> View | None:
-    """Return the scales of the codes of a view; None if they have too many pieces, or more than `max_pieces`."""
-    groups = {name: _groups_of(tensors[name]) for name in view.tensors}
-    pieces: list[Piece] = []
-    for piece in view.pieces:
-        found = pieces_of_scales(piece, piece.tensor + SCALES, groups[piece.tensor])
-        if found is None or len(pieces) + len(found) > max_pieces:
-            return None
-        pieces += found
-    return View(view.shape, tuple(pieces))
+def scales_view(view: View, scales: Mapping[str, Scales], max_pieces: float = math.inf) -> View | None:
+    """Return the scales of the codes of a view; None if they have too many pieces, or more than `max_pieces`.
+
+    Args:
+        scales: see `scales_by_name`.
+    """
+    found = view_of_scales(view, scales, max_pieces)
+    return None if found is None else found.rename(lambda name: name + SCALES)
 
 
-def _groups_of(tensor: Tensor) -> Scales:
-    assert isinstance(tensor, CodedTensor) and tensor.scale is not None
-    return Scales(tensor.dims, tensor.group, tensor.scale.strides)
+def scales_by_name(coded: Mapping[str, CodedTensor]) -> dict[str, Scales]:
+    """Return tensor name -> where its scales are."""
+    return {name: Scales(t.code_dims, t.group, scale_values(t).strides) for name, t in coded.items()}
 
 
 def _coded_tensors(request: ArrayRequest, tensors: Mapping[str, Tensor]) -> dict[str, CodedTensor] | None:
     """Return the tensors of an array, if all are codes that a device can make numbers of."""
+    if request.view.is_scaled or 0 in request.view.shape or request.dtype not in NUMBERS:
+        return None
     coded: dict[str, CodedTensor] = {}
     for name in request.view.tensors:
         tensor = tensors[name]
@@ -93,10 +92,7 @@ def _coded_tensors(request: ArrayRequest, tensors: Mapping[str, Tensor]) -> dict
             return None
         coded[name] = tensor
     kinds = {(tensor.dtype, tensor.zero_offset) for tensor in coded.values()}
-    is_scaled = any(piece.scale != 1 for piece in request.view.pieces)
-    if len(kinds) != 1 or is_scaled or 0 in request.view.shape or request.dtype not in NUMBERS:
-        return None
-    return coded
+    return coded if len(kinds) == 1 else None
 
 
 def _scales_of(
@@ -109,7 +105,8 @@ def _scales_of(
         sizes: mesh axis -> size.
     """
     shape = request.view.shape
-    blocks = find_blocks(request.view, {name: _groups_of(tensor) for name, tensor in coded.items()})
+    of_tensors = scales_by_name(coded)
+    blocks = find_blocks(request.view, of_tensors)
     if blocks is None:
         return None
     counts = []
@@ -119,5 +116,5 @@ def _scales_of(
     if math.prod(shape) < MIN_BLOCK * math.prod(counts):
         return None
     firsts = first_of_blocks(request.view, tuple(counts))
-    view = scales_view(firsts, coded, MAX_PIECES + len(firsts.pieces))
+    view = scales_view(firsts, of_tensors, MAX_PIECES + firsts.piece_count)
     return None if view is None else ArrayRequest(view, request.spec, np.dtype(np.float32))

@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from shardplan.checkpoint.format.codecs.stored_codes import TensorsWithParts
 from shardplan.checkpoint.format.header import Tensor
-from shardplan.checkpoint.transfer.byte_ranges import TensorSource
+from shardplan.checkpoint.transfer.byte_ranges import TensorSource, source_of
 from shardplan.checkpoint.transfer.coded_requests import with_codes
 from shardplan.checkpoint.transfer.request import ArrayRequest, stored_dtypes
 from shardplan.checkpoint.transfer.schedule import DEFAULT_SPEEDS, Schedule, Speeds, make_schedule
@@ -25,8 +26,7 @@ class LoadPlan:
     """Array path -> the array to load; also those of scales, each before the array that they belong to."""
     in_transit: Mapping[str, ArrayRequest]
     """Array path -> the array as it is read and exchanged."""
-    tensors: Mapping[str, Tensor]
-    """Tensor name -> tensor; also those of codes and of scales."""
+    tensors: TensorsWithParts
     sources: Mapping[str, TensorSource]
     """Name of a tensor that is read -> its location."""
     limits: TransferLimits
@@ -50,18 +50,19 @@ def plan_load(
         budget: most host memory to use beyond the arrays, bytes.
         zero_copy: whether devices adopt the host memory that was read into.
     """
+    sources: dict[str, TensorSource] = {}
     if sends_codes(mesh, zero_copy):
-        requests, tensors = with_codes(requests, tensors, mesh.sizes)
+        requests, sources = with_codes(requests, tensors, mesh.sizes)
     dtypes = stored_dtypes(tensors)
+    with_parts = TensorsWithParts(tensors)
     in_transit = {path: request.in_transit(dtypes) for path, request in requests.items()}
-    sources = {}
-    for request in in_transit.values():
+    for request in requests.values():
         for name in request.view.tensors:
-            tensor = tensors[name]
-            sources[name] = TensorSource(tensor.file_name, tensor.offset, tensor.bits)
+            if name not in sources:
+                sources[name] = source_of(with_parts[name])
     limits = transfer_limits(budget, zero_copy)
     schedule = make_schedule(in_transit, sources, mesh, limits, speeds)
-    return LoadPlan(requests, in_transit, tensors, sources, limits, schedule)
+    return LoadPlan(requests, in_transit, with_parts, sources, limits, schedule)
 
 
 def sends_codes(mesh: DeviceMesh, zero_copy: bool) -> bool:

@@ -15,7 +15,7 @@ import numpy as np
 from shardplan.checkpoint.mapping.views import Shape
 from shardplan.checkpoint.transfer.byte_ranges import GAP_BYTES, ReadVolume
 from shardplan.checkpoint.transfer.transfer import DeviceMesh, Transfer
-from shardplan.checkpoint.transfer.view_grid import FILE_BYTES, ViewGrid, union_of_ranges
+from shardplan.checkpoint.transfer.view_grid import FILE_BITS, ViewGrid, union_of_ranges
 
 
 @dataclass(frozen=True)
@@ -130,13 +130,13 @@ def _device_keys(transfer: Transfer, reads: _Reads) -> np.ndarray:
         return np.stack([row_index, *local.values()], -1)
     # the boxes of a process may be displaced along dimensions that no piece ends in
     relative = [n if d < reads.grid_rank else n - n.min(axis=1, keepdims=True) for d, n in local.items()]
-    by_box = np.stack([row_index, *[np.full_like(row_index, -1)] * 5, *relative], -1)  # no range has -1 bits
+    in_byte = ranges.first_bit % 8  # where a range begins within a byte decides how many bytes it touches
+    by_box = np.stack([row_index, in_byte, *[np.full_like(row_index, -1)] * 4, *relative], -1)  # no range has -1 bits
     same_file = _first_equal(ranges.file)
     distance = ranges.first_bit - np.take_along_axis(ranges.first_bit, same_file, axis=1)
-    # where a range begins within a byte decides how many bytes it touches; of ranges with short gaps, which may be read
-    # as one, the indices decide too
+    # of ranges with short gaps, which may be read as one, the indices decide too
     details = [1 + ranges.index, _first_equal(ranges.block), *relative]
-    by_range = np.stack([same_file, distance, ranges.first_bit % 8, ranges.bits, *details], -1)
+    by_range = np.stack([same_file, distance, in_byte, ranges.bits, *details], -1)
     return np.where(ranges.has_ranges[:, None, None], by_range, by_box)
 
 
@@ -149,7 +149,7 @@ def _union_volumes(ranges: "_DeviceRanges", processes: np.ndarray) -> Volumes:
     file, first_bit, bits = (each[processes] for each in (ranges.file, ranges.first_bit, ranges.bits))
     is_read = file >= 0
     # files one after the other; what is not read is before all of them
-    base = file.astype(np.int64) * FILE_BYTES
+    base = file * (FILE_BITS // 8)
     low = np.where(is_read, base + first_bit // 8, -1)
     high = np.where(is_read, base - (-(first_bit + bits) // 8), -1)
     return Volumes(*union_of_ranges(low, high))
@@ -198,10 +198,11 @@ def _find_device_ranges(
         else:
             first_bit = first_bit + at * grid.strides[d]
     is_empty = count == 0
+    file, piece_bit = np.divmod(grid.positions.reshape(-1)[cell], FILE_BITS)
     return _DeviceRanges(
         is_complete=is_empty | ((index + count <= block_rows) & (contiguous <= row_rank)),
-        file=np.where(is_empty, -1, grid.files[cell]),
-        first_bit=np.where(is_empty, 0, grid.positions[cell] + first_bit),
+        file=np.where(is_empty, -1, file),
+        first_bit=np.where(is_empty, 0, piece_bit + first_bit),
         bits=count * row_bits,
         block=np.where(is_empty, -1, cell * max(1, transfer.rows) + block),
         index=index,

@@ -12,7 +12,8 @@ from shardplan.checkpoint.format.casting import copy_cast
 from shardplan.checkpoint.format.codecs.coded_tensor import unpack
 from shardplan.checkpoint.format.codecs.computed_tensor import ComputedTensor
 from shardplan.checkpoint.format.header import Tensor, bytes_of
-from shardplan.checkpoint.mapping.views import Piece, Shape, View, row_major_strides
+from shardplan.checkpoint.mapping.pieces import Piece
+from shardplan.checkpoint.mapping.views import Shape, View, row_major_strides
 from shardplan.checkpoint.transfer.byte_ranges import find_runs, merge_boxes
 
 _thread = threading.local()

@@ -40,7 +40,7 @@ class ArrayRequest:
         """Bytes of an element on its device before it is written into its shard."""
         return self.dtype.itemsize + (0 if self.codes is None else self.codes.value_bytes)
 
-    def in_transit(self, dtypes: Mapping[str, np.dtype | None]) -> "ArrayRequest":
+    def in_transit(self, dtypes: Mapping[str, np.dtype]) -> "ArrayRequest":
         """Return the array as it is read and exchanged, before it is written into its shards.
 
         Its dimensions are in stored order, so that rows are rows of what is stored, also where the model has the array
@@ -53,16 +53,17 @@ class ArrayRequest:
         spec = tuple(self.spec[dimension] for dimension in order)
         return ArrayRequest(self.view.transpose(order), spec, self._narrower_dtype(dtypes), self.codes)
 
-    def _narrower_dtype(self, dtypes: Mapping[str, np.dtype | None]) -> np.dtype:
+    def _narrower_dtype(self, dtypes: Mapping[str, np.dtype]) -> np.dtype:
         """Return the stored type if it is narrower than the requested one; elements that are scaled are cast first."""
-        kinds = {dtypes[piece.tensor] for piece in self.view.pieces}
-        is_scaled = any(piece.scale != 1 for piece in self.view.pieces)
-        if len(kinds) != 1 or is_scaled:
+        if self.codes is not None:
+            return self.codes.dtype
+        kinds = {dtypes.get(name) for name in self.view.tensors}
+        if len(kinds) != 1 or self.view.is_scaled:
             return self.dtype
         (stored,) = kinds
         return self.dtype if stored is None or stored.itemsize >= self.dtype.itemsize else stored
 
 
-def stored_dtypes(tensors: Mapping[str, Tensor]) -> dict[str, np.dtype | None]:
-    """Return name -> type of the tensors of a checkpoint; None where numbers are computed when they are read."""
-    return {name: None if isinstance(tensor, ComputedTensor) else tensor.dtype for name, tensor in tensors.items()}
+def stored_dtypes(tensors: Mapping[str, Tensor]) -> dict[str, np.dtype]:
+    """Return name -> type of the tensors of a checkpoint whose numbers are stored, not computed when they are read."""
+    return {name: tensor.dtype for name, tensor in tensors.items() if not isinstance(tensor, ComputedTensor)}

@@ -214,7 +214,10 @@ def _stored_bytes(view: View, grid: ViewGrid | None, sources: Mapping[str, Tenso
     """Return the bytes of the elements of a view in files."""
     if grid is not None:
         return grid.nbytes
-    return sum(piece.size * sources[piece.tensor].bits for piece in view.pieces) / 8
+    bits = 0
+    for part in view.parts:
+        bits += math.prod(part.shape) * sum(sources[tensor].bits for tensor in part.tensors)
+    return bits / 8
 
 
 def _cost(

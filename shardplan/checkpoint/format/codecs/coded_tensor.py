@@ -15,7 +15,8 @@ import numpy as np
 
 from shardplan.checkpoint.format.codecs.computed_tensor import ComputedTensor
 from shardplan.checkpoint.format.header import HALF_BYTES, Tensor, bytes_of
-from shardplan.checkpoint.mapping.views import Piece, Shape, View, row_major_strides
+from shardplan.checkpoint.mapping.pieces import Piece
+from shardplan.checkpoint.mapping.views import Shape, View, row_major_strides
 from shardplan.errors import CheckpointError
 
 SLAB_ELEMENTS = 2**18
@@ -180,9 +181,7 @@ class CodedTensor(ComputedTensor):
 
     def view(self, name: str) -> View | None:
         """Return the numbers as a view of the codes of a tensor called `name`; None if they are in the same order."""
-        if self.layout is None:
-            return None
-        return View(self.layout.shape, tuple(piece._replace(tensor=name) for piece in self.layout.pieces))
+        return None if self.layout is None else self.layout.rename(lambda _: name)
 
     def number_slabs(self, stored: np.ndarray, piece: Piece) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
         """Yield the numbers of a piece in slabs.

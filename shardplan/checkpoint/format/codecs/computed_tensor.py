@@ -9,7 +9,8 @@ import ml_dtypes
 import numpy as np
 
 from shardplan.checkpoint.format.header import Tensor, bytes_of
-from shardplan.checkpoint.mapping.views import Piece, Shape, View
+from shardplan.checkpoint.mapping.pieces import Piece
+from shardplan.checkpoint.mapping.views import Shape, View
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,12 @@ from functools import partial
 
 import numpy as np
 
-from shardplan.checkpoint.format.codecs.coded_tensor import CodedTensor, slabs
+from shardplan.checkpoint.format.codecs.coded_tensor import CodedTensor, GroupValues, slabs
 from shardplan.checkpoint.format.codecs.computed_tensor import ComputedTensor
 from shardplan.checkpoint.format.header import Tensor
-from shardplan.checkpoint.mapping.views import Piece, Shape
+from shardplan.checkpoint.mapping.pieces import Piece
+from shardplan.checkpoint.mapping.views import Shape
+from shardplan.model.kept_weights import CODES, owner_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,20 @@ def _number_in_tensor(piece: Piece, part: tuple[slice, ...], shape: Shape, index
     return number
 
 
+class TensorsWithParts(dict[str, Tensor]):
+    """The tensors of a checkpoint by their names, and the codes and scales of coded ones, made when they are needed.
+
+    A process reads the codes of a few of a giant's hundred thousand tensors.
+    """
+
+    def __missing__(self, name: str) -> Tensor:
+        owner = self.get(owner_of(name))
+        if not isinstance(owner, CodedTensor):
+            raise KeyError(name)
+        part = self[name] = codes_of(owner) if name.endswith(CODES) else scales_of(owner)
+        return part
+
+
 def codes_of(tensor: CodedTensor) -> Tensor:
     """Return the codes of a tensor as a tensor of their own."""
     return Tensor(tensor.file, tensor.offset, tensor.dims, tensor.dtype, tensor.path, tensor.is_listed)
@@ -59,8 +75,13 @@ def codes_of(tensor: CodedTensor) -> Tensor:
 
 def scales_of(tensor: CodedTensor) -> StoredScales:
     """Return the scales of a tensor as a tensor of their own."""
-    assert tensor.scale is not None
-    stored = tensor.scale.tensor
+    stored = scale_values(tensor).tensor
     return StoredScales(
         stored.file, stored.offset, stored.shape, stored.dtype, stored.path, stored.is_listed, owner=tensor
     )
+
+
+def scale_values(tensor: CodedTensor) -> GroupValues:
+    """Return where the scales of a tensor are that has them."""
+    assert tensor.scale is not None
+    return tensor.scale

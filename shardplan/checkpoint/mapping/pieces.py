@@ -1,0 +1,138 @@
+"""Pieces of a view: strided windows on checkpoint tensors, one by one, or those that are alike together.
+
+The experts of a giant are tens of thousands of pieces that differ in their tensors and in where they begin, and in
+nothing else. Such pieces are one object, with numpy arrays of where they begin, so that an operation on a view takes as
+long for all of them as for a few.
+"""
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from operator import add
+from typing import NamedTuple
+
+import numpy as np
+
+Shape = tuple[int, ...]
+
+
+class Piece(NamedTuple):  # quicker to make than a frozen dataclass; a load makes a hundred thousand
+    """A box of a view: the elements `[start, start + shape)`, read from one tensor with constant strides."""
+
+    start: Shape
+    """First index of the box in the view, per dimension."""
+    shape: Shape
+    """Extent of the box, per dimension."""
+    tensor: str
+    offset: int
+    """Element of the tensor that is at index `start` of the view."""
+    strides: Shape
+    """Elements of the tensor between neighbours along each dimension; 0 repeats an element."""
+    scale: float = 1.0
+    """Factor that the elements are multiplied by."""
+
+    def intersect(self, start: Shape, stop: Shape) -> "Piece | None":
+        """Return the part of this piece inside the box `[start, stop)`, or None if it is empty."""
+        offset = self.offset
+        lows, extents = [], []
+        for first, extent, stride, low, high in zip(self.start, self.shape, self.strides, start, stop, strict=True):
+            if low > first:
+                offset += (low - first) * stride
+            else:
+                low = first
+            extent = min(first + extent, high) - low
+            if extent <= 0:
+                return None
+            lows.append(low)
+            extents.append(extent)
+        return Piece(tuple(lows), tuple(extents), self.tensor, offset, self.strides, self.scale)
+
+    @property
+    def stop(self) -> Shape:
+        """One past the last index of the box, per dimension."""
+        return tuple(map(add, self.start, self.shape))
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """First element of the tensor that the box contains, and one past the last."""
+        return self.offset, self.offset + 1 + sum((n - 1) * k for n, k in zip(self.shape, self.strides, strict=True))
+
+    @property
+    def size(self) -> int:
+        """Number of elements of the box."""
+        return math.prod(self.shape)
+
+
+class AlikePieces(NamedTuple):
+    """Pieces of a view that differ only in their tensors, and in where they begin in the view and in the tensors."""
+
+    shape: Shape
+    """Extent of each piece, per dimension."""
+    strides: Shape
+    """Elements of a tensor between neighbours along each dimension; 0 repeats an element."""
+    scale: float
+    """Factor that the elements are multiplied by."""
+    tensors: tuple[str, ...]
+    """Tensor of each piece."""
+    starts: np.ndarray
+    """int64[piece, dimension]: first index in the view."""
+    offsets: np.ndarray
+    """int64[piece]: element of the tensor at that index."""
+
+    @property
+    def size(self) -> int:
+        """Number of elements of all pieces."""
+        return len(self.tensors) * math.prod(self.shape)
+
+    def separate(self) -> Iterator[Piece]:
+        """Yield each piece."""
+        for tensor, start, offset in zip(self.tensors, self.starts.tolist(), self.offsets.tolist(), strict=True):
+            yield Piece(tuple(start), self.shape, tensor, offset, self.strides, self.scale)
+
+    def take(self, indices: np.ndarray) -> "AlikePieces":
+        """Return some of the pieces, by their numbers."""
+        tensors = tuple([self.tensors[i] for i in indices.tolist()])
+        return self._replace(tensors=tensors, starts=self.starts[indices], offsets=self.offsets[indices])
+
+    def move(self, distance: Shape) -> "AlikePieces":
+        """Return the pieces elsewhere in the view."""
+        return self._replace(starts=self.starts + np.array(distance, np.int64))
+
+    def intersect(self, start: Shape, stop: Shape) -> "Iterator[AlikePieces]":
+        """Yield the parts of the pieces inside the box `[start, stop)`, those of one shape together."""
+        lows = np.maximum(self.starts, np.array(start, np.int64))
+        highs = np.minimum(self.starts + np.array(self.shape, np.int64), np.array(stop, np.int64))
+        offsets = self.offsets + (lows - self.starts) @ np.array(self.strides, np.int64)
+        parts, extents = self._replace(starts=lows, offsets=offsets), highs - lows
+        left = np.flatnonzero((extents > 0).all(axis=1))
+        while len(left):
+            shape = extents[left[0]]
+            is_alike = (extents[left] == shape).all(axis=1)
+            yield parts.take(left[is_alike])._replace(shape=tuple(shape.tolist()))
+            left = left[~is_alike]
+
+
+def group_pieces(pieces: Iterable[Piece]) -> Iterator[AlikePieces]:
+    """Yield the pieces, those that are alike together."""
+    groups: defaultdict[tuple[Shape, Shape, float], list[Piece]] = defaultdict(list)
+    for piece in pieces:
+        groups[piece.shape, piece.strides, piece.scale].append(piece)
+    for (shape, strides, scale), alike in groups.items():
+        starts = np.array([piece.start for piece in alike], np.int64)
+        offsets = np.array([piece.offset for piece in alike], np.int64)
+        yield AlikePieces(shape, strides, scale, tuple([piece.tensor for piece in alike]), starts, offsets)
+
+
+def join_alike(parts: Sequence[AlikePieces]) -> Iterator[tuple[AlikePieces, np.ndarray]]:
+    """Yield the pieces of all parts, those that are alike together, and of each piece the number of its part."""
+    groups: defaultdict[tuple[Shape, Shape, float], list[int]] = defaultdict(list)
+    for number, part in enumerate(parts):
+        groups[part.shape, part.strides, part.scale].append(number)
+    for (shape, strides, scale), numbers in groups.items():
+        alike = [parts[number] for number in numbers]
+        tensors = tuple(itertools.chain.from_iterable([part.tensors for part in alike]))
+        starts = np.concatenate([part.starts for part in alike])
+        offsets = np.concatenate([part.offsets for part in alike])
+        of_piece = np.repeat(numbers, [len(part.tensors) for part in alike])
+        yield AlikePieces(shape, strides, scale, tensors, starts, offsets), of_piece
