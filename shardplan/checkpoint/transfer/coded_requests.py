@@ -50,13 +50,12 @@ def with_codes(
         scales = None if coded is None else _scales_of(request, coded, sizes)
         if coded is not None and scales is not None:
             changed[path + SCALES] = scales
-            for name in scales.view.tensors:
-                sources[name] = source_of(scale_values(coded[name.removesuffix(SCALES)]).tensor)
+            for name, of_name in coded.items():
+                sources[name + CODES] = source_of(of_name)
+                sources[name + SCALES] = source_of(scale_values(of_name).tensor)
             tensor = next(iter(coded.values()))
             codes = CodeBlocks(tensor.dtype, tensor.zero_offset, path + SCALES, request.dtype.itemsize)
             request = replace(request, view=codes_view(request.view), codes=codes)
-            for name in request.view.tensors:
-                sources[name] = source_of(coded[name.removesuffix(CODES)])
         changed[path] = request
     return changed, sources
 
