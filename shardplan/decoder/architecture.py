@@ -5,7 +5,7 @@ need the families and the model.
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -75,7 +75,7 @@ class Architecture(LmConfig):
     attn_backend: AttentionBackend | None = None
     """Levanter's attention backend, used where no plan computes attention."""
     flash_attention_block_size: int | None = None
-    gradient_checkpointing: Any = True
+    gradient_checkpointing: Any = field(default=True, hash=False)  # a policy of Haliax has lists of names
     expert_statistics: bool = False
     """Whether the mean loss comes with statistics of routed experts, for the trackers of Levanter's Trainer."""
 

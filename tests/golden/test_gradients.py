@@ -19,7 +19,7 @@ from shardplan.plan.workload.checkpointing import CheckpointPolicy
 from shardplan.steps.checkpointing import checkpoint_policy
 
 CASES = [
-    ("gpt_neox", "default"), ("gpt_neox", "default+context+up_proj+attn_out"), ("cohere2", "default"),
+    ("gpt_neox", "default+context+up_proj+attn_out"), ("gpt_neox", "default"), ("cohere2", "default"),
     ("gemma3_text", "default"), ("gemma3_text", "recompute+query_proj+key_proj+gate_proj+mlp_out"), ("olmo3", "nested"),
     ("phi", "default"),
 ]  # fmt: skip
