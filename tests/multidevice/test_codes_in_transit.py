@@ -193,4 +193,4 @@ CODED_MATRIX = CodedTensor(
 def test_few_codes_with_a_scale_travel_as_numbers():
     request = ArrayRequest(tensor_view("w", (16, 7168)), ((), ("data",)), np.dtype(ml_dtypes.bfloat16))
     requests, sources = with_codes({"w": request}, {"w": CODED_MATRIX}, {"data": 7168 // 8})
-    assert requests == {"w": request} and not sources
+    assert requests == {"w": request} and sources.keys() == {"w"}

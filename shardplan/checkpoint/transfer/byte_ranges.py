@@ -45,6 +45,11 @@ def source_of(tensor: Tensor) -> TensorSource:
     return TensorSource(tensor.file_name, tensor.offset, tensor.bits)
 
 
+def locate(view: View, tensors: Mapping[str, Tensor]) -> dict[str, TensorSource]:
+    """Return the locations of the tensors of a view, by name."""
+    return {name: source_of(tensors[name]) for name in view.tensors}
+
+
 @dataclass(frozen=True)
 class ReadVolume:
     """Bytes and byte ranges that a process reads."""

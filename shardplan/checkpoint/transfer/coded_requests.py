@@ -17,7 +17,7 @@ from shardplan.checkpoint.format.codecs.stored_codes import scale_values
 from shardplan.checkpoint.format.header import Tensor
 from shardplan.checkpoint.mapping.code_views import Scales, find_blocks, first_of_blocks, view_of_scales
 from shardplan.checkpoint.mapping.views import View
-from shardplan.checkpoint.transfer.byte_ranges import TensorSource, source_of
+from shardplan.checkpoint.transfer.byte_ranges import TensorSource, locate, source_of
 from shardplan.checkpoint.transfer.request import ArrayRequest, CodeBlocks
 from shardplan.model.kept_weights import CODES, SCALES
 
@@ -33,7 +33,7 @@ NUMBERS = (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16))
 def with_codes(
     requests: Mapping[str, ArrayRequest], tensors: Mapping[str, Tensor], sizes: Mapping[str, int]
 ) -> tuple[dict[str, ArrayRequest], dict[str, TensorSource]]:
-    """Return requests in which arrays of coded tensors travel as codes, and the locations of codes and of scales.
+    """Return requests in which arrays of coded tensors travel as codes, and where all that is read is.
 
     Args:
         requests: array path -> the array to load.
@@ -41,7 +41,8 @@ def with_codes(
         sizes: mesh axis -> size.
 
     Returns:
-        The requests, with one for the scales of an array before it; name of a tensor of codes or of scales -> location.
+        The requests, with one for the scales of an array before it; name of a tensor, also of codes or of scales -> its
+        location.
     """
     changed: dict[str, ArrayRequest] = {}
     sources: dict[str, TensorSource] = {}
@@ -56,6 +57,8 @@ def with_codes(
             tensor = next(iter(coded.values()))
             codes = CodeBlocks(tensor.dtype, tensor.zero_offset, path + SCALES, request.dtype.itemsize)
             request = replace(request, view=codes_view(request.view), codes=codes)
+        else:
+            sources |= locate(request.view, tensors)
         changed[path] = request
     return changed, sources
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from shardplan.checkpoint.format.codecs.stored_codes import TensorsWithParts
 from shardplan.checkpoint.format.header import Tensor
-from shardplan.checkpoint.transfer.byte_ranges import TensorSource, source_of
+from shardplan.checkpoint.transfer.byte_ranges import TensorSource, locate
 from shardplan.checkpoint.transfer.coded_requests import with_codes
 from shardplan.checkpoint.transfer.request import ArrayRequest, stored_dtypes
 from shardplan.checkpoint.transfer.schedule import DEFAULT_SPEEDS, Schedule, Speeds, make_schedule
@@ -53,13 +53,12 @@ def plan_load(
     sources: dict[str, TensorSource] = {}
     if sends_codes(mesh, zero_copy):
         requests, sources = with_codes(requests, tensors, mesh.sizes)
+    else:
+        for request in requests.values():
+            sources |= locate(request.view, tensors)
     dtypes = stored_dtypes(tensors)
     with_parts = TensorsWithParts(tensors)
     in_transit = {path: request.in_transit(dtypes) for path, request in requests.items()}
-    for request in requests.values():
-        for name in request.view.tensors:
-            if name not in sources:
-                sources[name] = source_of(with_parts[name])
     limits = transfer_limits(budget, zero_copy)
     schedule = make_schedule(in_transit, sources, mesh, limits, speeds)
     return LoadPlan(requests, in_transit, with_parts, sources, limits, schedule)
