@@ -50,7 +50,9 @@ class Role:
 
 
 def buffer_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
-    """Bytes of a live buffer on one device; 0 where the compiler or the sharding needs none."""
+    """Bytes of a live buffer on one device; 0 where the compiler or the sharding needs none, or the host has it."""
+    if buffer.array.is_on_host:
+        return 0.0
     return ROLES[buffer.role].bytes(buffer, assignment)
 
 

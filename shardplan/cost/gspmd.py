@@ -436,6 +436,7 @@ COMPUTE_COLLECTIVES: dict[TaskKind, CollectiveRule | None] = {
     TaskKind.COLLECTIVE: _collective_traffic,
     TaskKind.EXPERTS: experts.expert_traffic,
     TaskKind.CONVERSION: None,
+    TaskKind.HOST_COPY: None,
     TaskKind.ELEMENTWISE: None,
 }
 """Kind of task -> its collectives that follow from the compute mapping alone."""
@@ -449,6 +450,7 @@ PARAM_COLLECTIVES: dict[TaskKind, CollectiveRule | None] = {
     TaskKind.COLLECTIVE: _parameter_collective_traffic,
     TaskKind.EXPERTS: _parameter_expert_traffic,
     TaskKind.CONVERSION: _weight_gather_traffic,
+    TaskKind.HOST_COPY: None,
     TaskKind.ELEMENTWISE: None,
 }
 """Kind of task -> its collectives that depend on the mapping of parameters too; None where its cost does not."""

@@ -48,6 +48,14 @@ def point_bytes(point: ProgramPoint, assignment: ShardingAssignment) -> float:
     return sum(count * buffer_bytes(buffer, assignment) for buffer, count in point)
 
 
+def host_bytes(step: Step, assignment: ShardingAssignment) -> float:
+    """Bytes of the host's memory that a device uses at the largest point of the program."""
+    return max(
+        sum(count * assignment.bytes(buffer.array) for buffer, count in point if buffer.array.is_on_host)
+        for point in step.points
+    )
+
+
 def stored_buffers(step: Step) -> Iterator[LiveBuffer]:
     """The buffers that are live at every point: parameters and optimizer state."""
     yield from (LiveBuffer(BufferRole.PARAMETER, array) for array in step.parameters)

@@ -95,6 +95,8 @@ def compute_seconds(task: Task, cost: DeviceCost, hardware: Slice, calibration: 
             return memory_seconds
         case TaskKind.CONVERSION:
             return calibration.elementwise * memory_seconds + calibration.slicing * cost.sliced_weight_bytes / bandwidth
+        case TaskKind.HOST_COPY:
+            return 0.0  # beside the core
         case TaskKind.SELECTION | TaskKind.ELEMENTWISE:
             return memory_seconds if task.is_move else calibration.elementwise * memory_seconds
         case _:
@@ -114,10 +116,24 @@ def task_seconds(task: Task, cost: DeviceCost, placement: MeshPlacement, calibra
     """Seconds of a task on a device with the share `cost` of it."""
     compute = compute_seconds(task, cost, placement.hardware, calibration)
     times = _collective_times(task, cost, placement, calibration, compute)
-    exposed = 0.0
+    host_copy = host_copy_seconds(task, cost, placement.hardware)
+    exposed = max(0.0, host_copy - _seconds_beside(task, placement.hardware, calibration)) if host_copy else 0.0
     for each in times:
         exposed += each.waited * each.seconds
     return TaskSeconds(compute, exposed + sum(_not_hidden(_seconds_behind(times)).values()))
+
+
+def host_copy_seconds(task: Task, cost: DeviceCost, hardware: Slice) -> float:
+    """Seconds of a copy between the memories of device and host; 0 of other tasks."""
+    if task.kind != TaskKind.HOST_COPY:
+        return 0.0
+    return cost.memory_bytes / 2 / hardware.generation.host_bandwidth  # read in one memory, and written in the other
+
+
+def _seconds_beside(task: Task, hardware: Slice, calibration: Calibration) -> float:
+    """Seconds of the matmuls of the layer of a task, divided among all devices."""
+    beside = task.executions * task.layer_flops / hardware.devices / hardware.generation.flops
+    return calibration.products * beside
 
 
 def exposed_parts(
@@ -154,9 +170,7 @@ def _collective_times(
 ) -> list[_CollectiveTime]:
     """Return the time of every collective of a task, which computes for `compute` seconds."""
     hops = _hops(task, cost)
-    # matmuls beside experts are divided among all devices
-    beside = task.executions * task.layer_flops / placement.hardware.devices / placement.hardware.generation.flops
-    of_layer = compute + calibration.products * beside
+    of_layer = compute + _seconds_beside(task, placement.hardware, calibration)
     times = []
     for traffic in cost.traffic:
         waited, fraction = _overlap(traffic, hops, calibration)

@@ -8,6 +8,9 @@ Network bandwidth is the bandwidth of a host's network cards in the Cloud TPU do
 that host (v5e 2 x 100 Gb/s and v6e 4 x 200 Gb/s for 8 chips; v4 and v5p 50, tpu7x 100 Gb/s for each chip); for v3 the
 value of v4 is a guess.
 
+Host bandwidth is that of PCIe to a chip in the scaling book, 16 GB/s and 32 GB/s for v6e; for v3 and tpu7x, where two
+devices share it, 16 and 32 GB/s to a chip are guesses.
+
 Where one chip is two JAX devices (v3: cores, tpu7x: dies), both share the links of the chip. Between the dies of tpu7x
 the bandwidth is six times that of a link (https://docs.cloud.google.com/tpu/docs/tpu7x); for v3 the same factor is a
 guess. Wraparound links are as in the scaling book; that v3 has them only in a full pod is a guess too.
@@ -71,6 +74,8 @@ class Generation:
     wraparound: Wraparound
     network_bandwidth: float
     """Bytes per second of one chip over the data-centre network (DCN) that connects slices, one way."""
+    host_bandwidth: float
+    """Bytes per second between a device and the memory of its host (PCIe), one way."""
     clock: float
     """Frequency of the tensor core, Hz; converts the compiler's cycles to seconds."""
     host_chips: tuple[int, ...]
@@ -112,6 +117,7 @@ _V3 = Generation(
     chip_bandwidth=4.2e11,
     wraparound=Wraparound.POD,
     network_bandwidth=6.25e9,
+    host_bandwidth=8.0e9,
     clock=0.94e9,
     host_chips=_HOST,
     sizes=_2D_V3,
@@ -130,6 +136,7 @@ _V4 = Generation(
     chip_bandwidth=0,
     wraparound=Wraparound.CUBES,
     network_bandwidth=6.25e9,
+    host_bandwidth=1.6e10,
     clock=1.05e9,
     host_chips=_HOST,
     sizes=_3D_V4,
@@ -147,6 +154,7 @@ _V5E = Generation(
     chip_bandwidth=0,
     wraparound=Wraparound.SIDE,
     network_bandwidth=3.125e9,
+    host_bandwidth=1.6e10,
     clock=1.5e9,
     host_chips=_HOST,
     sizes=_2D,
@@ -165,6 +173,7 @@ _V5P = Generation(
     chip_bandwidth=0,
     wraparound=Wraparound.CUBES,
     network_bandwidth=6.25e9,
+    host_bandwidth=1.6e10,
     clock=1.75e9,
     host_chips=_HOST,
     sizes=_3D,
@@ -184,6 +193,7 @@ _V6E = Generation(
     chip_bandwidth=0,
     wraparound=Wraparound.SIDE,
     network_bandwidth=1.25e10,
+    host_bandwidth=3.2e10,
     clock=1.75e9,
     host_chips=_HOST,
     sizes=_2D,
@@ -204,6 +214,7 @@ _TPU7X = Generation(
     chip_bandwidth=6.0e11,
     wraparound=Wraparound.CUBES,
     network_bandwidth=1.25e10,
+    host_bandwidth=1.6e10,
     clock=2.2e9,
     host_chips=_HOST,
     sizes=_3D,

@@ -233,6 +233,7 @@ def _make_cpu_slice(name: str, devices: int, copies: str | None) -> Slice:
         chip_bandwidth=0,
         wraparound=Wraparound.POD,
         network_bandwidth=2.5e9,
+        host_bandwidth=5e9,
         clock=1e9,
         host_chips=(1, 1, 1),
         sizes=((devices,),),

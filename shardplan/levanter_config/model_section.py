@@ -6,7 +6,7 @@ from typing import Any
 
 from shardplan.errors import ConfigError, nearest
 from shardplan.levanter_config.section import SectionReader, short_repr
-from shardplan.plan.workload.checkpointing import KINDS, CheckpointPolicy
+from shardplan.plan.workload.checkpointing import HALIAX_WORDS, CheckpointPolicy
 from shardplan.plan.workload.workload import Workload
 
 ATTENTION_BACKENDS = ("default", "jax_flash", "nvte", "splash", "vanilla")
@@ -69,7 +69,7 @@ def _checkpointing(value: Any) -> str:
         return "default" if value else "save_all"
     if isinstance(value, dict):
         return str(_policy(value))
-    names = {"full": "recompute", **{name: name for name in KINDS if name != "default"}}
+    names = {"full": "recompute", **{name: name for name in HALIAX_WORDS if name != "default"}}
     if not isinstance(value, str) or value not in names:
         hint = nearest(str(value), names)
         raise ConfigError(f"model.gradient_checkpointing is {short_repr(value)}; {hint} (or true, or false)")
@@ -81,12 +81,27 @@ def _policy(value: dict[str, Any]) -> CheckpointPolicy:
     internals = value.get("save_block_internals")
     if value.get("disable") or internals is True:
         return CheckpointPolicy("save_all")
+    if value.get("simple"):
+        return CheckpointPolicy("nested" if value.get("nested") else "default")
+    kept = internals if isinstance(internals, list) else []
+    offloaded = value.get("offload_block_internals") or []
+    return CheckpointPolicy(_policy_kind(value), tuple(map(str, kept)), tuple(map(str, offloaded)))
+
+
+def _policy_kind(value: dict[str, Any]) -> str:
+    """Return the kind of a policy that says what is kept.
+
+    Raises:
+        ConfigError: it has two kinds at once.
+    """
+    moved = [key for key in ("save_carries", "save_inputs") if value.get(key) == "offload"]
+    if value.get("nested") and moved:
+        raise ConfigError(
+            f"model.gradient_checkpointing is nested, and {moved[0]} is offload; such a policy is not planned: leave "
+            "one of them out"
+        )
     if value.get("nested"):
-        kind = "nested"
-    elif "offload" in (value.get("save_carries"), value.get("save_inputs")):
-        kind = "offload"
-    else:
-        kind = "recompute" if value.get("save_carries") is False else "default"
-    if not isinstance(internals, list) or value.get("simple"):  # a simple policy has no names
-        return CheckpointPolicy(kind)
-    return CheckpointPolicy(kind, tuple(map(str, internals)))
+        return "nested"
+    if moved:
+        return "offload_carries" if moved == ["save_carries"] else "offload"
+    return "recompute" if value.get("save_carries") is False else "default"

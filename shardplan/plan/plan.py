@@ -169,7 +169,7 @@ class Caveat(StrEnum):
     NO_ATTENTION_KERNEL = "no_attention_kernel"
     """No kernel can run attention under this plan, so the time of attention is a guess."""
     OFFLOAD_NOT_PRICED = "offload_not_priced"
-    """The step time leaves out the copies of activations to the host and back."""
+    """The step time leaves out the copies of activations to the host and back; in plans of version 0.1 alone."""
     SLICED_ACTIVATIONS = "sliced_activations"
     """A mesh axis shards parameters, but neither batch nor positions: memory, bytes and time are not modelled well."""
     REPEATED_WORK = "repeated_work"

@@ -1,11 +1,11 @@
-"""The compute of a layer beside its routed experts, which hides transfers of their weights.
+"""The compute of a layer that hides transfers: of the weights of its routed experts, and between device and host.
 
 Tasks with equally many executions in the same pass belong to the same kind of layer; where a loop's body has several
-such layers, each has its part.
+such layers, each has its part. Copies to and from the host have the body of their loop.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from shardplan.program.tasks import Task, TaskKind
@@ -25,6 +25,24 @@ def with_layer_flops(tasks: Iterable[Task]) -> tuple[Task, ...]:
         replace(task, layer_flops=flops[_layer(task)] / blocks[_layer(task)]) if task.kind == TaskKind.EXPERTS else task
         for task in tasks
     )
+
+
+def share_flops(tasks: Sequence[Task], executions: int) -> list[Task]:
+    """Return the tasks of the body of a loop, its copies with their parts of the FLOPs of its matmuls.
+
+    The copies run one after the other, so that each can hide behind a part of the matmuls, in proportion to its size.
+
+    Args:
+        executions: of the body, in a step.
+    """
+    copied = sum(task.copied_elements for task in tasks if task.executions == executions)
+    flops = sum(task.executions * task.flops for task in tasks if task.kind in MATMULS) / executions
+    shared = []
+    for task in tasks:
+        if task.kind == TaskKind.HOST_COPY and task.executions == executions:
+            task = replace(task, layer_flops=flops * task.copied_elements / copied)
+        shared.append(task)
+    return shared
 
 
 def _layer(task: Task) -> tuple[int, bool]:

@@ -62,13 +62,15 @@ class TracedArray:
     """Path of the parameter that the value is, or that it is a cast, a scaled copy or a slice of."""
     is_local: bool = False
     """Whether it is a device's own part of an array, in a `shard_map`: it is sharded as computations are."""
+    is_on_host: bool = False
+    """Whether it is in the memory of the device's host."""
 
     def __hash__(self) -> int:
         return self._hash
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.dims, self.itemsize, self.weight, self.is_local))
+        return hash((self.dims, self.itemsize, self.weight, self.is_local, self.is_on_host))
 
     @cached_property
     def factors(self) -> Dim:

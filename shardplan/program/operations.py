@@ -33,6 +33,8 @@ class OperationKind(StrEnum):
     """A block of routed experts, or its gradient, as `shardplan.program.marked.marked_experts` marks it."""
     CONVERSION = "conversion"
     """The conversion of a weight that is kept as stored, which `shardplan.program.marked.marked_conversions` marks."""
+    HOST_COPY = "host copy"
+    """A copy between the memories of a device and of its host."""
     LOOP = "loop"
     """A `scan`."""
 

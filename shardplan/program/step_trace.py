@@ -72,7 +72,7 @@ def trace_step(model: Model, workload: Workload) -> Trace:
         mark_attention(model.is_decoder), mark_experts(workload.expert_load_spread), mark_conversions(),
     ):  # fmt: skip
         jaxpr = jax.make_jaxpr(step)(arrays)
-    _check_names(workload.checkpoint_policy.kept, jaxpr.jaxpr)
+    _check_names(workload.checkpoint_policy.names, jaxpr.jaxpr)
     classes = [ArrayClass.PARAMETER, *[ArrayClass.STATE] * len(state), *[ArrayClass.INPUT] * len(inputs)]
     arguments = []
     for array_class, part in zip(classes, arrays, strict=True):
@@ -137,9 +137,10 @@ def _activation_names(jaxpr: Jaxpr) -> Iterator[str]:
 
 
 def _mark_work_on_parameters(task: Task, activation_axes: tuple[str, ...]) -> Task:
-    """Return `task`, marked if it is elementwise work on nothing but parameters, their copies and gradients."""
+    """Return `task`, marked if it works on nothing but parameters, their copies and gradients, and is no matmul."""
     arrays = (*task.operands, *task.results)
-    is_marked = task.kind == TaskKind.ELEMENTWISE and all(is_parameter_like(array, activation_axes) for array in arrays)
+    kinds = (TaskKind.ELEMENTWISE, TaskKind.HOST_COPY)
+    is_marked = task.kind in kinds and all(is_parameter_like(array, activation_axes) for array in arrays)
     return replace(task, is_on_parameters=True) if is_marked else task
 
 

@@ -37,6 +37,8 @@ class TaskKind(StrEnum):
     """A block of routed experts, or its gradient."""
     CONVERSION = "conversion"
     """The conversion of a weight that is kept as stored: its codes are gathered, and each device has its numbers."""
+    HOST_COPY = "host copy"
+    """A copy between the memories of a device and of its host."""
     ELEMENTWISE = "elementwise"
     """Everything that is fused into one pass over memory."""
 
@@ -74,8 +76,8 @@ class Task:
     label: str
     """Path of the first parameter among the operands, or else the named scopes of the operation."""
     is_on_parameters: bool = False
-    """Of elementwise work: whether all arrays are parameters, copies of them or gradients, which have the stored
-    sharding between matmuls."""
+    """Of elementwise work, and of copies to and from the host: whether all arrays are parameters, copies of them or
+    gradients, which have the stored sharding between matmuls."""
     is_move: bool = False
     """Of elementwise work: whether the last operation chooses or moves elements, and computes none."""
     is_local: bool = False
@@ -87,7 +89,7 @@ class Task:
     """Of a block of routed experts, and of its gradient: its kind."""
     layer_flops: float = 0.0
     """Of a block of routed experts, and of its gradient: FLOPs of the other matmuls of its layer in one execution, over
-    all devices."""
+    all devices. Of a copy to or from the host: its part of the FLOPs of the matmuls of its layer."""
 
     @cached_property
     def stored_arrays(self) -> frozenset[TracedArray]:
@@ -131,6 +133,11 @@ class Task:
         if self.attention is None:
             return flops
         return self.attention.pattern.density(score_length(self.scores)) * flops
+
+    @property
+    def copied_elements(self) -> int:
+        """Of a copy between device and host: the elements that it copies; 0 for every other task."""
+        return sum(array.elements for array in self.results) if self.kind == TaskKind.HOST_COPY else 0
 
     @cached_property
     def cost_key(self) -> "Task":

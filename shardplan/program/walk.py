@@ -11,6 +11,7 @@ from shardplan.program.fusion.fusion import Fusion
 from shardplan.program.fusion.held_for_gradients import hold_for_gradients
 from shardplan.program.fusion.hoisting import invariant_copies
 from shardplan.program.fusion.siblings import fuse_with_siblings
+from shardplan.program.layer_flops import share_flops
 from shardplan.program.live_buffers import BufferRole, LiveBuffer
 from shardplan.program.marked.attention_kind import UNMARKED, AttentionKind
 from shardplan.program.marked.expert_kind import ExpertKind
@@ -31,6 +32,7 @@ TASK_KINDS = {
     OperationKind.COLLECTIVE: TaskKind.COLLECTIVE,
     OperationKind.EXPERTS: TaskKind.EXPERTS,
     OperationKind.CONVERSION: TaskKind.CONVERSION,
+    OperationKind.HOST_COPY: TaskKind.HOST_COPY,
 }
 """Kind of operation -> kind of task outside of attention. A loop is no task; the operations of its body are."""
 
@@ -282,13 +284,18 @@ class _Sequence:
         # the carry has one buffer: before the loop, in it and after it
         elsewhere = {self.fusion.base_of(value) for before, _, _, after in loop.carried for value in (before, after)}
         fusion = fuse_with_siblings(loop.body, self.arrays, ends, writes_outputs=True)
-        body = _Sequence(fusion, self.tasks, self.executions * loop.trips, frozenset(), self.first_weights)
+        # what is copied to the host is written into its stack there
+        on_host = frozenset(value for value in written if self.arrays[value].is_on_host)
+        body = _Sequence(fusion, self.tasks, self.executions * loop.trips, on_host, self.first_weights)
         body.hoisted = frozenset(invariant_copies(loop, self.arrays) & fusion.written)
         body.outer_executions = self.executions
         # gathered once, what the gradients gather again
         hoisted = dict.fromkeys(map(body._live_buffer, sorted(body.hoisted)))
         throughout = Counter([*map(self._live_buffer, sorted(live - elsewhere)), *self._copied(loop), *hoisted])
-        return body.run(starts, outside + throughout)
+        first_task = len(self.tasks)
+        points = body.run(starts, outside + throughout)
+        self.tasks[first_task:] = share_flops(self.tasks[first_task:], body.executions)
+        return points
 
     def _copied_by_next_loop(self) -> list[list[LiveBuffer]]:
         """Return for each operation the copies of stacked parameters that the next loop after it reads."""

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from shardplan.config import PlanConfig
 from shardplan.config.arguments import check_config
 from shardplan.cost.calibration import usable_bytes
-from shardplan.cost.memory import estimate_memory
+from shardplan.cost.memory import estimate_memory, host_bytes
 from shardplan.cost.roofline import step_tasks
 from shardplan.decoder.expert_layers import has_corrections
 from shardplan.errors import InfeasibleError
@@ -32,6 +32,7 @@ from shardplan.search.reasons import (
     describe_attention,
     describe_choice,
     describe_experts,
+    describe_host_copies,
     describe_indivisible,
     describe_other_form,
     describe_runner_up,
@@ -46,8 +47,6 @@ from shardplan.search.search_configuration import RankedCandidate, SearchResult,
 from shardplan.storage import Folder, open_folder
 
 C = TypeVar("C", bound=PlanConfig)
-OFFLOAD = "offload"
-"""Kind of gradient checkpointing that copies activations to the host."""
 
 
 def make_plan(
@@ -169,6 +168,7 @@ def _plan(
         reasons=[
             *_choice_reasons(result, ranked, runner_up, cost),
             *(CAVEATS[caveat] for caveat in caveats),
+            *_host_reasons(candidate, cost),
             *_attention_reasons(candidate, layers_by_kind(attention)),
             *_expert_reasons(candidate, model),
             *_form_reasons(ranked, model),
@@ -184,9 +184,14 @@ def _caveats(ranked: RankedCandidate) -> Iterator[Caveat]:
     space = ranked.candidate.space
     if space.step.has_attention and not space.requires_kernel and not space.hardware.is_cpu:
         yield Caveat.NO_ATTENTION_KERNEL
-    if ranked.config.workload.gradient_checkpointing == OFFLOAD:
-        yield Caveat.OFFLOAD_NOT_PRICED
     yield from caveats_of(ranked.candidate.assignment)
+
+
+def _host_reasons(candidate: Candidate, cost: StepCost) -> Iterator[str]:
+    """Yield what a step keeps in the memory of hosts, if anything."""
+    if cost.host_copy_seconds:
+        size = host_bytes(candidate.space.step, candidate.assignment)
+        yield describe_host_copies(size, cost.host_copy_seconds, cost.exposed_host_copy_seconds)
 
 
 def _choice_reasons(
@@ -202,7 +207,11 @@ def _choice_reasons(
     reasons = [
         describe_choice(fits=result.fits, evaluated=statistics.evaluated, has_kernel=has_kernel),
         describe_time(
-            plan.step_seconds, plan.compute_seconds, cost.weight_gather_seconds, cost.other_collective_seconds
+            plan.step_seconds,
+            plan.compute_seconds,
+            cost.weight_gather_seconds,
+            cost.other_collective_seconds,
+            cost.exposed_host_copy_seconds,
         ),
     ]
     if runner_up is not None:

@@ -17,7 +17,8 @@ from shardplan.plan.workload.kinds import LogitBlocks
 from shardplan.plan.workload.workload import Workload
 
 AUTO_CHECKPOINTING = ("save_all", "default", "nested", "recompute")
-"""Kinds of gradient checkpointing tried for `auto`; `offload` is left out, as copies to the host have no price yet."""
+"""Kinds of gradient checkpointing tried for `auto`; those that use memory of the host are left out, which no plan
+limits yet."""
 
 
 class OpenNumber(NamedTuple):

@@ -118,13 +118,30 @@ def describe_choice(*, fits: bool, evaluated: int, has_kernel: bool) -> str:
     return f"fastest of {evaluated} candidates (ties within {100 * TIME_RESOLUTION:g} %: smallest memory){kernel}"
 
 
-def describe_time(step: float, compute: float, weight_gathers: float, other_collectives: float) -> str:
-    """What the time of a step consists of; all arguments are seconds, those of transfers with what overlaps."""
-    exposed, least = max(0.0, step - compute - other_collectives), NEGLIGIBLE * step
+def describe_time(
+    step: float, compute: float, weight_gathers: float, other_collectives: float, exposed_host_copies: float = 0.0
+) -> str:
+    """What the time of a step consists of; all arguments are seconds, those of transfers with what overlaps.
+
+    Args:
+        exposed_host_copies: what nothing hides of the copies between devices and hosts.
+    """
+    exposed, least = max(0.0, step - compute - other_collectives - exposed_host_copies), NEGLIGIBLE * step
     overlap = "fully overlapped" if exposed < least else f"{exposed:.3g} s not overlapped"
     gathers = f"weight gathers {weight_gathers:.3g} s, {overlap}" if weight_gathers >= least else "weight gathers none"
     others = f"{other_collectives:.3g} s" if other_collectives >= least else "none"
     return f"step {step:.3g} s: compute {compute:.3g} s, other collectives {others}, {gathers}"
+
+
+def describe_host_copies(host_bytes: float, seconds: float, exposed: float) -> str:
+    """Return what a device has in the memory of its host, and how long the copies take.
+
+    Args:
+        seconds: of all copies to the host and back, in a step.
+        exposed: those of them that nothing hides.
+    """
+    hidden = f"{exposed:.3g} s not overlapped" if exposed > NEGLIGIBLE * seconds else "fully overlapped"
+    return f"memory of the host: {host_bytes / GIB:.2f} GiB for each device, copies {seconds:.3g} s, {hidden}"
 
 
 def describe_runner_up(best: Candidate, other: Candidate, settings: str) -> str:

@@ -49,7 +49,7 @@ class LiveBytes:
 
 @dataclass(frozen=True)
 class CompiledMemory:
-    """HBM in bytes per device, as the compiler assigned it."""
+    """HBM in bytes per device, and memory of the host, as the compiler assigned it."""
 
     peak: int
     arguments: int
@@ -61,6 +61,8 @@ class CompiledMemory:
     """The largest buffers that are live at the peak."""
     live: list[LiveBytes] = field(default_factory=list)
     """What is live over the step, in scheduled order, for people to look at; a loop's body is run through once."""
+    host: int = 0
+    """Bytes of the host's memory for one device, such as of activations that are kept there."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ from shardplan.steps.checkpointing import checkpoint_policy
 CASES = [
     ("gpt_neox", "default+context+up_proj+attn_out"), ("gpt_neox", "default"), ("cohere2", "default"),
     ("gemma3_text", "default"), ("gemma3_text", "recompute+query_proj+key_proj+gate_proj+mlp_out"), ("olmo3", "nested"),
-    ("phi", "default"),
+    ("phi", "default"), ("gemma3_text", "offload_carries+query_proj+up_proj@host+context@host"),
+    ("gpt_neox", "default+context+key_proj@host"),
 ]  # fmt: skip
 
 

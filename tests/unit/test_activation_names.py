@@ -1,19 +1,26 @@
 """Gradient checkpointing that keeps activations by their names, as Levanter's `save_block_internals` asks for."""
 
+from dataclasses import replace
+
 import pytest
 
+from shardplan.cost.calibration import Calibration
 from shardplan.cost.gspmd import device_cost
-from shardplan.cost.memory import estimate_memory
+from shardplan.cost.memory import estimate_memory, host_bytes
+from shardplan.cost.roofline import host_copy_seconds, task_seconds
 from shardplan.cost.sharding import ShardingAssignment
 from shardplan.errors import ConfigError
 from shardplan.execution import specialize
+from shardplan.hardware import parse_slice, place_mesh
 from shardplan.levanter_config.model_section import parse_model_section
 from shardplan.levanter_config.writer import trainer_yaml
 from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.model_class import LEVANTER
 from shardplan.model.registry import build_model
 from shardplan.plan.workload.workload import Workload
+from shardplan.program.layer_flops import MATMULS
 from shardplan.program.step_trace import plan_step
+from shardplan.program.tasks import TaskKind
 from shardplan.search.given_plan import plan_given_mappings
 
 LAYERS, TOKENS, EMBED, MLP = 4, 2048, 5120, 20480
@@ -51,6 +58,45 @@ def test_what_is_kept_is_not_recomputed(pythia, names, size, recomputed):
     assert (LAYERS - 1) * layer <= kept - base <= LAYERS * layer
 
 
+@pytest.mark.parametrize(
+    ("checkpointing", "size"), [("offload_carries", EMBED), ("default+up_proj@host", MLP), ("default", 0)]
+)
+def test_what_is_moved_to_the_host(pythia, checkpointing, size):
+    """Every layer's activation is copied there and back, and takes memory there, and none of the device's."""
+    step = plan_step(pythia, Workload("train", 8, TOKENS, "bfloat16", gradient_checkpointing=checkpointing))
+    mesh, tokens = {"replica": 1, "data": 8, "model": 1}, {"batch": ("data",)}
+    assignment = ShardingAssignment(mesh, tokens, {"embed": ("data",)}, step.merged_axes, step.activation_axes)
+    stack = LAYERS * TOKENS * size * 2
+    assert host_bytes(step, assignment) == stack
+    copies = [task for task in step.tasks if task.kind == TaskKind.HOST_COPY]
+    hardware = parse_slice("v5p-16")
+    seconds = [host_copy_seconds(task, device_cost(task, assignment), hardware) for task in copies]
+    assert seconds == [stack / hardware.generation.host_bandwidth] * (2 if size else 0)
+    kept = checkpointing.replace("offload_carries", "default").removesuffix("@host")
+    difference = trained(pythia, kept)[0] - trained(pythia, checkpointing)[0]
+    assert (LAYERS - 1) / LAYERS * stack <= difference <= stack
+
+
+def test_copies_that_are_longer_than_their_layer_are_waited_for(pythia):
+    """The copies of a layer share the time of its matmuls, and what is longer than that is waited for."""
+    step = plan_step(pythia, Workload("train", 8, TOKENS, "bfloat16", gradient_checkpointing="default+up_proj@host"))
+    mesh, tokens = {"replica": 1, "data": 8, "model": 1}, {"batch": ("data",)}
+    assignment = ShardingAssignment(mesh, tokens, {"embed": ("data",)}, step.merged_axes, step.activation_axes)
+    hardware, factors = parse_slice("v5p-16"), Calibration()
+    slow, fast = (replace(hardware, generation=replace(hardware.generation, host_bandwidth=n)) for n in (1e9, 1e12))
+    in_layers = [task.executions == LAYERS for task in step.tasks]
+    end = in_layers.index(False, in_layers.index(True))  # of the loop of the forward pass
+    for tasks in (step.tasks[:end], step.tasks[end:]):
+        [copy] = [task for task in tasks if task.kind == TaskKind.HOST_COPY]
+        cost, matmuls = device_cost(copy, assignment), [task for task in tasks if task.kind in MATMULS]
+        flops = sum(task.flops for task in matmuls if task.executions == LAYERS)
+        for each, is_hidden in ((fast, True), (slow, False)):
+            hidden = LAYERS * flops / each.devices / each.generation.flops
+            exposed = task_seconds(copy, cost, place_mesh(each, mesh), factors).exposed
+            assert exposed == pytest.approx(max(0.0, host_copy_seconds(copy, cost, each) - hidden), rel=1e-9)
+            assert (exposed == 0) is is_hidden
+
+
 def test_names_that_no_activation_has_are_refused(pythia):
     """Haliax would keep nothing, and say nothing; a Llama of Levanter has only the names of Haliax's loops."""
     llama = build_model({**read_config("llama-3.1-8b", None, LEVANTER), "num_hidden_layers": 2}, TOKENS)
@@ -65,7 +111,10 @@ def test_names_that_no_activation_has_are_refused(pythia):
     ("value", "problem"),
     [
         ("defualt+attn_out", "is 'defualt.attn_out'; did you mean 'default'"),
-        ("save_all+attn_out", "is 'save_all.attn_out'; names of activations go with default, nested, offload, recomp"),
+        (
+            "save_all+attn_out",
+            "is 'save_all.attn_out'; names of activations go with default, nested, offload, offload_carries, recomp",
+        ),
         ("default+", "is 'default.'; it lacks a name, as in default.attn_out"),
     ],
 )
@@ -80,7 +129,11 @@ def test_values_are_checked(make_config, value, problem):
         ({"save_block_internals": ["attn_out", "up_proj"]}, "default+attn_out+up_proj"),
         ({"save_carries": False, "save_block_internals": ["attn_out"]}, "recompute+attn_out"),
         ({"nested": True, "save_block_internals": ["attn_out"]}, "nested+attn_out"),
-        ({"save_carries": "offload", "save_block_internals": ["attn_out"]}, "offload+attn_out"),
+        ({"save_carries": "offload", "save_block_internals": ["attn_out"]}, "offload_carries+attn_out"),
+        (
+            {"save_block_internals": ["attn_out"], "offload_block_internals": ["up_proj"]},
+            "default+attn_out+up_proj@host",
+        ),
         ({"save_block_internals": []}, "default"),
         ({"simple": True, "save_block_internals": ["attn_out"]}, "default"),
     ],

@@ -59,10 +59,10 @@ def test_reasons_and_caveats_of_a_plan(llama_model, llama_config):
 
 
 def test_caveats_round_trip(llama_model, llama_config):
-    config = llama_config(workload_kind="train", workload_gradient_checkpointing="offload")
-    plan = make_plan(config, llama_model)
-    assert plan.search.caveats == [Caveat.OFFLOAD_NOT_PRICED]
-    assert CAVEATS[Caveat.OFFLOAD_NOT_PRICED] in plan.search.reasons
+    pins = ("batch=data", "position=", "mesh.replica=2", "mesh.data=4", "mesh.model=1")
+    plan = make_plan(replace(llama_config(workload_batch=4, hardware_slice="v5p-16"), pin=pins), llama_model)
+    assert plan.search.caveats == [Caveat.REPEATED_WORK]
+    assert CAVEATS[Caveat.REPEATED_WORK] in plan.search.reasons
     values = json.loads(json.dumps(plan.to_json()))
     assert Plan.from_json(values) == plan
     assert all(isinstance(caveat, Caveat) for caveat in Plan.from_json(values).search.caveats)

@@ -192,6 +192,31 @@ def test_transfers_on_different_links_do_not():
     assert [use.transfer.mesh_axes for use in result.uses] == [("data",), ("model",)]
 
 
+TO_HOST = (
+    "%{0} = ((f32[4,7500000]{{1,0:S(5)}}, f32[1,7500000], s32[]), f32[4,7500000]{{1,0:S(5)}}, u32[]) "
+    "dynamic-update-slice-start(%x)"
+)
+FROM_HOST = (
+    "%{0} = ((f32[4,7500000]{{1,0:S(5)}}, s32[]), f32[1,7500000], u32[]) dynamic-slice-start(%x)"
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("busy", [0.25, 3])
+def test_copies_between_device_and_host_overlap_work(busy):
+    """Of a slice as large as %x, with 16 GB/s in each direction; two in one direction wait for each other."""
+    copied = 30e6 / 16e9
+    for starts, seconds in (
+        ([TO_HOST.format("a")], copied),
+        ([FROM_HOST.format("a")], copied),
+        (["%a = (f32[7500000]{0:S(5)}, f32[7500000], u32[]) copy-start(%x)"], copied),
+        ([TO_HOST.format("a"), FROM_HOST.format("b")], copied),
+        ([TO_HOST.format("b"), TO_HOST.format("a")], 2 * copied),
+    ):
+        result = step(*starts, work("w", busy), "%d = f32[7500000] dynamic-slice-done(%a)", work("v", 0.5))
+        assert result.seconds == pytest.approx(max(busy * MS, seconds) + 0.5 * MS)
+        assert result.compute_seconds == pytest.approx((busy + 0.5) * MS)
+
+
 @pytest.mark.parametrize(
     ("opcode", "result", "seconds"),
     [

@@ -1,9 +1,10 @@
 """Gradient checkpointing: what becomes of the activations of layers between forward pass and gradients.
 
 A policy is a kind, which says what happens to the inputs of layers and to all that has no name of its own, and the
-names of activations that are kept beside. Its text, `default+attn_out+mlp_out`, is the value of
-`workload.gradient_checkpointing`; Levanter writes it
-`gradient_checkpointing: {save_block_internals: [attn_out, mlp_out]}`. Imports no JAX, as configurations must not.
+names of activations that are kept beside, on the device or in the memory of the host. Its text,
+`default+attn_out+query_proj@host`, is the value of `workload.gradient_checkpointing`; Levanter writes it
+`gradient_checkpointing: {save_block_internals: [attn_out], offload_block_internals: [query_proj]}`. Imports no JAX, as
+configurations must not.
 """
 
 from dataclasses import dataclass
@@ -15,10 +16,17 @@ OPEN_CHECKPOINTING = "auto"
 """Text that leaves the policy to the search."""
 LEVANTER_FIELDS: dict[str, dict[str, Any]] = {
     "default": {}, "nested": {"nested": True}, "offload": {"save_carries": "offload", "save_inputs": "offload"},
-    "recompute": {"save_carries": False},
+    "offload_carries": {"save_carries": "offload"}, "recompute": {"save_carries": False},
 }  # fmt: skip
-"""Kind that may keep further activations -> the fields of Haliax's `ScanCheckpointPolicy` that make it."""
+"""Kind that may keep further activations -> the fields of Haliax's `ScanCheckpointPolicy` that make it.
+
+Carries are the residual stream between layers; the inputs that `offload` moves to the host as well are the weights of
+every layer, which is what the word means in Haliax."""
+HALIAX_WORDS = ("default", "nested", "offload", "recompute", "save_all")
+"""Kinds that Haliax has a word for; `default` is true there."""
 KINDS = (*LEVANTER_FIELDS, "save_all")
+HOST = "@host"
+"""Ending of the name of an activation that is kept in the memory of the host."""
 ALIASES = {"true": "default", "false": "save_all", "full": "recompute", "none": "save_all"}
 """What else users write, as in Levanter's configuration -> its name here."""
 RING_RESIDUALS = "shardplan_attention"
@@ -34,19 +42,28 @@ class CheckpointPolicy:
     """One of `KINDS`."""
     kept: tuple[str, ...] = ()
     """Names of activations that stay on the device."""
+    offloaded: tuple[str, ...] = ()
+    """Names of activations that are copied to the host, and back for the gradients."""
 
     @staticmethod
     def parse(text: str) -> "CheckpointPolicy":
         """Return the policy of a text, valid or not.
 
-        >>> CheckpointPolicy.parse("default+attn_out+mlp_out")
-        CheckpointPolicy(kind='default', kept=('attn_out', 'mlp_out'))
+        >>> CheckpointPolicy.parse("default+attn_out+query_proj@host")
+        CheckpointPolicy(kind='default', kept=('attn_out',), offloaded=('query_proj',))
         """
         kind, *names = text.split("+")
-        return CheckpointPolicy(kind, tuple(names))
+        kept = tuple(name for name in names if not name.endswith(HOST))
+        offloaded = tuple(name.removesuffix(HOST) for name in names if name.endswith(HOST))
+        return CheckpointPolicy(kind, kept, offloaded)
 
     def __str__(self) -> str:
-        return "+".join((self.kind, *self.kept))
+        return "+".join((self.kind, *self.kept, *(f"{name}{HOST}" for name in self.offloaded)))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of all activations that are not computed again."""
+        return self.kept + self.offloaded
 
     @property
     def levanter_value(self) -> str | dict[str, Any]:
@@ -55,9 +72,14 @@ class CheckpointPolicy:
         >>> CheckpointPolicy("recompute", ("attn_out",)).levanter_value
         {'save_carries': False, 'save_block_internals': ['attn_out']}
         """
-        if not self.kept:
+        if not self.names and self.kind in HALIAX_WORDS:
             return self.kind
-        return {**LEVANTER_FIELDS[self.kind], "save_block_internals": [*self.kept]}
+        fields = dict(LEVANTER_FIELDS[self.kind])
+        if self.kept:
+            fields["save_block_internals"] = [*self.kept]
+        if self.offloaded:
+            fields["offload_block_internals"] = [*self.offloaded]
+        return fields
 
 
 def checkpointing_problem(key: str, text: str) -> str | None:
@@ -67,8 +89,8 @@ def checkpointing_problem(key: str, text: str) -> str | None:
     policy = CheckpointPolicy.parse(text)
     if policy.kind not in KINDS:
         return f"{key} is {text!r}; {nearest(policy.kind, sorted((OPEN_CHECKPOINTING, *KINDS)), ALIASES)}"
-    if policy.kept and policy.kind not in LEVANTER_FIELDS:
+    if policy.names and policy.kind not in LEVANTER_FIELDS:
         return f"{key} is {text!r}; names of activations go with {', '.join(LEVANTER_FIELDS)}"
-    if not all(policy.kept):
+    if not all(policy.names):
         return f"{key} is {text!r}; it lacks a name, as in {policy.kind}+attn_out"
     return None

@@ -43,8 +43,8 @@ class Workload:
     compute_dtype: str = "bfloat16"
     """Type of activations and products: bfloat16, float16 or float32."""
     gradient_checkpointing: str = "default"
-    """Which activations training keeps: default, recompute, nested, offload or save_all; auto for the fastest that
-    fits, offload left out. default+NAME also keeps activations of this name, for models that name any."""
+    """Which activations training keeps: default, recompute, nested, offload_carries, offload, save_all; auto for the
+    fastest that fits, offloads left out. +NAME also keeps those of a name, if there are any, +NAME@host on the host."""
     microbatches: int | None = None
     """Parts of a training batch, one after the other; default: the fastest that fits."""
     optimizer: str = "adamw"

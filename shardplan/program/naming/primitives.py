@@ -30,6 +30,7 @@ from shardplan.program.naming.elementwise_rules import (
 from shardplan.program.naming.expert_rules import experts, experts_gradient
 from shardplan.program.naming.lookup_rules import gather, scatter_add
 from shardplan.program.naming.matmul_rules import convolve, dot, ragged_dot
+from shardplan.program.naming.memory_rules import copy_between_memories
 from shardplan.program.naming.sharding_rules import collective, constrain, name_activation
 
 
@@ -124,6 +125,7 @@ ROWS = (
     Primitive(("reduce_scatter",), collective(CollectiveKind.REDUCE_SCATTER)),
     Primitive(("all_to_all",), collective(CollectiveKind.ALL_TO_ALL)),
     Primitive(("ppermute",), collective(CollectiveKind.COLLECTIVE_PERMUTE)),
+    Primitive(("device_put",), copy_between_memories, is_view=True),
     Primitive((CONVERSION,)),
     Primitive((EXPERTS,), experts),
     Primitive((EXPERTS_GRADIENT,), experts_gradient),

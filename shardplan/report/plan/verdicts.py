@@ -116,6 +116,8 @@ def print_verdict(label: str, plan: Plan, verdict: Verdict, out: Console) -> Non
             f"arguments {memory.arguments / GIB:.2f}, temporaries {memory.temporaries / GIB:.2f}, output "
             f"{memory.output / GIB:.2f} GiB"
         )
+        if memory.host:
+            text += f", of the host {memory.host / GIB:.2f} GiB"
         print_wrapped(text + (f"; the plan predicted {plan.memory.peak / GIB:.2f}" if is_step else ""), out, "memory  ")
         print_first_fitting(_buffer_tables(memory.buffers), out)
     if time is not None:

@@ -11,7 +11,7 @@ from shardplan.cost.attention import with_kernels
 from shardplan.cost.calibration import load_calibration, usable_bytes
 from shardplan.cost.collectives import Purpose
 from shardplan.cost.memory import estimate_memory
-from shardplan.cost.roofline import model_flops, step_tasks, transfer_seconds
+from shardplan.cost.roofline import host_copy_seconds, model_flops, step_tasks, transfer_seconds
 from shardplan.cost.sharding import ShardingAssignment
 from shardplan.hardware import GIB, CollectiveKind, Slice, parse_slice, place_mesh
 from shardplan.model.inspect import inspect_model
@@ -21,7 +21,7 @@ from shardplan.model.registry import Model
 from shardplan.plan.mapping import AxisMapping, MeshAxes
 from shardplan.plan.parameters import ParameterPlan
 from shardplan.plan.plan import Collective, CostPlan, HardwareInfo, MemoryPlan, ModelInfo, Plan, SearchInfo
-from shardplan.program.tasks import Step
+from shardplan.program.tasks import Step, TaskKind
 from shardplan.search.result.compiler_options import planned_options
 
 
@@ -33,16 +33,23 @@ class StepCost(NamedTuple):
     """Time of the gathers of weights, including what overlaps with compute."""
     other_collective_seconds: float
     """Time of all other collectives, likewise."""
+    host_copy_seconds: float
+    """Time of copies between devices and hosts, likewise."""
+    exposed_host_copy_seconds: float
+    """Time of those copies that nothing hides."""
 
 
 def estimate_cost(step: Step, assignment: ShardingAssignment, hardware: Slice) -> StepCost:
     """Estimate the time of a step, and sum its collectives by kind, mesh axes and cause."""
-    total = compute = weight_gathers = other_collectives = 0.0
+    total = compute = weight_gathers = other_collectives = host_copies = exposed_host_copies = 0.0
     sums: dict[tuple[CollectiveKind, MeshAxes, str], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
     placement = place_mesh(hardware, assignment.mesh)
-    for _, cost, seconds in step_tasks(step, assignment, hardware, load_calibration(hardware.generation.name)):
+    for task, cost, seconds in step_tasks(step, assignment, hardware, load_calibration(hardware.generation.name)):
         total += seconds.total
         compute += seconds.compute
+        if task.kind == TaskKind.HOST_COPY:
+            host_copies += host_copy_seconds(task, cost, hardware)
+            exposed_host_copies += seconds.exposed
         for traffic in cost.traffic:
             transfer = transfer_seconds(traffic, placement)
             if traffic.purpose is Purpose.WEIGHTS:
@@ -58,7 +65,7 @@ def estimate_cost(step: Step, assignment: ShardingAssignment, hardware: Slice) -
         for (kind, mesh_axes, cause), (size, count, seconds) in sums.items()
     ]
     plan = CostPlan(total, compute, sorted(collectives, key=lambda collective: -collective.bytes))
-    return StepCost(plan, weight_gathers, other_collectives)
+    return StepCost(plan, weight_gathers, other_collectives, host_copies, exposed_host_copies)
 
 
 def build_plan(

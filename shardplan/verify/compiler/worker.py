@@ -78,6 +78,7 @@ def compile_plan(model: Model, plan: Plan, choice: CompiledProgram, options: Map
                 "arguments": stats.argument_size_in_bytes,
                 "temporaries": stats.temp_size_in_bytes,
                 "output": stats.output_size_in_bytes - stats.alias_size_in_bytes,
+                "host": stats.host_temp_size_in_bytes,
             },
         }
     return dataclasses.replace(

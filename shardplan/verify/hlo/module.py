@@ -18,6 +18,8 @@ BITS = {
 """Element type -> bits per element."""
 SAME_VALUE = ("copy", "bitcast", "reshape", "convert", "copy-start", "copy-done", "opt-barrier")
 """Opcodes whose result has the value of their first operand."""
+HOST_SPACE = 5
+"""Number of the memory of the host among memory spaces."""
 
 
 class HloError(ValueError):
@@ -31,7 +33,7 @@ class ArrayShape:
     dtype: str
     dims: tuple[int, ...]
     space: int = 0
-    """Memory space, as the compiler numbers them; 0 is HBM."""
+    """Memory space, as the compiler numbers them; 0 is HBM, 5 the memory of the host."""
 
     @property
     def bytes(self) -> int:
@@ -48,6 +50,11 @@ class ArrayShape:
     def in_hbm(self) -> bool:
         """Whether the array is in HBM, rather than in a memory of the core."""
         return self.space == 0
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the array is in the memory of the host."""
+        return self.space == HOST_SPACE
 
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.dims))}]"

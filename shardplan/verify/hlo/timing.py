@@ -38,6 +38,8 @@ COPIES = ("copy-start", "slice-start")
 """Opcodes that start a copy between HBM and the memory of the core, which overlaps computation."""
 HBM = frozenset({"hbm"})
 """The link that those copies occupy."""
+TO_HOST, FROM_HOST = frozenset({"to host"}), frozenset({"from host"})
+"""The links of copies between device and host, one for each direction."""
 ASYNC_CALLS = ("async-start", "call-start")
 """Opcodes that start a computation beside the core, possibly a collective, on the sparse cores too.
 
@@ -175,6 +177,8 @@ class _Simulator:
             pass  # it waits for its operands, with which an update begins the transfer
         elif is_collective(instruction) or opcode in ASYNC_CALLS:
             self._execute_collective(instruction, op, scope)
+        elif opcode.endswith("-start") and any(array.on_host for array in instruction.arrays):
+            self._copy_to_or_from_host(instruction, clock)
         elif opcode in COPIES:
             copied = min(
                 array.bytes for array in instruction.arrays[:2]
@@ -252,6 +256,14 @@ class _Simulator:
             scope.clock.start(instruction.name, transfer.seconds, transfer.links)
         elif instruction.opcode == "recv-done":
             scope.clock.wait(instruction.operands[0])
+
+    def _copy_to_or_from_host(self, instruction: Instruction, clock: _Clock) -> None:
+        """Start a copy of an array, or of a slice of one, between the memories of device and host."""
+        arrays = instruction.arrays  # of a copy the result is the first one; of a slice the last before a context
+        result = arrays[0] if instruction.opcode == "copy-start" else arrays[-2]
+        copied = max(array.bytes for array in arrays if not array.on_host)
+        link = TO_HOST if result.on_host else FROM_HOST
+        clock.start(instruction.name, copied / self.hardware.generation.host_bandwidth, link)
 
     def _called_collective(self, call: Instruction) -> tuple[Computation, Instruction] | None:
         """The collective that an asynchronous call runs, with its computation; None if it runs other work."""
