@@ -149,7 +149,7 @@ def main() -> None:
         "",
         "Random checkpoints of 1.3 to 2 GiB, loaded in bfloat16 onto 8 virtual CPU devices of one process (data 2",
         "x model 4), from the page cache, on a machine of 2 cores. Bare reads are those of the same files by as many",
-        "threads. A byte has half a number in bfloat16, one in fp8 and two in MXFP4, each of which is computed in",
+        "threads. A byte has half a number in bfloat16, one in fp8 and two in MXFP4. Every number is computed in",
         "float32 on the host. Memory beyond the model is the peak of the whole process, Python and libraries included,",
         f"less the model; the loader's budget is {BUDGET / GIB:.2f} GiB.",
         "",

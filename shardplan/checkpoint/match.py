@@ -218,7 +218,9 @@ def _trace_stored_names(
         return None
     if any(program.views[p.path].shape != tuple(p.axes.values()) for p in parameters_of(template)):
         return None
-    read = {name for view in program.views.values() for name in view.tensors}
+    read: set[str] = set()
+    for view in program.views.values():
+        read.update(view.tensors)
     return StateDictProgram(
         {name: shape for name, shape in program.tensors.items() if name in read}, program.views
     ), names

@@ -9,6 +9,7 @@ activations, is on the critical path, whereas weight gathers over `data` overlap
 axis of highest priority has the smallest stride, because a part of a dimension gets one link, divided by its stride.
 """
 
+import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -145,7 +146,8 @@ class MeshPlacement:
         chips += sizes[len(chips) :]  # a host has all devices of its chips
         host_of = [0]  # of every index of slice and torus, in row-major order
         for size, n in zip(sizes, chips, strict=True):
-            host_of = [host * -(-size // n) + i // n for host in host_of for i in range(size)]
+            hosts = -(-size // n)  # along this dimension
+            host_of = [host * hosts + i // n for host, i in itertools.product(host_of, range(size))]
         positions = [0]  # of every device, in this order
         for axis in self.mesh:
             steps = [_row_major_index((index, *coordinates), sizes) for index, coordinates in self._steps(axis)]

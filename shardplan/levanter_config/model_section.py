@@ -24,7 +24,7 @@ class ModelSection:
     """The values of a model section; None for what the file omits."""
 
     gradient_checkpointing: str | None = None
-    """As `workload.gradient_checkpointing` has it: the text of a policy."""
+    """The text of a policy, as the key `workload.gradient_checkpointing` has it."""
     position: int | None = None
     """Tokens per sequence."""
     attention_backend: str | None = None
@@ -77,7 +77,7 @@ def _checkpointing(value: Any) -> str:
 
 
 def _policy(value: dict[str, Any]) -> CheckpointPolicy:
-    """Return the policy that fields of Haliax's `ScanCheckpointPolicy` say."""
+    """Convert the fields of a Haliax `ScanCheckpointPolicy` to a policy."""
     internals = value.get("save_block_internals")
     if value.get("disable") or internals is True:
         return CheckpointPolicy("save_all")

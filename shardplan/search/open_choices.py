@@ -17,8 +17,8 @@ from shardplan.plan.workload.kinds import LogitBlocks
 from shardplan.plan.workload.workload import Workload
 
 AUTO_CHECKPOINTING = ("save_all", "default", "nested", "recompute")
-"""Kinds of gradient checkpointing tried for `auto`; those that use memory of the host are left out, which no plan
-limits yet."""
+"""Kinds of gradient checkpointing tried for `auto`. No plan checks how much memory a host has, so that kinds that use
+it are left out."""
 
 
 class OpenNumber(NamedTuple):

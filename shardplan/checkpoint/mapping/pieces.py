@@ -1,8 +1,8 @@
-"""Pieces of a view: strided windows on checkpoint tensors, one by one, or those that are alike together.
+"""Pieces of a view: strided windows on checkpoint tensors. Alike pieces are held in one object.
 
 The experts of a giant are tens of thousands of pieces that differ in their tensors and in where they begin, and in
-nothing else. Such pieces are one object, with numpy arrays of where they begin, so that an operation on a view takes as
-long for all of them as for a few.
+nothing else. They are one object, with NumPy arrays of where each begins. So an operation on a view takes as long for
+all of them as for a few.
 """
 
 import itertools
@@ -114,7 +114,7 @@ class AlikePieces(NamedTuple):
 
 
 def group_pieces(pieces: Iterable[Piece]) -> Iterator[AlikePieces]:
-    """Yield the pieces, those that are alike together."""
+    """Group pieces by shape, strides and scale, and yield each group as one object."""
     groups: defaultdict[tuple[Shape, Shape, float], list[Piece]] = defaultdict(list)
     for piece in pieces:
         groups[piece.shape, piece.strides, piece.scale].append(piece)
@@ -125,7 +125,7 @@ def group_pieces(pieces: Iterable[Piece]) -> Iterator[AlikePieces]:
 
 
 def join_alike(parts: Sequence[AlikePieces]) -> Iterator[tuple[AlikePieces, np.ndarray]]:
-    """Yield the pieces of all parts, those that are alike together, and of each piece the number of its part."""
+    """Join parts whose pieces are alike; yields each joined part, with the number of the old part of every piece."""
     groups: defaultdict[tuple[Shape, Shape, float], list[int]] = defaultdict(list)
     for number, part in enumerate(parts):
         groups[part.shape, part.strides, part.scale].append(number)

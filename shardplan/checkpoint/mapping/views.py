@@ -26,7 +26,7 @@ class View:
 
     @classmethod
     def of_pieces(cls, shape: Shape, pieces: Iterable[Piece]) -> "View":
-        """Make an array of pieces, of which some may be alike."""
+        """Make a view of separate pieces; alike ones are put together."""
         return cls(shape, tuple(group_pieces(pieces)))
 
     @property
@@ -169,9 +169,9 @@ def stack(views: Sequence[View], dimension: int) -> View:
     def insert(values: Shape, value: int) -> Shape:
         return (*values[:dimension], value, *values[dimension:])
 
-    of_part = np.array([i for i, view in enumerate(views) for _ in view.parts], np.int64)
+    of_part = np.repeat(np.arange(len(views)), [len(view.parts) for view in views])
     parts = []
-    for part, numbers in join_alike([part for view in views for part in view.parts]):
+    for part, numbers in join_alike([*itertools.chain.from_iterable(view.parts for view in views)]):
         starts = np.insert(part.starts, dimension, of_part[numbers], axis=1)
         parts.append(part._replace(shape=insert(part.shape, 1), strides=insert(part.strides, 0), starts=starts))
     return View(insert(views[0].shape, len(views)), tuple(parts))

@@ -203,7 +203,10 @@ def make_output_tensors(model: Any, program: StateDictProgram, dtype: Any = None
     check_has_numbers(model)
     arrays = {path: getattr(leaf, "array", leaf) for path, leaf in named_leaves(model)}
     float32 = float32_paths(model)
-    unrounded = {name for path, view in program.views.items() if path in float32 for name in view.tensors}
+    unrounded: set[str] = set()
+    for path, view in program.views.items():
+        if path in float32:
+            unrounded.update(view.tensors)
     parts: defaultdict[str, list[tuple[jax.Array, Piece]]] = defaultdict(list)
     for path, view in program.views.items():
         for piece in view.pieces:

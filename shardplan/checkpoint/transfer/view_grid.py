@@ -4,6 +4,7 @@ A giant's array has tens of thousands of pieces. Where they are alike, the range
 those of one, displaced by where each piece begins.
 """
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -58,9 +59,8 @@ def find_grid(view: View, sources: Mapping[str, TensorSource]) -> ViewGrid | Non
     leading = view.shape[:rank]
     if any(n > 1 for n in shape[:rank]) or view.piece_count != math.prod(leading):
         return None
-    of_pieces, offsets, all_bits = zip(
-        *[sources[tensor] for part in view.parts for tensor in part.tensors], strict=True
-    )
+    tensors = itertools.chain.from_iterable(part.tensors for part in view.parts)
+    of_pieces, offsets, all_bits = zip(*map(sources.__getitem__, tensors), strict=True)
     bits = all_bits[0]
     if len(set(all_bits)) > 1:
         return None

@@ -47,7 +47,7 @@ class CheckpointPolicy:
 
     @staticmethod
     def parse(text: str) -> "CheckpointPolicy":
-        """Return the policy of a text, valid or not.
+        """Read a policy from its text, without checks; `checkpointing_problem` has those.
 
         >>> CheckpointPolicy.parse("default+attn_out+query_proj@host")
         CheckpointPolicy(kind='default', kept=('attn_out',), offloaded=('query_proj',))

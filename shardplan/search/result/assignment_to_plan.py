@@ -34,7 +34,7 @@ class StepCost(NamedTuple):
     other_collective_seconds: float
     """Time of all other collectives, likewise."""
     host_copy_seconds: float
-    """Time of copies between devices and hosts, likewise."""
+    """Time of copies between devices and hosts, including what overlaps with compute."""
     exposed_host_copy_seconds: float
     """Time of those copies that nothing hides."""
 

@@ -373,7 +373,7 @@ def _reduce(group: np.ndarray) -> np.ndarray:
 
 def _numbers(codes: np.ndarray) -> np.ndarray:
     """Return the numbers of codes of one byte, in float32."""
-    # without a look for indices beyond the table, of which there are none, it takes half the time
+    # no index is beyond the table, and without a look for such indices it takes half the time
     return _table(codes.dtype).take(codes.view(np.uint8), mode="clip")
 
 
