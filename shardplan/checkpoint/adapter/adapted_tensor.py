@@ -1,7 +1,6 @@
 """Matrices of a checkpoint to which an adapter is added while they are read."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -16,8 +15,7 @@ Digits = tuple[Shape, Shape]
 """How far a step along each dimension of codes moves in the rows, and in the columns, of the numbers."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdaptedTensor(ComputedTensor):
+class AdaptedTensor(ComputedTensor, frozen=True, gc=False, kw_only=True):
     """A matrix of a checkpoint, stored as numbers or as codes, plus its change by an adapter."""
 
     base: Tensor

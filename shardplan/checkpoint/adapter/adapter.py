@@ -13,9 +13,10 @@ import hashlib
 import re
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import ml_dtypes
+from msgspec.structs import replace
 
 from shardplan.checkpoint.adapter.adapter_config import REMEDY, AdapterConfig, parse_adapter_config
 from shardplan.checkpoint.adapter.factors import MatrixCache

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from shardplan.checkpoint.format.header import parse_json
+from shardplan.checkpoint.format.strict_json import parse_json
 from shardplan.errors import ConfigError, one_line
 from shardplan.model.huggingface.checked_keys import CheckedKeys
 from shardplan.storage.contents import describe_contents

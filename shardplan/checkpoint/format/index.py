@@ -13,10 +13,13 @@ import json
 import posixpath
 from collections.abc import Collection, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 
-from shardplan.checkpoint.format.header import Tensor, parse_json, read_header
+from msgspec.structs import replace
+
+from shardplan.checkpoint.format.header import Tensor, read_header
+from shardplan.checkpoint.format.strict_json import parse_json
 from shardplan.checkpoint.mapping.unneeded import classify_unexpected
 from shardplan.checkpoint.mapping.views import Shape
 from shardplan.errors import CheckpointError, one_line

@@ -12,7 +12,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from shardplan.checkpoint.format.header import DTYPES, METADATA, read_header
+from shardplan.checkpoint.format.header import DTYPES, read_header
+from shardplan.checkpoint.format.header_entries import METADATA
 from shardplan.checkpoint.format.index import INDEX, SINGLE
 from shardplan.checkpoint.mapping.views import Shape
 from shardplan.errors import CheckpointError

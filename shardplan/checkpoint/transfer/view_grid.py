@@ -60,16 +60,17 @@ def find_grid(view: View, sources: Mapping[str, TensorSource]) -> ViewGrid | Non
     if any(n > 1 for n in shape[:rank]) or view.piece_count != math.prod(leading):
         return None
     tensors = itertools.chain.from_iterable(part.tensors for part in view.parts)
-    of_pieces, offsets, all_bits = zip(*map(sources.__getitem__, tensors), strict=True)
-    bits = all_bits[0]
-    if len(set(all_bits)) > 1:
+    of_pieces = [sources[name] for name in tensors]
+    bits = of_pieces[0].bits
+    if any(source.bits != bits for source in of_pieces):
         return None
-    numbers = {file: number for number, file in enumerate(dict.fromkeys(of_pieces))}
-    files = np.array([numbers[file] for file in of_pieces])
+    numbers = {file: number for number, file in enumerate(dict.fromkeys(source.file for source in of_pieces))}
+    files = np.array([numbers[source.file] for source in of_pieces])
+    offsets = np.array([source.offset for source in of_pieces])
     elements = np.concatenate([part.offsets for part in view.parts])
     starts = np.concatenate([part.starts for part in view.parts])
     order = np.lexsort(starts[:, :rank].T[::-1]) if rank else np.zeros(1, np.int64)
-    positions = (files * FILE_BITS + np.array(offsets) * 8 + elements * bits)[order].reshape(leading)
+    positions = (files * FILE_BITS + offsets * 8 + elements * bits)[order].reshape(leading)
     return ViewGrid(view.shape, tuple(stride * bits for stride in strides), bits, positions)
 
 

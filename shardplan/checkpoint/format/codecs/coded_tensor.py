@@ -137,8 +137,7 @@ class RowGroups:
         return found.reshape(-1, self.rows)
 
 
-@dataclass(frozen=True, slots=True)
-class CodedTensor(ComputedTensor):
+class CodedTensor(ComputedTensor, frozen=True, gc=False):
     """A tensor of codes with their scales and zero points; its shape is that of its numbers."""
 
     code_dims: Shape = ()

@@ -3,7 +3,6 @@
 import math
 from abc import abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import ml_dtypes
 import numpy as np
@@ -13,8 +12,7 @@ from shardplan.checkpoint.mapping.pieces import Piece
 from shardplan.checkpoint.mapping.views import Shape, View
 
 
-@dataclass(frozen=True, slots=True)
-class ComputedTensor(Tensor):
+class ComputedTensor(Tensor, frozen=True, gc=False):
     """A tensor whose numbers are computed from its stored elements; `dtype` is their type, `shape` the numbers'."""
 
     @property

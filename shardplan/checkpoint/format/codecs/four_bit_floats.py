@@ -1,9 +1,8 @@
 """Weights in E2M1, numbers of four bits, with scales of groups along the inputs: MXFP4 and NVFP4."""
 
-from dataclasses import replace
-
 import ml_dtypes
 import numpy as np
+from msgspec.structs import replace
 
 from shardplan.checkpoint.format.codecs.coded_tensor import CommonScale, GroupValues
 from shardplan.checkpoint.format.codecs.stored_parts import FLOATS, StoredParts

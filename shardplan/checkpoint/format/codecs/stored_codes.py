@@ -1,7 +1,6 @@
 """The codes and the scales of a coded tensor as tensors of their own, to be loaded as arrays of their own."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -14,8 +13,7 @@ from shardplan.checkpoint.mapping.views import Shape
 from shardplan.model.kept_weights import CODES, owner_of
 
 
-@dataclass(frozen=True, slots=True)
-class StoredScales(ComputedTensor):
+class StoredScales(ComputedTensor, frozen=True, gc=False):
     """The tensor of scales of a coded tensor, which are checked while they are read."""
 
     owner: CodedTensor | None = None
