@@ -48,9 +48,12 @@ class HardwareConfig:
 
     slice: str = "cpu-8"
     """A TPU slice such as v4-256, v4:4x4x8 (by its torus), 2xv6e-256 (two slices), or cpu-N for virtual CPU devices."""
+    host_gib: float | None = None
+    """Host memory for activations, GiB per device; default: three quarters of it."""
 
     def __post_init__(self) -> None:
         parse_slice(self.slice)  # raises: a misspelt slice is reported before anything is imported or planned
+        check_minimum("hardware.host_gib", self.host_gib, 0)
 
 
 def _check_mesh(mesh: Any) -> None:

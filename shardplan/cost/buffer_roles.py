@@ -56,6 +56,11 @@ def buffer_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
     return ROLES[buffer.role].bytes(buffer, assignment)
 
 
+def host_buffer_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
+    """Bytes of a live buffer in the memory of the host, for one device; 0 where the device has it."""
+    return assignment.bytes(buffer.array) if buffer.array.is_on_host else 0.0
+
+
 def stored_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
     """Bytes of a buffer in the sharding that its array has between tasks."""
     return assignment.bytes(buffer.array)

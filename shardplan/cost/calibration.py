@@ -23,6 +23,10 @@ MEMORY_ERROR = 0.08
 No program of docs/benchmarks that the compiler accepts needs more than this above or below its estimate
 (`tests/unit/test_accuracy.py`). A constant: no generation has enough programs near the limit for one of its own."""
 
+HOST_PART = 0.75
+"""Part of a host's memory that activations may take. The rest is for the loader, the input pipeline, copies of
+checkpoints on their way to storage, and the system. A choice, not a measurement: no program here has run on a TPU."""
+
 STEP_ERROR = 0.11
 """Relative error of nine in ten estimated step times: estimates that differ by less do not tell which step is faster.
 
@@ -80,6 +84,15 @@ def usable_bytes(hardware: Slice) -> float:
     """Bytes per device that an estimated peak must not exceed."""
     available = hardware.generation.hbm_gib * GIB
     return available if hardware.is_cpu else available * (1 - MEMORY_ERROR)
+
+
+def usable_host_bytes(hardware: Slice, host_gib: float | None = None) -> float:
+    """Bytes of a host's memory that a device may use for activations.
+
+    Args:
+        host_gib: `hardware.host_gib` of the configuration.
+    """
+    return GIB * (HOST_PART * hardware.generation.host_gib if host_gib is None else host_gib)
 
 
 def compiler_quirks(hardware: Slice, factors: Calibration | None = None) -> CompilerQuirks:

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from shardplan.cost.buffer_roles import ROLES, MemoryPart, buffer_bytes
+from shardplan.cost.buffer_roles import ROLES, MemoryPart, buffer_bytes, host_buffer_bytes
 from shardplan.cost.sharding import ShardingAssignment
 from shardplan.program.live_buffers import BufferRole, LiveBuffer, ProgramPoint
 from shardplan.program.tasks import Step
@@ -50,10 +50,7 @@ def point_bytes(point: ProgramPoint, assignment: ShardingAssignment) -> float:
 
 def host_bytes(step: Step, assignment: ShardingAssignment) -> float:
     """Bytes of the host's memory that a device uses at the largest point of the program."""
-    return max(
-        sum(count * assignment.bytes(buffer.array) for buffer, count in point if buffer.array.is_on_host)
-        for point in step.points
-    )
+    return max(sum(count * host_buffer_bytes(buffer, assignment) for buffer, count in point) for point in step.points)
 
 
 def stored_buffers(step: Step) -> Iterator[LiveBuffer]:

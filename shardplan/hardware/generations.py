@@ -76,6 +76,8 @@ class Generation:
     """Bytes per second of one chip over the data-centre network (DCN) that connects slices, one way."""
     host_bandwidth: float
     """Bytes per second between a device and the memory of its host (PCIe), one way."""
+    host_gib: float
+    """Memory of a host for each of its devices, GiB, in the machines that the cloud rents out with the chips."""
     clock: float
     """Frequency of the tensor core, Hz; converts the compiler's cycles to seconds."""
     host_chips: tuple[int, ...]
@@ -118,6 +120,7 @@ _V3 = Generation(
     wraparound=Wraparound.POD,
     network_bandwidth=6.25e9,
     host_bandwidth=8.0e9,
+    host_gib=42.5,
     clock=0.94e9,
     host_chips=_HOST,
     sizes=_2D_V3,
@@ -137,6 +140,7 @@ _V4 = Generation(
     wraparound=Wraparound.CUBES,
     network_bandwidth=6.25e9,
     host_bandwidth=1.6e10,
+    host_gib=101.75,
     clock=1.05e9,
     host_chips=_HOST,
     sizes=_3D_V4,
@@ -155,6 +159,7 @@ _V5E = Generation(
     wraparound=Wraparound.SIDE,
     network_bandwidth=3.125e9,
     host_bandwidth=1.6e10,
+    host_gib=48.0,
     clock=1.5e9,
     host_chips=_HOST,
     sizes=_2D,
@@ -174,6 +179,7 @@ _V5P = Generation(
     wraparound=Wraparound.CUBES,
     network_bandwidth=6.25e9,
     host_bandwidth=1.6e10,
+    host_gib=112.0,
     clock=1.75e9,
     host_chips=_HOST,
     sizes=_3D,
@@ -194,6 +200,7 @@ _V6E = Generation(
     wraparound=Wraparound.SIDE,
     network_bandwidth=1.25e10,
     host_bandwidth=3.2e10,
+    host_gib=180.0,
     clock=1.75e9,
     host_chips=_HOST,
     sizes=_2D,
@@ -215,6 +222,7 @@ _TPU7X = Generation(
     wraparound=Wraparound.CUBES,
     network_bandwidth=1.25e10,
     host_bandwidth=1.6e10,
+    host_gib=120.0,
     clock=2.2e9,
     host_chips=_HOST,
     sizes=_3D,

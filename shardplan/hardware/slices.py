@@ -234,6 +234,7 @@ def _make_cpu_slice(name: str, devices: int, copies: str | None) -> Slice:
         wraparound=Wraparound.POD,
         network_bandwidth=2.5e9,
         host_bandwidth=5e9,
+        host_gib=host_bytes / GIB / devices,
         clock=1e9,
         host_chips=(1, 1, 1),
         sizes=((devices,),),

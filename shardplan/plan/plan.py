@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardplan.errors import ConfigError, nearest, one_line
 from shardplan.experts.method import ExpertMethod
@@ -87,6 +87,18 @@ class HardwareInfo:
     """Memory available per device, GiB."""
 
 
+class MemoryVerdict(NamedTuple):
+    """Whether a step fits, in words and numbers of one kind of memory."""
+
+    fits: bool
+    bytes: int
+    """What it needs."""
+    limit: int
+    """What the memory has if it fits, and else what is usable."""
+    place: str = "per device"
+    """Which memory, in the words that follow a number of GiB."""
+
+
 @dataclass(frozen=True)
 class MemoryPlan:
     """Predicted memory of a step, bytes per device; `peak` is the largest sum of what is live at once."""
@@ -103,6 +115,10 @@ class MemoryPlan:
     available: int
     reserved: int = 0
     """Part of `available` that is kept free for the error of the estimate."""
+    host: int = 0
+    """Largest sum of activations that are in the memory of the host at once, for each of its devices."""
+    host_usable: int = 0
+    """Bytes that `host` may use."""
 
     @property
     def usable(self) -> int:
@@ -110,9 +126,21 @@ class MemoryPlan:
         return self.available - self.reserved
 
     @property
+    def fits_host(self) -> bool:
+        """Whether the host has room for what is moved there."""
+        return self.host <= self.host_usable
+
+    @property
     def fits(self) -> bool:
-        """Whether the peak fits the usable memory."""
-        return self.peak <= self.usable
+        """Whether the peak fits the usable memory of a device, and `host` that of its host."""
+        return self.peak <= self.usable and self.fits_host
+
+    @property
+    def verdict(self) -> MemoryVerdict:
+        """Whether it fits, and the bytes that this is decided by: those of the host where only these do not fit."""
+        if self.peak <= self.usable and not self.fits_host:
+            return MemoryVerdict(False, self.host, self.host_usable, "of the host per device")
+        return MemoryVerdict(self.fits, self.peak, self.available if self.fits else self.usable)
 
     @property
     def may_fit(self) -> bool:

@@ -104,9 +104,7 @@ def _print_load(load: PlannedLoad, out: Console) -> None:
     if plan is not None:
         mesh = f"{plan.hardware.devices:,} of {plan.hardware.slice}, mesh {mesh_text(plan.mesh)}"
         print_fact("devices", f"{mesh}: each holds {gib_text(plan.memory.parameters)} of parameters", out)
-        memory = plan.memory
-        limit = memory.available if memory.fits else memory.usable
-        print_fit(memory.fits, plan.hardware.slice, memory.peak, limit, out, " " * LABEL_WIDTH)
+        print_fit(plan.memory.verdict, plan.hardware.slice, out, " " * LABEL_WIDTH)
     processes = "1 process reads" if load.processes == 1 else f"{load.processes:,} processes read"
     speed = f"{load.bandwidth / 1e9:,.3g} GB/s{' each' if load.processes > 1 else ''}"
     print_fact("load", f"{seconds_text(load.seconds)}: {processes} {gib_text(load.bytes)}, at {speed}", out)

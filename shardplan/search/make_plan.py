@@ -131,6 +131,8 @@ def _infeasible_error(smallest: RankedCandidate, requested: Workload) -> Infeasi
         requested: the workload, with what it leaves to the search still open.
     """
     candidate, hardware = smallest.candidate, smallest.candidate.space.hardware
+    if candidate.peak_bytes <= candidate.space.available_bytes:
+        return _full_host_error(candidate)
     usable, available = usable_bytes(hardware) / GIB, hardware.generation.hbm_gib
     needed = candidate.peak_bytes / GIB
     allows_more = requested.is_training and requested.microbatches is not None
@@ -140,6 +142,17 @@ def _infeasible_error(smallest: RankedCandidate, requested: Workload) -> Infeasi
         f"device, and {usable:.2f} GiB are usable ({available:.2f} less {available - usable:.2f} for the error of the "
         f"estimate): {needed - usable:.2f} GiB are missing; use a larger slice, a smaller workload.batch or "
         f"workload.position{more}, or a narrower dtype"
+    )
+
+
+def _full_host_error(candidate: Candidate) -> InfeasibleError:
+    """Return the error that hosts have no room for the activations that are moved there."""
+    space = candidate.space
+    needed, usable = host_bytes(space.step, candidate.assignment) / GIB, space.host_available_bytes / GIB
+    return InfeasibleError(
+        f"no plan fits {space.hardware.name}: mesh {mesh_text(candidate.mesh)} moves {needed:.2f} GiB of activations "
+        f"to the host for each device, and {usable:.2f} GiB are usable: {needed - usable:.2f} GiB are missing; "
+        "move fewer (workload.gradient_checkpointing), set hardware.host_gib if hosts have more, or use a larger slice"
     )
 
 

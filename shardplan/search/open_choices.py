@@ -17,8 +17,9 @@ from shardplan.plan.workload.kinds import LogitBlocks
 from shardplan.plan.workload.workload import Workload
 
 AUTO_CHECKPOINTING = ("save_all", "default", "nested", "recompute")
-"""Kinds of gradient checkpointing tried for `auto`. No plan checks how much memory a host has, so that kinds that use
-it are left out."""
+"""Kinds of gradient checkpointing tried for `auto`."""
+HOST_CHECKPOINTING = ("offload_carries",)
+"""Kinds that are tried on TPUs as well: they move activations to the memory of the host, which is another one there."""
 
 
 class OpenNumber(NamedTuple):
@@ -74,7 +75,7 @@ def enumerate_variants(config: PlanConfig, vocab: int) -> Iterator[list[Workload
     for number in OPEN_NUMBERS:
         given = getattr(work, number.key)
         tried.append(number.values(work, hardware, vocab) if given is None else (given,))
-    for kind in _checkpointing_kinds(work):
+    for kind in _checkpointing_kinds(work, hardware):
         variants = []
         for values in itertools.product(*tried):
             named = {number.key: value for number, value in zip(OPEN_NUMBERS, values, strict=True)}
@@ -83,7 +84,9 @@ def enumerate_variants(config: PlanConfig, vocab: int) -> Iterator[list[Workload
         yield variants
 
 
-def _checkpointing_kinds(workload: Workload) -> tuple[str, ...]:
+def _checkpointing_kinds(workload: Workload, hardware: Slice) -> tuple[str, ...]:
     if workload.gradient_checkpointing != OPEN_CHECKPOINTING:
         return (workload.gradient_checkpointing,)
-    return AUTO_CHECKPOINTING if workload.is_training else ("default",)
+    if not workload.is_training:
+        return ("default",)
+    return AUTO_CHECKPOINTING if hardware.is_cpu else AUTO_CHECKPOINTING + HOST_CHECKPOINTING

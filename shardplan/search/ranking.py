@@ -16,10 +16,11 @@ TIME_RESOLUTION = 1e-3
 It is what a plan may be slower for the sake of memory. Where ties were within 1%, 405B on v4-256 got a plan that is
 6.9% slower as compiled than another candidate, which needs more memory and fits (docs/log.md).
 """
-LOOP_OVER_LOGITS = 1e-2
-"""Part of a step by which a plan with logits in blocks must be faster than one that computes all logits at once.
+LEFT_OUT = 1e-2
+"""Part of a step by which a plan must be faster to have what the estimate leaves out the price of.
 
-The loop over blocks takes 0.6% of a step of an 8B model as compiled (docs/log.md), and the estimate leaves it out.
+The loop over blocks of logits takes 0.6% of a step of an 8B model as compiled (docs/log.md), which no estimate has; and
+copies to and from the host are hidden in an estimate as well as they can be.
 """
 
 
@@ -43,6 +44,11 @@ class Candidate:
     """How routed experts are computed; None for a model without."""
 
     @property
+    def complexity(self) -> tuple[bool, int]:
+        """What the estimate leaves a part of the price out of: copies to the host, and blocks of logits."""
+        return bool(self.space.host_points), self.space.logit_blocks
+
+    @property
     def assignment(self) -> ShardingAssignment:
         """The sharding of every array under this candidate."""
         return self.space.assignment(self.mesh, self.compute, self.params, self.methods, experts=self.experts)
@@ -60,7 +66,7 @@ class Ranking:
     def limit(self) -> float:
         """Step time in seconds above which a further candidate is not kept."""
         full = len(self.candidates) == self.keep
-        return max(c.seconds for c in self.candidates) * (1 + LOOP_OVER_LOGITS) if full else math.inf
+        return max(c.seconds for c in self.candidates) * (1 + LEFT_OUT) if full else math.inf
 
     @property
     def evaluated(self) -> list[Candidate]:
@@ -85,17 +91,17 @@ class Ranking:
 
 
 def _fastest(candidates: Sequence[Candidate]) -> Candidate:
-    """Return the fastest candidate; one with fewer blocks of logits may be slower by `LOOP_OVER_LOGITS`."""
-    limit = min(c.seconds for c in candidates) * (1 + LOOP_OVER_LOGITS)
+    """Return the fastest candidate; a simpler one may be slower by `LEFT_OUT`."""
+    limit = min(c.seconds for c in candidates) * (1 + LEFT_OUT)
     near = (c for c in candidates if c.seconds <= limit)
-    return min(near, key=lambda c: (c.space.logit_blocks, c.seconds))
+    return min(near, key=lambda c: (*c.complexity, c.seconds))
 
 
-def _order(candidate: Candidate, tie_limit: float) -> tuple[bool, int, float, float]:
-    """Sort key of a candidate: those that tie by blocks of logits and memory, then the others by time."""
+def _order(candidate: Candidate, tie_limit: float) -> tuple[bool, bool, int, float, float]:
+    """Sort key of a candidate: those that tie by complexity and memory, then the others by time."""
     if candidate.seconds > tie_limit:
-        return (True, 0, candidate.seconds, candidate.seconds)
-    return (False, candidate.space.logit_blocks, candidate.peak_bytes, candidate.seconds)
+        return (True, False, 0, candidate.seconds, candidate.seconds)
+    return (False, *candidate.complexity, candidate.peak_bytes, candidate.seconds)
 
 
 def _smallest(group: list[Candidate], tie_limit: float) -> Candidate:

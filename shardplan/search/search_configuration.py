@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shardplan.config import PlanConfig
-from shardplan.cost.calibration import compiler_quirks, load_calibration, usable_bytes
+from shardplan.cost.calibration import compiler_quirks, load_calibration, usable_bytes, usable_host_bytes
 from shardplan.errors import ConfigError, InfeasibleError
 from shardplan.hardware import parse_slice
 from shardplan.hardware.mesh_axes import POSITION_CHOICES
@@ -93,6 +93,7 @@ def search_configuration(config: PlanConfig, model: Model, keep: int, own_attent
                 too_slow.append(variant.numbers)
             seconds += time.perf_counter() - started
     smallest: RankedCandidate | None = None
+    full_host: RankedCandidate | None = None
     for relaxation in RELAXATIONS:
         for choice, _ in itertools.chain(*variants) if not ranking.candidates else ():
             space = replace(_build_space(choice, model, rules, own_attention), **relaxation)
@@ -104,12 +105,14 @@ def search_configuration(config: PlanConfig, model: Model, keep: int, own_attent
             if candidate is not None and candidate.peak_bytes <= space.available_bytes:
                 searched[id(space)] = choice
                 search_meshes(space, meshes, ranking, statistics)
+                full_host = RankedCandidate(choice, candidate)  # unless the search found another one
             elif candidate is not None:
                 smallest = RankedCandidate(choice, candidate)
             seconds += time.perf_counter() - started
     if ranking.candidates:
         ranked = [RankedCandidate(searched[id(candidate.space)], candidate) for candidate in ranking.candidates]
         return SearchResult(ranked, True, is_exhaustive, statistics, seconds, ranking.evaluated)
+    smallest = smallest or full_host
     if smallest is None:
         raise _unsatisfiable_error(config, rules, meshes, statistics)
     return SearchResult([smallest], False, is_exhaustive, statistics, seconds, [])
@@ -176,6 +179,7 @@ def _build_space(config: PlanConfig, model: Model, rules: Rules, own_attention: 
         calibration=load_calibration(hardware.generation.name),
         quirks=compiler_quirks(hardware),
         available_bytes=usable_bytes(hardware),
+        host_available_bytes=usable_host_bytes(hardware, config.hardware.host_gib),
         rules=rules,
         position_choices=(
             UNSHARDED_POSITIONS if is_packed or (is_training and not hardware.is_cpu) else POSITION_CHOICES

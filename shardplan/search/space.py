@@ -42,7 +42,7 @@ from shardplan.plan.attention_plan import AttentionPlan, Strategy
 from shardplan.plan.mapping import AxisMapping, MeshAxes, MeshShape, mesh_size
 from shardplan.plan.pins import Rules
 from shardplan.positions.sequence_order import SequenceOrder
-from shardplan.program.live_buffers import LiveBuffer
+from shardplan.program.live_buffers import LiveBuffer, ProgramPoint
 from shardplan.program.named_arrays import TracedArray
 from shardplan.program.tasks import ExpertAxes, Step, Task, TaskKind
 
@@ -106,6 +106,8 @@ class Space:
     """Bytes per device that a plan may use."""
     rules: Rules
     """What the user pins or forbids."""
+    host_available_bytes: float = math.inf
+    """Bytes of its host's memory that a plan may use for each device."""
     logit_blocks: int = 1
     """Parts of the positions whose logits are in memory one after the other."""
     position_choices: tuple[MeshAxes, ...] = POSITION_CHOICES
@@ -116,6 +118,24 @@ class Space:
     """Whether the space also holds plans in which devices along a mesh axis repeat the same work."""
     methods: tuple[AttentionMethod, ...] = METHODS
     """Attention methods for sharded positions; if empty, Levanter's own attention, which gathers keys and values."""
+
+    @cached_property
+    def host_points(self) -> tuple[ProgramPoint, ...]:
+        """The buffers in the memory of the host, at every point of the program where they differ; without any, none."""
+        points = (tuple(each for each in point if each[0].array.is_on_host) for point in self.step.points)
+        return tuple(filter(None, dict.fromkeys(points)))
+
+    @cached_property
+    def limits(self) -> np.ndarray:
+        """Bytes that a plan may use at every point of the program, and then at every one of `host_points`."""
+        return self._limits(self.available_bytes, self.host_available_bytes)
+
+    def device_limits(self, available_bytes: float) -> np.ndarray:
+        """Return `limits` for devices with `available_bytes`, and hosts with memory without end."""
+        return self._limits(available_bytes, math.inf)
+
+    def _limits(self, device_bytes: float, host_bytes: float) -> np.ndarray:
+        return np.repeat([device_bytes, host_bytes], [len(self.step.points), len(self.host_points)])
 
     @cached_property
     def sizes(self) -> dict[str, int]:
@@ -386,7 +406,8 @@ class ComponentCost:
     min_stored_bytes: float
     """Bytes per device of the component's parameters and optimizer state, sharded over all devices."""
     counts: np.ndarray
-    """[program point, buffer]: how many of a buffer are live at a point."""
+    """[point, buffer]: how many of a buffer a device has at a point of the program, and its host at each of
+    `Space.host_points`."""
     computed_together: frozenset[frozenset[str]]
     """Sets of logical axes that meet in a computation, so that no two of them may share a mesh axis."""
     stored_together: frozenset[frozenset[str]]
@@ -425,10 +446,14 @@ def _component_cost(space: Space, component: tuple[str, ...]) -> ComponentCost:
     step = space.step
     tasks = [task for task in step.tasks if belongs(*task.operands, *task.results)]
     stored_here = [buffer for buffer in stored_buffers(step) if belongs(buffer.array)]
-    points = [
-        Counter(stored_here) + Counter({b: n for b, n in point if belongs(b.array, *b.related_arrays)})
-        for point in step.points
-    ]
+
+    def live_here(point: ProgramPoint, *, on_host: bool) -> Counter[LiveBuffer]:
+        """Return the buffers of a point that belong to the component, in one of both memories."""
+        live = ((b, n) for b, n in point if b.array.is_on_host == on_host)
+        return Counter({b: n for b, n in live if belongs(b.array, *b.related_arrays)})
+
+    points = [Counter(stored_here) + live_here(point, on_host=False) for point in step.points]
+    points += [live_here(point, on_host=True) for point in space.host_points]
     buffers = list(dict.fromkeys(buffer for point in points for buffer in point))
     open_axes = (*component, space.residual)
     is_stored = space.assignment({}, {}, {}).is_stored_like_a_parameter

@@ -3,6 +3,7 @@
 import pytest
 
 from shardplan.errors import ConfigError, InfeasibleError
+from shardplan.hardware import GIB
 from shardplan.plan.workload.packing import packed_length
 from shardplan.search.fastest_batch import TIE, batches
 from shardplan.search.make_plan import make_plan, model_from_config
@@ -61,12 +62,34 @@ def test_every_combination_of_open_values_is_tried_once(make_config):
     auto = list(enumerate_variants(make_config(**train, workload_gradient_checkpointing="auto"), 128256))
     kinds = [{each.config.workload.gradient_checkpointing for each in group} for group in auto]
     assert kinds == [{"save_all"}, {"default"}, {"nested"}, {"recompute"}] and {*map(len, auto)} == {6}
+    on_tpu = make_config(**train, workload_gradient_checkpointing="auto", hardware_slice="v5e-8")
+    [*_, last] = enumerate_variants(on_tpu, 128256)  # the host of virtual CPU devices has no memory of its own
+    assert {each.config.workload.gradient_checkpointing for each in last} == {"offload_carries"}
     score = {"model_config": "llama-3.1-8b", "workload_kind": "score", "workload_batch": 64, "hardware_slice": "v5e-8"}
     ((only,),) = enumerate_variants(make_config(**score, workload_position=8192), 128256)
     assert only.config.workload.logit_blocks == 128  # 250.5 GiB of logits over 8 devices, 250.5 MiB each
     assert only.config.workload.microbatches == 1
     ((given,),) = enumerate_variants(make_config(**score, workload_logit_blocks=4), 128256)
     assert given.config.workload.logit_blocks == 4
+
+
+def test_activations_are_moved_to_hosts_that_have_room(llama_model, llama_config):
+    """Where that saves time; otherwise planned without, and refused where nothing else is allowed."""
+    settings = {"hardware_slice": "v5e-16", "workload_kind": "train", "workload_microbatches": 1}
+    tight = {**settings, "workload_batch": 96, "workload_param_dtype": "bfloat16"}
+    moved = make_plan(llama_config(**tight, workload_gradient_checkpointing="auto"), llama_model)
+    assert moved.workload.gradient_checkpointing == "offload_carries"
+    assert 0 < moved.memory.host <= moved.memory.host_usable == 36 * GIB and moved.memory.fits
+    assert any(reason.startswith("memory of the host: ") for reason in moved.search.reasons)
+    roomy = llama_config(**{**tight, "workload_batch": 32}, workload_gradient_checkpointing="auto")
+    assert make_plan(roomy, llama_model).workload.gradient_checkpointing == "default"  # copies would gain nothing
+    little = llama_config(**tight, workload_gradient_checkpointing="auto", hardware_host_gib=0)
+    kept = make_plan(little, llama_model)
+    assert (kept.workload.gradient_checkpointing, kept.memory.host) == ("nested", 0)
+    assert kept.cost.step_seconds > moved.cost.step_seconds
+    with pytest.raises(InfeasibleError, match=r"moves .* GiB of activations to the host .*, and 0\.01 GiB are usable"):
+        full = {"workload_gradient_checkpointing": "offload_carries", "hardware_host_gib": 0.01}
+        make_plan(llama_config(**tight, **full), llama_model)
 
 
 def test_checkpointing_can_be_chosen(llama_model, llama_config):

@@ -228,7 +228,7 @@ def test_a_given_plan_is_not_changed(plan, golden, make_config, tmp_path):
 
 
 def test_a_plan_of_version_0_1_loads():
-    """Written before `caveats`, `model_flops`, settings of scores and experts, and parts of `model` were added."""
+    """Written before `caveats`, `model_flops`, settings of scores and experts, host memory and parts of `model`."""
     values = json.loads((DATA / "plan-0.1.json").read_text(encoding="utf-8"))
     plan = Plan.load(str(DATA / "plan-0.1.json"))
     written = json.loads(json.dumps(plan.to_json()))
@@ -239,6 +239,7 @@ def test_a_plan_of_version_0_1_loads():
     settings = {"top_k": 40, "temperature": 1.0, "window": None, "logit_blocks": None, "expert_load_spread": 0}
     for key, value in settings.items():
         assert written["workload"].pop(key) == value
+    assert written["memory"].pop("host") == written["memory"].pop("host_usable") == 0
     assert written.pop("checksum")
     assert written == values
 

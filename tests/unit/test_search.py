@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from shardplan.cost.calibration import load_calibration
-from shardplan.cost.memory import estimate_memory
+from shardplan.cost.memory import estimate_memory, host_bytes
 from shardplan.cost.roofline import step_tasks
 from shardplan.cost.sharding import CompilerQuirks
 from shardplan.errors import ConfigError, InfeasibleError
@@ -22,6 +22,7 @@ from shardplan.model.registry import build_model
 from shardplan.plan.attention_plan import AttentionPlan
 from shardplan.plan.pins import Rule, Rules
 from shardplan.plan.plan import Plan
+from shardplan.program.live_buffers import BufferRole
 from shardplan.program.named_arrays import TracedArray
 from shardplan.program.trace import Argument, trace_jaxpr
 from shardplan.program.walk import build_step
@@ -206,6 +207,52 @@ def test_search_equals_brute_force(space, tightness, keep):
     assert best.peak_bytes == pytest.approx(estimate_memory(space.step, best.assignment).peak)
 
 
+def moved_to_host(step, arrays):
+    """The step with activations in the memory of the host."""
+
+    def moved(buffer):
+        is_moved = buffer.role == BufferRole.LIVE and buffer.array in arrays
+        return (
+            dataclasses.replace(buffer, array=dataclasses.replace(buffer.array, is_on_host=True))
+            if is_moved
+            else buffer
+        )
+
+    points = tuple(tuple((moved(buffer), count) for buffer, count in point) for point in step.points)
+    return dataclasses.replace(step, points=points)
+
+
+@settings(max_examples=30)
+@given(spaces(), st.data(), st.floats(0, 1), st.floats(0, 1))
+def test_the_memory_of_hosts_is_a_limit_as_well(space, data, tightness, host_tightness):
+    """The search finds the fastest point that fits in both memories, and none where brute force finds none."""
+    live = {b.array: None for point in space.step.points for b, _ in point if b.role == BufferRole.LIVE}
+    arrays = data.draw(st.lists(st.sampled_from([*live]), min_size=1, max_size=3))
+    space = dataclasses.replace(space, step=moved_to_host(space.step, arrays))
+    meshes = mesh_shapes(space.hardware, {})
+    assignments = list(itertools.islice(all_assignments(space, meshes), MAX_POINTS + 1))
+    assume(0 < len(assignments) <= MAX_POINTS)
+    sizes = [(estimate_memory(space.step, each).peak, host_bytes(space.step, each)) for each in assignments]
+    limits = [
+        sorted(of_memory)[round(part * (len(sizes) - 1))]
+        for of_memory, part in zip(zip(*sizes, strict=True), (tightness, host_tightness), strict=True)
+    ]
+    fitting = [
+        each
+        for each, (peak, on_host) in zip(assignments, sizes, strict=True)
+        if peak <= limits[0] and on_host <= limits[1]
+    ]
+    ranking = Ranking(1)
+    limited = dataclasses.replace(space, available_bytes=limits[0], host_available_bytes=limits[1])
+    search_meshes(limited, meshes, ranking, SearchStatistics())
+    assert bool(ranking.candidates) is bool(fitting)
+    for best in ranking.candidates:
+        fastest = min(total_seconds(space, each) for each in fitting)
+        assert best.seconds <= fastest * (1 + TIME_RESOLUTION) * (1 + 1e-9)
+        assert host_bytes(space.step, best.assignment) <= limits[1] * (1 + 1e-9)
+        assert best.peak_bytes == pytest.approx(estimate_memory(space.step, best.assignment).peak)
+
+
 @pytest.mark.parametrize("pin", [(), ("mlp=data",), ("heads=replica", "mlp=model+data")], ids=str)
 def test_subproblems_take_no_less_than_their_bounds(make_config, pin):
     """The bounds by which the search skips subproblems hold for matmuls that fill the matrix unit, and with pins."""
@@ -258,7 +305,7 @@ def test_the_size_of_an_axis_is_that_of_its_parameter():
 
 def test_a_chain_of_nearly_equal_candidates_does_not_drift():
     """Each candidate ties with the one before, but the last does not tie with the first."""
-    space, points = SimpleNamespace(logit_blocks=1), ((1.0, 50.0), (1.00099, 40.0), (1.00195, 30.0))
+    space, points = SimpleNamespace(logit_blocks=1, host_points=()), ((1.0, 50.0), (1.00099, 40.0), (1.00195, 30.0))
     candidates = [Candidate(space, {}, {}, {}, None, *point) for point in points]
     for order in itertools.permutations(candidates):
         ranking = Ranking(2)
@@ -270,7 +317,7 @@ def test_a_chain_of_nearly_equal_candidates_does_not_drift():
 def test_logits_in_blocks_win_by_more_than_their_loop_takes():
     """The estimate leaves out what the loop over blocks takes; a plan in blocks has to be faster by more than that."""
     at_once, blocks, faster = (
-        Candidate(SimpleNamespace(logit_blocks=number), {}, {}, {}, None, seconds, peak)
+        Candidate(SimpleNamespace(logit_blocks=number, host_points=()), {}, {}, {}, None, seconds, peak)
         for number, seconds, peak in ((1, 1.0, 50.0), (8, 0.995, 20.0), (8, 0.98, 30.0))
     )
     for order in itertools.permutations((at_once, blocks, faster)):
@@ -362,7 +409,8 @@ def test_no_duplicates_and_everything_divides(make_config, name, slice_name):
 
 def test_memory_parts_add_up_and_the_plan_round_trips(make_config):
     plan = plan_of(make_config, "llama-3.1-8b", "v5e-8", batch=8, workload_param_dtype="float32")
-    parts = {part: size for part, size in vars(plan.memory).items() if part not in ("peak", "available", "reserved")}
+    sums = ("peak", "available", "reserved", "host", "host_usable")
+    parts = {part: size for part, size in vars(plan.memory).items() if part not in sums}
     assert plan.memory.peak == pytest.approx(sum(parts.values()), abs=len(parts))
     assert plan.memory.cast_parameters > 0
     assert Plan.from_json(plan.to_json()) == plan

@@ -14,7 +14,9 @@ BARELY_SHARDED_FACTOR = 4
 NUM_LARGEST = 3
 """How many of the largest parts of memory and parameters a finding names."""
 MEMORY_PARTS = [
-    part.name for part in dataclasses.fields(MemoryPlan) if part.name not in ("peak", "available", "reserved")
+    part.name
+    for part in dataclasses.fields(MemoryPlan)
+    if part.name not in ("peak", "available", "reserved", "host", "host_usable")
 ]
 
 
@@ -22,6 +24,18 @@ def check_memory(s: Subject, plan: Plan) -> Findings:
     """Find a step that does not fit, or that may not: its peak is within the error of the prediction."""
     memory = plan.memory
     if memory.fits:
+        return
+    if not memory.fits_host:
+        yield Finding(
+            Severity.ERROR,
+            FindingKind.MEMORY,
+            s.mapping_keys,
+            f"out of the memory of the host: {memory.host / GIB:.2f} GiB of activations for each device, of "
+            f"{memory.host_usable / GIB:.2f}",
+            "move fewer activations to the host (gradient_checkpointing), shard the batch over more devices, or use a "
+            "larger slice",
+        )
+    if memory.peak <= memory.usable:
         return
     if memory.may_fit:
         yield Finding(

@@ -43,8 +43,8 @@ class Workload:
     compute_dtype: str = "bfloat16"
     """Type of activations and products: bfloat16, float16 or float32."""
     gradient_checkpointing: str = "default"
-    """Which activations training keeps: default, recompute, nested, offload_carries, offload, save_all; auto for the
-    fastest that fits, offloads left out. +NAME also keeps those of a name, if there are any, +NAME@host on the host."""
+    """What training keeps: default, recompute, nested, offload_carries, offload, save_all; auto for the fastest that
+    fits, without offload. +NAME also keeps activations of a name, +NAME@host on the host."""
     microbatches: int | None = None
     """Parts of a training batch, one after the other; default: the fastest that fits."""
     optimizer: str = "adamw"
@@ -54,7 +54,7 @@ class Workload:
     temperature: float = 1.0
     """Of score: probabilities are those of softmax(logits / temperature)."""
     window: int | None = None
-    """Of score: tokens of each of the windows that are packed into a sequence; null for one window per sequence."""
+    """Of score: tokens of each window where several share a sequence; default: one window."""
     logit_blocks: int | None = None
     """Of eval and score: blocks of positions whose logits are in memory in turn. Default: for score within 256 MiB per
     device, for eval the fastest that fits."""

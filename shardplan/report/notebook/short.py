@@ -6,7 +6,7 @@ from typing import Any
 
 from shardplan.hardware import GIB
 from shardplan.plan.mapping import mesh_text
-from shardplan.plan.plan import Plan
+from shardplan.plan.plan import MemoryVerdict, Plan
 from shardplan.report.notebook.drawing import draw_numbers, draw_tiles
 from shardplan.report.page.panels.torus import default_tiling, mesh_coordinates, tilings_of
 from shardplan.report.page.units import gib_text, seconds_text
@@ -46,7 +46,7 @@ def plan_html(plan: Plan) -> str:
         [
             speed_text(plan),
             f"mesh {mesh_text(plan.mesh)}",
-            _memory_text(memory.peak, memory.available if memory.fits else memory.usable),
+            _memory_text(memory.verdict),
         ],
         draw_tiles(tiling, plan.hardware.slice, plan.mesh),
         parts,
@@ -87,7 +87,7 @@ def verdict_lines(verdict: Verdict) -> list[str]:
     if verdict.reason is not None:
         lines.append(reason_text(verdict.reason))
     if memory is not None:
-        lines.append(_memory_text(memory.peak, memory.available))
+        lines.append(_memory_text(MemoryVerdict(verdict.fits, memory.peak, memory.available)))
     return lines
 
 
@@ -120,5 +120,5 @@ def _render(
     )
 
 
-def _memory_text(peak: int, limit: int) -> str:
-    return f"{peak / GIB:.2f} of {limit / GIB:.2f} GiB per device"
+def _memory_text(memory: MemoryVerdict) -> str:
+    return f"{memory.bytes / GIB:.2f} of {memory.limit / GIB:.2f} GiB {memory.place}"

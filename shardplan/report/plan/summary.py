@@ -4,7 +4,7 @@ from rich.console import Console
 from rich.text import Text
 
 from shardplan.hardware import GIB
-from shardplan.plan.plan import Plan
+from shardplan.plan.plan import MemoryVerdict, Plan
 from shardplan.report.text import print_wrapped
 
 NEGLIGIBLE = 1e-3
@@ -13,28 +13,23 @@ NEGLIGIBLE = 1e-3
 
 def print_estimate(plan: Plan, out: Console) -> None:
     """Print the verdict on a plan by its own estimate, on two lines at 80 columns."""
-    memory = plan.memory
-    print_fit(
-        memory.fits, plan.hardware.slice, memory.peak, memory.usable if not memory.fits else memory.available, out
-    )
+    print_fit(plan.memory.verdict, plan.hardware.slice, out)
     print_wrapped(speed_text(plan), out)
 
 
-def print_fit(fits: bool, slice_name: str, peak: int, limit: int, out: Console, label: str = "") -> None:
-    """Print on one line whether a step fits, and the memory of a device that is free or missing.
+def print_fit(memory: MemoryVerdict, slice_name: str, out: Console, label: str = "") -> None:
+    """Print on one line whether a step fits, and the memory that is free or missing.
 
     Args:
-        peak: bytes per device.
-        limit: bytes per device that the peak is compared with.
         label: what the line begins with.
     """
-    verdict = Text("fits", "bold green") if fits else Text("does not fit", "bold red")
-    gib, limit_gib = f"{peak / GIB:.2f}", f"{limit / GIB:.2f}"
-    rest = f"{abs(limit - peak) / GIB:.2f}"
+    verdict = Text("fits", "bold green") if memory.fits else Text("does not fit", "bold red")
+    gib, limit_gib = f"{memory.bytes / GIB:.2f}", f"{memory.limit / GIB:.2f}"
+    rest = f"{abs(memory.limit - memory.bytes) / GIB:.2f}"
     text = (
-        f" {slice_name}: {gib} of {limit_gib} GiB per device, {rest} GiB free"
-        if fits
-        else f" {slice_name}: {gib} GiB per device needed, {limit_gib} usable: {rest} missing"
+        f" {slice_name}: {gib} of {limit_gib} GiB {memory.place}, {rest} GiB free"
+        if memory.fits
+        else f" {slice_name}: {gib} GiB {memory.place} needed, {limit_gib} usable: {rest} missing"
     )
     print_wrapped(text, out, Text.assemble(label, verdict), indent="")
 

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from shardplan.hardware import GIB
 from shardplan.plan.mapping import mesh_text
-from shardplan.plan.plan import Plan
+from shardplan.plan.plan import MemoryVerdict, Plan
 from shardplan.report.plan.summary import NEGLIGIBLE, percent_text, print_fit, step_text
 from shardplan.report.text import make_table, print_bullets, print_first_fitting, print_wrapped, with_path_ends
 from shardplan.verify.verdict import (
@@ -96,7 +96,7 @@ def print_verdict(label: str, plan: Plan, verdict: Verdict, out: Console) -> Non
     """Print outcome, memory and speed of one program on two lines, then its details and its largest collectives."""
     memory, time = verdict.memory, verdict.time
     if memory is not None:
-        print_fit(verdict.fits, verdict.slice, memory.peak, memory.available, out, f"{label}: ")
+        print_fit(MemoryVerdict(verdict.fits, memory.peak, memory.available), verdict.slice, out, f"{label}: ")
     else:
         print_wrapped(f" on {verdict.slice}", out, Text.assemble(f"{label}: ", (str(verdict.outcome), "bold red")))
     if time is not None:

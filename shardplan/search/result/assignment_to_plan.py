@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from shardplan.config import PlanConfig
 from shardplan.cost.attention import with_kernels
-from shardplan.cost.calibration import load_calibration, usable_bytes
+from shardplan.cost.calibration import load_calibration, usable_bytes, usable_host_bytes
 from shardplan.cost.collectives import Purpose
-from shardplan.cost.memory import estimate_memory
+from shardplan.cost.memory import estimate_memory, host_bytes
 from shardplan.cost.roofline import host_copy_seconds, model_flops, step_tasks, transfer_seconds
 from shardplan.cost.sharding import ShardingAssignment
 from shardplan.hardware import GIB, CollectiveKind, Slice, parse_slice, place_mesh
@@ -108,7 +108,7 @@ def build_plan(
             )
             for parameter, array in zip(axes.parameters, step.parameters, strict=True)
         ],
-        memory=_memory_plan(step, assignment, hardware),
+        memory=_memory_plan(step, assignment, hardware, config.hardware.host_gib),
         cost=replace(cost, model_flops=model_flops(model, workload)),
         search=search,
         attention=with_kernels(step, assignment),
@@ -118,8 +118,12 @@ def build_plan(
     )
 
 
-def _memory_plan(step: Step, assignment: ShardingAssignment, hardware: Slice) -> MemoryPlan:
-    """Return the estimated memory of an assignment in whole bytes per device."""
+def _memory_plan(step: Step, assignment: ShardingAssignment, hardware: Slice, host_gib: float | None) -> MemoryPlan:
+    """Return the estimated memory of an assignment in whole bytes per device.
+
+    Args:
+        host_gib: `hardware.host_gib` of the configuration.
+    """
     parts, available = estimate_memory(step, assignment), int(hardware.generation.hbm_gib * GIB)
     return MemoryPlan(
         **{part: round(size) for part, size in vars(parts).items()},
@@ -127,6 +131,8 @@ def _memory_plan(step: Step, assignment: ShardingAssignment, hardware: Slice) ->
         peak=round(parts.peak),
         available=available,
         reserved=available - int(usable_bytes(hardware)),
+        host=round(host_bytes(step, assignment)),
+        host_usable=int(usable_host_bytes(hardware, host_gib)),
     )
 
 

@@ -23,7 +23,7 @@ class ComponentChoice:
     params: dict[str, MeshAxes]
     seconds: float
     bytes: np.ndarray
-    """Bytes per device at every program point, or of every buffer."""
+    """Bytes per device at every point of the program, then in the memory of its host; or of every buffer."""
 
     def uses(self, mesh_axis: str) -> bool:
         """Whether `mesh_axis` shards a computation."""
@@ -36,8 +36,14 @@ class Choices(NamedTuple):
     base: ComponentChoice
     components: list[list[ComponentChoice]]
     """[component][choice]"""
+    device_points: int
+    """Number of points of the program, which come first in the bytes of a choice."""
     required: MeshAxes = ()
     """Mesh axes that at least one component must use in its computations."""
+
+    def peak(self, size: np.ndarray) -> float:
+        """Return the peak memory of a device, of bytes at every point."""
+        return float(size[: self.device_points].max())
 
     def is_allowed(self, chosen: Iterable[ComponentChoice]) -> bool:
         """Whether `required` is met by one choice per component."""
@@ -69,21 +75,21 @@ def pareto_optimal(choices: list[ComponentChoice], required: MeshAxes = ()) -> l
     return kept
 
 
-def fastest_combinations(choices: Choices, limit: float, available_bytes: float) -> list[Combination]:
+def fastest_combinations(choices: Choices, limit: float, available_bytes: np.ndarray) -> list[Combination]:
     """The Pareto-optimal combinations (time against peak memory) among those that fit and tie with the fastest.
 
     Args:
         limit: step time in seconds above which no combination is returned.
-        available_bytes: bytes per device that the peak may have.
+        available_bytes: bytes per device that a combination may have at every point.
     """
-    base, components, _ = choices
+    base, components = choices.base, choices.components
     seconds_left = np.cumsum([0.0, *(min(c.seconds for c in each) for each in reversed(components))])[::-1]
     bytes_left = _min_bytes_left(choices)
     best: list[Combination] = []
     stack: list[tuple[int, float, np.ndarray, tuple[ComponentChoice, ...]]] = [(0, base.seconds, base.bytes, ())]
     while stack:
         depth, seconds, size, chosen = stack.pop()
-        if seconds + seconds_left[depth] > limit or (size + bytes_left[depth]).max() > available_bytes:
+        if seconds + seconds_left[depth] > limit or (size + bytes_left[depth] > available_bytes).any():
             continue
         if depth < len(components):
             # the fastest choice is pushed last, so that it is popped first
@@ -92,7 +98,7 @@ def fastest_combinations(choices: Choices, limit: float, available_bytes: float)
             continue
         if not choices.is_allowed(chosen):
             continue
-        new = _combine(base, chosen)
+        new = _combine(choices, chosen)
         limit = min(limit, new.seconds * (1 + TIME_RESOLUTION))
         if not any(_dominates(old, new) for old in best):
             best = [old for old in best if old.seconds <= limit and not _dominates(new, old)] + [new]
@@ -100,30 +106,34 @@ def fastest_combinations(choices: Choices, limit: float, available_bytes: float)
 
 
 def smallest_combination(choices: Choices, limit_bytes: float) -> Combination | None:
-    """The combination with the smallest peak memory, or None if no peak is below `limit_bytes` per device."""
-    base, components, _ = choices
+    """The combination with the smallest peak memory, or None if no peak is below `limit_bytes` per device.
+
+    How much memory of hosts it takes does not matter.
+    """
+    base, components = choices.base, choices.components
     bytes_left = _min_bytes_left(choices)
     best: Combination | None = None
     stack: list[tuple[int, np.ndarray, tuple[ComponentChoice, ...]]] = [(0, base.bytes, ())]
     while stack:
         depth, size, chosen = stack.pop()
-        if (size + bytes_left[depth]).max() >= limit_bytes:
+        if choices.peak(size + bytes_left[depth]) >= limit_bytes:
             continue
         if depth == len(components) and not choices.is_allowed(chosen):
             continue
         if depth == len(components):
-            best = _combine(base, chosen)
+            best = _combine(choices, chosen)
             limit_bytes = best.peak_bytes
             continue
-        for choice in sorted(components[depth], key=lambda choice: -choice.bytes.max()):
+        for choice in sorted(components[depth], key=lambda choice: -choices.peak(choice.bytes)):
             stack.append((depth + 1, size + choice.bytes, (*chosen, choice)))
     return best
 
 
-def _combine(base: ComponentChoice, chosen: tuple[ComponentChoice, ...]) -> Combination:
+def _combine(choices: Choices, chosen: tuple[ComponentChoice, ...]) -> Combination:
+    base = choices.base
     size = base.bytes + sum(choice.bytes for choice in chosen)
     seconds = base.seconds + sum(choice.seconds for choice in chosen)
-    return Combination((base, *chosen), float(seconds), float(size.max()))
+    return Combination((base, *chosen), float(seconds), choices.peak(size))
 
 
 def _dominates(one: Combination, other: Combination) -> bool:

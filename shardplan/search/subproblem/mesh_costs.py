@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 
 from shardplan.cost.attention import has_kernel
-from shardplan.cost.buffer_roles import ROLES, buffer_bytes
+from shardplan.cost.buffer_roles import ROLES, buffer_bytes, host_buffer_bytes
 from shardplan.cost.gspmd import DeviceCost, device_cost, device_cost_lower_bound, weight_bytes
 from shardplan.cost.roofline import task_seconds
 from shardplan.cost.sharding import ShardingAssignment
@@ -64,13 +64,14 @@ class MeshCosts:
         )
 
     def bytes(self, component: ComponentCost, compute: ComputeSharding, params: dict[str, MeshAxes]) -> np.ndarray:
-        """Bytes per device of a component's buffers at every point of the program."""
+        """Bytes per device of a component's buffers at every point of the program, then at every point of the host."""
         assignment, choices = self._assignment(compute, params), component.all_choices(compute, params)
         sizes = []
         for (buffer, full_key), known in zip(component.buffers, self._buffer_bytes[component.axes], strict=True):
             key = full_key(choices)
             if key not in known:
-                known[key] = buffer_bytes(buffer, assignment)
+                of_memory = host_buffer_bytes if buffer.array.is_on_host else buffer_bytes
+                known[key] = of_memory(buffer, assignment)
             sizes.append(known[key])
         return component.counts @ np.array(sizes)
 

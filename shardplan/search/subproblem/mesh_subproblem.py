@@ -160,7 +160,8 @@ class MeshSubproblem:
     @cached_property
     def min_bytes(self) -> float:
         """Lower bound of the peak memory of a device; infinite if no mapping exists."""
-        peaks = [float(size.max()) for _, size in self.stored_residual_choices]
+        points = len(self.space.step.points)
+        peaks = [float(size[:points].max()) for _, size in self.stored_residual_choices]
         return min(peaks, default=math.inf) + self.space.min_stored_bytes
 
     def rank(self, ranking: Ranking) -> None:
@@ -174,11 +175,11 @@ class MeshSubproblem:
             if self.lower_bound > limit:
                 self.statistics.rejected[Rejection.SLOWER] += 1
                 return  # the bound holds for the choices that follow, too
-            choices = self._choices(residual, base_bytes, limit, self.space.available_bytes)
+            choices = self._choices(residual, base_bytes, limit, self.space.limits)
             if isinstance(choices, Rejection):
                 self.statistics.rejected[choices] += 1
                 continue
-            fastest = fastest_combinations(choices, limit, self.space.available_bytes)
+            fastest = fastest_combinations(choices, limit, self.space.limits)
             if fastest:
                 ranking.add(list(map(self._candidate, fastest)))
             else:
@@ -189,7 +190,7 @@ class MeshSubproblem:
         best: Combination | None = None
         for residual, base_bytes in self.stored_residual_choices:
             limit = best.peak_bytes if best is not None else limit_bytes
-            choices = self._choices(residual, base_bytes, math.inf, limit)
+            choices = self._choices(residual, base_bytes, math.inf, self.space.device_limits(limit))
             if not isinstance(choices, Rejection):
                 best = smallest_combination(choices, limit) or best
         return self._candidate(best) if best is not None else None
@@ -244,18 +245,20 @@ class MeshSubproblem:
         return _divides(self.space, self.mesh, axis, mesh_axes, self.statistics)
 
     def _choices(
-        self, residual: MeshAxes, base_bytes: np.ndarray, limit: float, available_bytes: float
+        self, residual: MeshAxes, base_bytes: np.ndarray, limit: float, available_bytes: np.ndarray
     ) -> Choices | Rejection:
         """The Pareto-optimal choices of every component, or why a component has none.
 
-        Left out are choices that exceed `limit` (seconds) or `available_bytes`, whatever the other components choose.
+        Left out are choices that exceed `limit` (seconds) or `available_bytes` (at every point), whatever the other
+        components choose.
         """
         if not all(self.compute_shardings):
             return Rejection.DUPLICATE
         if self.leaves_idle:
             return Rejection.IDLE
         stored = {self.space.residual: residual} if residual else {}
-        if base_bytes.max() + self.space.min_stored_bytes > available_bytes:
+        points = len(self.space.step.points)
+        if (base_bytes + self.space.min_stored_bytes > available_bytes)[:points].any():
             return Rejection.MEMORY
         unsharded = ComputeSharding({})
         base_seconds = self.costs.seconds(self.space.base_cost, unsharded, stored)
@@ -284,14 +287,14 @@ class MeshSubproblem:
         ]
         smallest = [np.min([choice.bytes for choice in each], axis=0) for each in choices]
         together = base_bytes + sum(smallest)
-        if together.max() > available_bytes:
+        if (together > available_bytes).any():
             return Rejection.MEMORY
         left = available_bytes - together
         kept = [
             pareto_optimal([c for c in each if (c.bytes - min_bytes <= left).all()], self.required)
             for each, min_bytes in zip(choices, smallest, strict=True)
         ]
-        return Choices(base, kept, self.required) if all(kept) else Rejection.MEMORY
+        return Choices(base, kept, points, self.required) if all(kept) else Rejection.MEMORY
 
     def _candidate(self, combination: Combination) -> Candidate:
         compute, params, methods = dict(self.token_mapping), dict[str, MeshAxes](), self.methods[0]

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from shardplan.plan.details import ChangedSetting
-from shardplan.plan.plan import Plan
+from shardplan.plan.plan import MemoryVerdict, Plan
 from shardplan.report.page.judgement import Judgement
 from shardplan.report.page.panels.timeline import Cost, costs_of_step
 from shardplan.report.page.units import gib_text, seconds_text
@@ -59,15 +59,16 @@ def make_headline(plan: Plan, judgement: Judgement | None) -> Headline:
 
 
 def _fit_sentence(plan: Plan, judgement: Judgement | None) -> str:
-    memory, compiled = plan.memory, judgement.memory if judgement else None
-    limit = memory.available if memory.fits else memory.usable
-    peak, limit = (compiled.peak, compiled.available) if compiled else (memory.peak, limit)
+    memory, compiled = plan.memory.verdict, judgement.memory if judgement else None
+    if compiled is not None:
+        memory = MemoryVerdict(compiled.peak <= compiled.available, compiled.peak, compiled.available)
     source = "by the TPU compiler" if compiled else "by the estimate"
     if judgement is not None and compiled is None:
-        return f"the compiler gives no memory; the estimate is {gib_text(memory.peak)}"
-    if peak <= limit:
-        return f"{gib_text(peak)} of {gib_text(limit)} per device {source}, {gib_text(limit - peak)} free"
-    return f"{gib_text(peak)} per device {source}, {gib_text(limit)} usable: {gib_text(peak - limit)} missing"
+        return f"the compiler gives no memory; the estimate is {gib_text(plan.memory.peak)}"
+    size, limit, rest = map(gib_text, (memory.bytes, memory.limit, abs(memory.limit - memory.bytes)))
+    if memory.fits:
+        return f"{size} of {limit} {memory.place} {source}, {rest} free"
+    return f"{size} {memory.place} {source}, {limit} usable: {rest} missing"
 
 
 def _estimate_figures(plan: Plan) -> Figures:
