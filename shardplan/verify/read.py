@@ -45,10 +45,13 @@ def read_verdict(
     except HloError as error:
         module = None
         values["not_understood"] = {Omission(OmissionKind.MODULE_TEXT, detail=str(error)): 1}
-    buffers = hbm_buffers(module, compiled.live_ranges) if module else []
+    buffers = hbm_buffers(module, compiled.live_ranges, compiled.usage) if module else []
     live = live_bytes(module, compiled.live_ranges) if module else []
     if not compiled.error:
-        memory = CompiledMemory(**compiled.memory, available=available, buffers=buffers[:MAX_ROWS], live=live)
+        sizes = dict(compiled.memory)
+        if sizes.get("host"):  # the compiler's peak counts it as well
+            sizes["peak"] = hbm_bytes(compiled.usage)
+        memory = CompiledMemory(**sizes, available=available, buffers=buffers[:MAX_ROWS], live=live)
         values |= {"outcome": Outcome.FITS, "reason": None, "memory": memory}
         if module is not None:
             values |= _time_fields(module, compiled, plan, facts)

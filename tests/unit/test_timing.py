@@ -612,7 +612,7 @@ def test_live_ranges_of_other_reports():
 
 def test_buffers_of_a_program_that_does_not_fit():
     """An argument is named by its path in the program, without the index of the array in a NamedArray."""
-    buffers = hbm_buffers(parse(read("too_large")), read("too_large.live-range"))
+    buffers = hbm_buffers(parse(read("too_large")), read("too_large.live-range"), read("too_large.usage"))
     assert buffers == [
         Buffer(16 * GIB, "f32[32768,131072]", "dot_general"),
         Buffer(16 * GIB, "f32[32768,131072]", "arguments[1]"),
@@ -632,12 +632,29 @@ def test_buffers_outside_of_hbm_are_left_out():
     copy-start.1{0}: 16777216 bytes (cumulative: 50331653 bytes)
     while.9{2}: 2621440 bytes (cumulative: 52953093 bytes)
 """
-    buffers = hbm_buffers(parse(read("async_gather")), ranges)
+    buffers = hbm_buffers(parse(read("async_gather")), ranges, "")
     assert [(buffer.bytes, buffer.shape) for buffer in buffers] == [
         (16 * MIB, "bf16[4096,2048]"),
         (5 * MIB // 2, "bf16[5,128,2048]"),
         (5, "?"),
     ]
+
+
+def test_arrays_of_the_host_are_left_out_whatever_their_names():
+    """The stack of all layers' inputs of Llama 3.1 70B on v6e-64, of 20 GiB, has a name that no instruction has."""
+    ranges = """  Live ranges at 658 (peak):
+    dynamic-update-slice.127{}: 21474836480 bytes (cumulative: 21474836480 bytes)
+    bitcast_dynamic-update-slice_fusion.21{}: 2147483648 bytes (cumulative: 23622320128 bytes)
+"""
+    usage = """Memory Space: cmem (color=5)
+Total bytes: 21474836480 (20.00GiB)
+   20.00GiB(100%);   20.00GiB;            0;                6; 6\u00d7bf16[80,2,8192,8192]
+
+Memory Space: color_6 (color=6)
+   2.00GiB(100%);   2.00GiB;            0;                6; bf16[8192,131072]
+"""
+    buffers = hbm_buffers(parse(read("async_gather")), ranges, usage)
+    assert [buffer.bytes for buffer in buffers] == [2 * GIB]
 
 
 def test_live_bytes_over_the_program():

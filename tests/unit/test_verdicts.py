@@ -13,6 +13,9 @@ from shardplan.report.page.judgement import judgement_json
 from shardplan.report.plan.verdicts import omission_text, print_ranking, print_verdict, reason_text
 from shardplan.search.given_plan import plan_given_mappings
 from shardplan.search.make_plan import make_plan, model_from_config
+from shardplan.verify.compiler.compiled import Compiled
+from shardplan.verify.model_facts import ModelFacts
+from shardplan.verify.read import read_verdict
 from shardplan.verify.verdict import (
     Buffer,
     CollectiveForm,
@@ -208,3 +211,15 @@ def test_verdicts_as_json(plan):
     too_large = judgement_json("b", plan, TOO_LARGE)
     assert too_large["reason"] == "1.00 GiB too much; the largest: 1.00 GiB bf16[4] ([all of it])"
     assert too_large["time"] is None
+
+
+@pytest.mark.parametrize("host", [0, 20 * GIB])
+def test_the_memory_of_a_device_is_without_that_of_its_host(llama_model, llama_config, host):
+    """The peak that the compiler gives counts both: here 32 GiB, of which 12 are in HBM."""
+    sizes = {"peak": 32 * GIB, "arguments": 12 * GIB, "temporaries": 13 * GIB, "output": 0, "host": host}
+    usage = f"Memory Space: default (color=0)\nTotal bytes: {23 * GIB} (23.00GiB)\n"
+    compiled = Compiled(memory=sizes, usage=usage)
+    plan = make_plan(llama_config(), llama_model)
+    verdict = read_verdict(compiled, plan, ModelFacts(1.0, 1.0, None), "step", {})
+    assert verdict.memory is not None and verdict.memory.host == host
+    assert verdict.memory.peak == (23 if host else 32) * GIB

@@ -5,12 +5,13 @@ from collections import Counter
 from collections.abc import Iterator
 
 from shardplan.verify.hlo.collectives import short_op
-from shardplan.verify.hlo.module import ArrayShape, Instruction, Module
+from shardplan.verify.hlo.module import BITS, HOST_SPACE, ArrayShape, Instruction, Module, split_integers
 from shardplan.verify.verdict import Buffer, LiveBytes
 
 MAX_POINTS = 200
 """Number of points at which live bytes are listed."""
 _RANGE = re.compile(r"^    (\S+)\{([\d,]*)\}:(\d+)-(\d+)$", re.MULTILINE)
+_SHAPE = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
 _SCHEDULED = re.compile(r"^    (\d+):(\S+)$", re.MULTILINE)
 
 
@@ -30,13 +31,21 @@ def parse_live_at_peak(text: str) -> list[tuple[str, tuple[int, ...], int]]:
     return values
 
 
-def hbm_buffers(module: Module, live_ranges: str) -> list[Buffer]:
-    """All values in HBM at the peak, largest first; `live_ranges` is the text of the compiler's live-range report."""
+def hbm_buffers(module: Module, live_ranges: str, usage: str) -> list[Buffer]:
+    """Return all values in HBM at the peak, largest first.
+
+    Args:
+        live_ranges: the text of the compiler's live-range report, which has values of all memories, some under names
+            that are not in the module.
+        usage: the text of its usage report.
+    """
     buffers = []
+    host_sizes = _host_sizes(usage)
     for name, index, size in parse_live_at_peak(live_ranges):
         instruction = module.instructions.get(name)
         if instruction is None:
-            buffers.append(Buffer(size, "?", name))
+            if size not in host_sizes:
+                buffers.append(Buffer(size, "?", name))
             continue
         array = _array_at(instruction, index)
         if array is None or array.in_hbm:
@@ -82,6 +91,13 @@ def hbm_bytes(usage: str) -> int:
     """
     _, _, rest = usage.partition("(color=0)\nTotal bytes: ")
     return int(rest.partition(" ")[0] or 0)
+
+
+def _host_sizes(usage: str) -> set[int]:
+    """Return the bytes of every array in the memory of the host, from the text of the compiler's usage report."""
+    _, _, rest = usage.partition(f"(color={HOST_SPACE})\n")
+    section, _, _ = rest.partition("Memory Space: ")
+    return {ArrayShape(dtype, split_integers(dims)).bytes for dtype, dims in _SHAPE.findall(section) if dtype in BITS}
 
 
 def _array_at(instruction: Instruction, index: tuple[int, ...]) -> ArrayShape | None:
