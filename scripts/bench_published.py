@@ -30,7 +30,8 @@ from shardplan.model.registry import Model, build_model
 from shardplan.plan.plan import Plan
 from shardplan.search.given_plan import plan_given_mappings
 from shardplan.search.make_plan import make_plan
-from shardplan.search.open_choices import AUTO_CHECKPOINTING
+from shardplan.search.open_choices import AUTO_CHECKPOINTING, HOST_CHECKPOINTING
+from shardplan.search.ranking import LEFT_OUT
 from shardplan.verify.case import Case
 
 RUNS = Path(__file__).with_name("published_runs.yaml")
@@ -110,13 +111,16 @@ def best_step(config: PlanConfig, model: Model, shape: dict, compute: dict, para
     batch, groups = config.workload.batch, prod(shape[axis] for axis in compute["batch"])
     works = [
         replace(config.workload, gradient_checkpointing=kind, microbatches=parts)
-        for kind in AUTO_CHECKPOINTING
+        for kind in AUTO_CHECKPOINTING + HOST_CHECKPOINTING
         for parts in range(1, batch // groups + 1)
         if batch % (parts * groups) == 0
     ]
     plans = [plan_given_mappings(replace(config, workload=work), model, shape, compute, params) for work in works]
     fitting = [plan for plan in plans if plan.memory.fits]
-    return min(fitting or plans, key=lambda p: p.cost.step_seconds if fitting else p.memory.peak)
+    if not fitting:
+        return min(plans, key=lambda plan: plan.memory.peak)
+    # as the search has it, copies to the host must make a step faster by a part of it
+    return min(fitting, key=lambda plan: plan.cost.step_seconds * (1 + LEFT_OUT * (plan.memory.host > 0)))
 
 
 def layer_products(hf_config: Mapping[str, Any], positions: int) -> dict[str, float]:
@@ -138,6 +142,7 @@ RECOMPUTED = {
     "save_all": (),
     "default": NEEDED_AGAIN,
     "nested": (*NEEDED_AGAIN, "down", *NEEDED_AGAIN),
+    "offload_carries": NEEDED_AGAIN,
 }
 """Gradient checkpointing of ours -> matmuls of a layer that are computed again."""
 
@@ -299,7 +304,8 @@ Each row is a published training run that was measured on TPUs, and the program 
 numbers of the model, mesh, batch and types, AdamW, splash attention. It is compiled without a TPU; its step is that of
 `shardplan.verify`, the compiler's cycles and transfers that do not overlap with them. "Estimated" is what the planner
 predicts without the compiler. Gradient checkpointing and microbatches are the fastest that fit by that estimate: ours
-keeps all results (`save_all`), computes a layer again (`default`), or most of it twice (`nested`). Where the
+keeps all results (`save_all`), computes a layer again (`default`, and `offload_carries` with the inputs of layers on
+the host), or most of it twice (`nested`). Where the
 publication gives FLOP/s, the seconds follow from its own way to count FLOPs. Models without a released config.json are
 made of the numbers that the publication names, as a Llama of the same width; an MLP without gate becomes one with gate
 and as many parameters.

@@ -24,10 +24,11 @@ from shardplan.config.sections import (
 from shardplan.errors import ConfigError
 from shardplan.model.model_class import LEVANTER
 from shardplan.plan.serialization import flatten
-from shardplan.plan.workload.workload import AUTO_POSITION, Workload, raise_first
+from shardplan.plan.workload.token_counts import parse_token_count, parse_token_range
+from shardplan.plan.workload.workload import AUTO_BATCH, AUTO_POSITION, Workload, raise_first
 
 SHARED_KEYS = (
-    "hardware", "mesh", "workload", "pin", "forbid", "load", "checksum", "task", "tracker", "gate",
+    "hardware", "mesh", "workload", "pin", "forbid", "step_tokens", "load", "checksum", "task", "tracker", "gate",
     "deadline", "verify", "precision_study", "expert_statistics",
 )  # fmt: skip
 """Sections and keys that all processes of a run must have alike."""
@@ -49,6 +50,8 @@ class PlanConfig:
     one tensor q_proj.weight:kv_head=model,embed=data."""
     forbid: tuple[str, ...] = ()
     """What the plan must not shard: vocab, params.vocab (as stored), or mlp=replica."""
+    step_tokens: str | None = None
+    """Of batch auto: fewest and most tokens of a step, as 4M-16M; needed to train."""
     given: frozenset[str] = field(default=frozenset(), repr=False, compare=False, metadata={NO_KEY: True})
     """Keys that a file or the command line set, by dotted name; not a key itself."""
     files: tuple[str, ...] = field(default=(), repr=False, compare=False, metadata={NO_KEY: True})
@@ -70,6 +73,12 @@ class PlanConfig:
         elif work.position == AUTO_POSITION and not self.makes_windows:
             raise ConfigError("workload.position auto is the length that packed windows fill best; set workload.window")
         raise_first(self.workload.problems())
+        if self.step_tokens is not None:
+            parse_token_range("step_tokens", self.step_tokens)
+            if work.batch != AUTO_BATCH:
+                raise ConfigError(
+                    f"step_tokens is for workload.batch auto, and the batch is {work.batch}; leave it out"
+                )
         if self.load.keep_dtype and work.is_training:
             raise ConfigError(
                 f"load.keep_dtype is for evaluation, and workload.kind is {work.kind}, which updates weights; leave it "
@@ -172,6 +181,8 @@ class PlanCommand(ReportingConfig):
     price: tuple[str, ...] = ()
     """Of rank_slices: prices of a chip-hour in any currency, as v6e=2.70; ranks by cost of a step of training, or of a
     million tokens of anything else."""
+    token_budget: str | None = None
+    """Of rank_slices: tokens of a whole run, as 15T; adds its days, and with price its cost."""
     list_slices: bool = False
     """Only print the slices of every generation; needs no model."""
     json: str | None = None
@@ -189,8 +200,11 @@ class PlanCommand(ReportingConfig):
             super().__post_init__()
         check_minimum("verify", int(self.verify), 0)
         check_minimum("lint_seconds", self.lint_seconds, 0)
-        if self.price and not self.rank_slices:
-            raise ConfigError("price is for ranking slices; name some with --rank_slices, or leave price out")
+        for name in ("price", "token_budget"):
+            if getattr(self, name) and not self.rank_slices:
+                raise ConfigError(f"{name} is for ranking slices; name some with --rank_slices, or leave {name} out")
+        if self.token_budget is not None:
+            parse_token_count("token_budget", self.token_budget)
         if self.lint is not None and self.load.keep_dtype:
             raise ConfigError("load.keep_dtype is for plans of shardplan, and lint checks Levanter's; leave it out")
         if self.list_slices and self.report is not None:

@@ -29,7 +29,7 @@ def load_given_plan[C: PlanConfig](config: C) -> tuple[C, Plan | None]:
     """
     if config.plan is None:
         return config, None
-    for name in ("pin", "forbid"):
+    for name in ("pin", "forbid", "step_tokens"):
         if getattr(config, name):
             raise ConfigError(f"{name} is for planning, and plan {config.plan} is given; leave one of the two out")
     plan, keys = Plan.load(config.plan), keys_of(PlanConfig)

@@ -86,8 +86,8 @@ class DataConfig:
     """What text is evaluated."""
 
     path: str | None = None
-    """Texts, local, gs://, s3://, az:// or https://: a .txt file (one text); a .jsonl, .jsonl.gz, .jsonl.zst or
-    .parquet file (a `text` and optionally an `id` per row); or a folder of such files."""
+    """Texts, local, gs://, s3://, az:// or https://: .txt (one text); .jsonl, .jsonl.gz, .jsonl.zst or .parquet (a
+    `text` in each row, perhaps an `id`); or a folder."""
     max_documents: int | None = None
     """Evaluate only the first this many texts."""
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 
 from shardplan.config import PlanConfig
 from shardplan.config.arguments import check_config
-from shardplan.config.sections import HardwareConfig
 from shardplan.cost.calibration import STEP_ERROR
 from shardplan.errors import ConfigError, InfeasibleError, check_argument
 from shardplan.explain.what_if import Variant
@@ -17,6 +16,7 @@ from shardplan.plan.plan import Plan
 from shardplan.search.make_plan import make_plan, model_from_config
 
 SECONDS_PER_HOUR = 3600
+HOURS_PER_DAY = 24
 MILLION = 1_000_000
 
 
@@ -29,6 +29,8 @@ class RankedSlice:
     """Whether no smaller slice of its generation that was planned for fits."""
     price: float | None = None
     """Price of a chip-hour, in the currency that was given; None without one."""
+    tokens: float | None = None
+    """Tokens of a whole run; None if no number was given."""
 
     @property
     def generation(self) -> str:
@@ -62,6 +64,20 @@ class RankedSlice:
         """Price of all chips for the time of a million tokens; None without a price."""
         cost = self.cost_per_step
         return None if cost is None else cost * MILLION / self.plan.workload.tokens
+
+    @property
+    def days(self) -> float | None:
+        """Days of steps that a whole run takes, without loading and saving; None without its number of tokens."""
+        if self.tokens is None:
+            return None
+        return self.tokens / self.tokens_per_second / SECONDS_PER_HOUR / HOURS_PER_DAY
+
+    @property
+    def cost(self) -> float | None:
+        """Price of all chips for a whole run; None without a price, or without its number of tokens."""
+        if self.days is None or self.price is None:
+            return None
+        return self.price * self.chips * self.days * HOURS_PER_DAY
 
     @property
     def disadvantage(self) -> float:
@@ -98,6 +114,7 @@ def rank_slices(
     prices: Mapping[str, float] | None = None,
     model: Model | None = None,
     report: Callable[[str], None] = lambda _: None,
+    tokens: float | None = None,
 ) -> SliceRanking:
     """Plan `config` for each of some slices, and rank them by tokens per second per chip, or by cost.
 
@@ -108,6 +125,7 @@ def rank_slices(
         prices: generation -> price of a chip-hour, in any currency.
         model: the model, if it has been built already.
         report: called with what is planned next.
+        tokens: tokens of a whole run, whose days and cost the ranking then has.
 
     Raises:
         ConfigError: an unknown name, a price that is no positive number, or a configuration that no slice can run.
@@ -133,12 +151,12 @@ def rank_slices(
         for each in slices:
             report(f"{len(ranked)} slices planned, now {each.name}")
             try:
-                plan = make_plan(replace(config, hardware=HardwareConfig(each.name)), model)
+                plan = make_plan(replace(config, hardware=replace(config.hardware, slice=each.name)), model)
             except (ConfigError, InfeasibleError) as error:
                 failed[-1].append(Variant(f"slice {each.name}", None, str(error)))
                 errors.append(error)
                 continue
-            ranked.append(RankedSlice(plan, not has_fitted, prices.get(each.generation.name)))
+            ranked.append(RankedSlice(plan, not has_fitted, prices.get(each.generation.name), tokens))
             has_fitted = True
     if not ranked and isinstance(errors[0], ConfigError) and len(set(map(str, errors))) == 1:
         raise errors[0]  # what is wrong has nothing to do with the slices

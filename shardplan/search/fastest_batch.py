@@ -1,4 +1,8 @@
-"""The batch of most tokens per second, where `workload.batch` is auto."""
+"""The batch of most tokens per second, where `workload.batch` is auto.
+
+In training the batch decides what is learned as well, so that it is chosen between a floor and a ceiling of tokens per
+step, `step_tokens`. Microbatches and gradient checkpointing are searched anew for every batch, if they are open.
+"""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -7,11 +11,14 @@ from shardplan.config import PlanConfig
 from shardplan.errors import ConfigError
 from shardplan.hardware import parse_slice
 from shardplan.model.registry import Model
+from shardplan.plan.workload.token_counts import TokenRange, parse_token_range
 from shardplan.plan.workload.workload import AUTO_BATCH
 from shardplan.search.search_configuration import search_configuration
 
 MAX_TOKENS = 2**20
-"""Most tokens of a step that are considered: beyond, larger steps are hardly faster, and results come late."""
+"""Most tokens of a step that are considered where no ceiling is given: beyond, larger steps are hardly faster, and
+results come late."""
+ANY_TOKENS = TokenRange(0, MAX_TOKENS)
 TIE = 0.01
 """Of batches whose tokens per second differ by no more than this fraction, the smallest is taken."""
 
@@ -19,34 +26,70 @@ TIE = 0.01
 def choose_batch(config: PlanConfig, model: Model, own_attention: bool = False) -> PlanConfig:
     """Return the configuration with the batch of most tokens per second that fits, if its batch is open.
 
-    If none fits, the batch is the smallest one. Memory grows with the batch, so that the search ends at the first batch
-    that does not fit.
+    If none fits, the batch is the smallest one. The memory of an evaluation grows with the batch, so that the search
+    ends at the first batch that does not fit; in training, a larger batch may have shards that a smaller one has not.
 
     Raises:
-        ConfigError: the workload is training, whose batch decides what is learned.
+        ConfigError: the workload is training, and has no floor and ceiling; or no batch is between these.
     """
     if config.workload.batch != AUTO_BATCH:
         return config
-    if config.workload.is_training:
-        raise ConfigError("workload.batch auto is not for training, whose batch decides what is learned; set a number")
+    tokens = _token_range(config)
+    closed = replace(config, workload=replace(config.workload, batch=1), step_tokens=None)
+    hardware, position = parse_slice(config.hardware.slice), config.workload.position
+    tried = list(batches(hardware.devices, position, tokens))
+    if not tried:
+        raise ConfigError(_empty_range_text(config.step_tokens, position, tokens, hardware.devices))
     rates: dict[int, float] = {}
-    for batch in batches(parse_slice(config.hardware.slice).devices, config.workload.position):
-        candidate = replace(config, workload=replace(config.workload, batch=batch))
+    for batch in tried:
+        candidate = replace(closed, workload=replace(config.workload, batch=batch))
         result = search_configuration(candidate, model, 1, own_attention)
-        if not result.fits:
+        if result.fits:
+            rates[batch] = candidate.workload.tokens / result.ranked[0].candidate.seconds
+        elif not config.workload.is_training:
             break
-        rates[batch] = candidate.workload.tokens / result.ranked[0].candidate.seconds
     best = max(rates.values(), default=0.0)
-    chosen = min((batch for batch, rate in rates.items() if rate >= (1 - TIE) * best), default=1)
-    return replace(config, workload=replace(config.workload, batch=chosen))
+    chosen = min((batch for batch, rate in rates.items() if rate >= (1 - TIE) * best), default=tried[0])
+    return replace(closed, workload=replace(config.workload, batch=chosen))
 
 
-def batches(devices: int, position: int) -> Iterator[int]:
-    """Yield the batches that are considered, in order: powers of two, also times the odd part of the slice."""
+def _token_range(config: PlanConfig) -> TokenRange:
+    """Return the fewest and the most tokens of a step."""
+    if config.step_tokens is not None:
+        return parse_token_range("step_tokens", config.step_tokens)
+    if config.workload.is_training:
+        raise ConfigError(
+            "workload.batch auto needs step_tokens in training, where the batch decides what is learned: the fewest "
+            "and the most tokens of a step, such as 4M-16M; or set a number"
+        )
+    return ANY_TOKENS
+
+
+def _empty_range_text(text: str | None, position: int, tokens: TokenRange, devices: int) -> str:
+    """Return the message for a range without a batch, which names the nearest ones."""
+    wider = TokenRange(max(1.0, tokens.least / 2), 2 * tokens.most)
+    near = list(batches(devices, position, wider))
+    below = max((batch for batch in near if batch * position < tokens.least), default=1)
+    above = min(batch for batch in near if batch * position > tokens.most)
+    return (
+        f"step_tokens is {text}, and no batch that is tried is in between: the nearest are {below} and {above} "
+        f"sequences of {position} tokens, {below * position:,} and {above * position:,} tokens; widen the range, or "
+        "set workload.batch to a number"
+    )
+
+
+def batches(devices: int, position: int, tokens: TokenRange = ANY_TOKENS) -> Iterator[int]:
+    """Yield the batches that are considered, in order: powers of two, also times the odd part of the slice.
+
+    With a floor, these times three as well, so that no range of which the end is twice the begin is without one. A
+    batch of one sequence is considered even if it exceeds the ceiling, where there is no floor.
+    """
     odd = devices
     while odd % 2 == 0:
         odd //= 2
-    powers = [2**i for i in range(MAX_TOKENS.bit_length())]
-    yield from (
-        b for b in sorted({*powers, *(odd * power for power in powers)}) if b == 1 or b * position <= MAX_TOKENS
-    )
+    powers = [2**i for i in range(int(tokens.most).bit_length())]
+    factors = {1, odd} if tokens.least == 0 else {1, 3, odd, 3 * odd}
+    for batch in sorted({factor * power for factor in factors for power in powers}):
+        is_allowed = tokens.least <= batch * position <= tokens.most
+        if is_allowed or (batch == 1 and tokens.least == 0):
+            yield batch

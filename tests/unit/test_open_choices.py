@@ -1,10 +1,13 @@
 """Choices that the workload leaves to the planner: microbatches and gradient checkpointing."""
 
+from dataclasses import replace
+
 import pytest
 
 from shardplan.errors import ConfigError, InfeasibleError
 from shardplan.hardware import GIB
 from shardplan.plan.workload.packing import packed_length
+from shardplan.plan.workload.token_counts import TokenRange
 from shardplan.search.fastest_batch import TIE, batches
 from shardplan.search.make_plan import make_plan, model_from_config
 from shardplan.search.open_choices import enumerate_variants
@@ -122,13 +125,35 @@ def test_the_fastest_batch_that_fits(make_config, kind):
     assert rates[chosen] > 1.5 * rates[1]
 
 
-def test_an_open_batch_of_training_is_refused(make_config):
-    with pytest.raises(ConfigError, match=r"workload\.batch auto is not for training"):
-        make_plan(make_config(model_config="llama-3.1-8b", workload_kind="train", workload_batch="auto"))
+def test_an_open_batch_of_training_has_a_floor_and_a_ceiling(llama_model, llama_config):
+    """Both are needed; of the batches between them the fastest is taken, and the plan has nothing of the range."""
+    settings = {"workload_kind": "train", "workload_batch": "auto", "hardware_slice": "v5e-16"}
+    with pytest.raises(ConfigError, match=r"workload\.batch auto needs step_tokens in training"):
+        make_plan(llama_config(**settings), llama_model)
+    with pytest.raises(ConfigError, match=r"step_tokens is for workload.batch auto, and the batch is 8"):
+        replace(llama_config(), step_tokens="1M-2M")
+    with pytest.raises(ConfigError, match=r"step_tokens is 820K-1M, .* the nearest are 192 and 256 sequences of 4096"):
+        make_plan(replace(llama_config(**settings), step_tokens="820K-1M"), llama_model)
+    for text in ("4M", "4M-", "2M-1M", "0-1M", "a-b"):
+        with pytest.raises(ConfigError, match=f"step_tokens is '{text}'|is '.*'; it must be a number of tokens"):
+            replace(llama_config(**settings), step_tokens=text)
+    given = {**settings, "workload_microbatches": 1, "workload_param_dtype": "bfloat16"}
+    plan = make_plan(replace(llama_config(**given), step_tokens="60K-260K"), llama_model)
+    seconds = {}
+    for batch in (16, 24, 32, 48):
+        each = make_plan(llama_config(**{**given, "workload_batch": batch}), llama_model)
+        seconds[batch] = each.cost.step_seconds / batch
+    same = make_plan(llama_config(**{**given, "workload_batch": plan.workload.batch}), llama_model)
+    assert (plan.workload, plan.mesh, plan.cost) == (same.workload, same.mesh, same.cost)
+    fast = [batch for batch in seconds if min(seconds.values()) >= (1 - TIE) * seconds[batch]]
+    assert plan.workload.batch == fast[0]
 
 
-def test_batches_of_slices_that_are_no_power_of_two():
+def test_batches_that_are_considered():
+    """Powers of two, also times the odd part of the slice; with a floor also times three."""
     assert [b for b in batches(12, 2**17) if b < 99] == [1, 2, 3, 4, 6, 8]
+    assert list(batches(8, 4096, TokenRange(1e6, 4e6))) == [256, 384, 512, 768]
+    assert list(batches(20, 4096, TokenRange(1e6, 2e6))) == [256, 320, 384, 480]
 
 
 @pytest.mark.parametrize(("window", "length"), [(100, 512), (128, 512), (600, 2048), (512, 512), (5000, 5120)])

@@ -77,8 +77,32 @@ def test_training_chooses_microbatches_and_stores_float32():
     assert only.plan.workload.param_dtype == "float32"
     assert only.plan.workload.microbatches > 1 and 64 % only.plan.workload.microbatches == 0
     assert [each.change for each in ranking.failed[0]] == ["slice v6e-4"]
-    with pytest.raises(ConfigError, match="batch auto is not for training"):
+    with pytest.raises(ConfigError, match="batch auto needs step_tokens in training"):
         rank_slices(replace(config, workload=replace(config.workload, batch=-1)), ["v6e-4", "v6e-8"])
+
+
+def test_a_budget_of_tokens_has_days_and_a_price(training, monkeypatch):
+    """A trillion tokens at 1,024 sequences of 4,096 in 10 s on 128 chips are 27.6 days, and 169,500 at 2 an hour."""
+    fast = replace(ranked(training, "v5p-256", 128, 10.0, 2.0, batch=1024, position=4096), tokens=1e12)
+    slow = replace(ranked(training, "v6e-128", 128, 20.0, None, batch=2048, position=4096), tokens=1e12)
+    steps = 1e12 / (1024 * 4096)
+    assert fast.days == pytest.approx(steps * 10 / 86400) and fast.cost == pytest.approx(2 * 128 * steps * 10 / 3600)
+    assert (slow.days, slow.cost) == (pytest.approx(fast.days), None)
+    text = text_of(SliceRanking([fast, slow], [], []), monkeypatch, 160)
+    assert text.startswith(f"v5p-256 has the lowest cost of the run: {fast.cost:,.0f}\n")
+    assert [line.split("│")[-3:-1] for line in text.splitlines() if line.startswith("│")] == [
+        [" 27.59 ", f"{f'{fast.cost:,.0f}':>16} "], [" 27.59 ", f"{'-':>16} "],
+    ]  # fmt: skip
+    values = ranking_json(SliceRanking([fast], [], []))["slices"][0]
+    assert (values["days"], values["cost"]) == (fast.days, fast.cost)
+    assert ranking_json(SliceRanking([replace(fast, tokens=None)], [], []))["slices"][0]["days"] is None
+
+
+def test_a_step_of_other_batches_is_no_measure(training, monkeypatch):
+    """Where slices have batches of their own, tokens are compared."""
+    slices = [ranked(training, "v5p-256", 128, 10.0, 2.0, batch=batch) for batch in (1024, 512)]
+    assert "the lowest cost per million tokens" in text_of(SliceRanking(slices, [], []), monkeypatch, 160)
+    assert "the lowest cost per step" in text_of(SliceRanking(slices[:1], [], []), monkeypatch, 160)
 
 
 def test_nothing_fits():

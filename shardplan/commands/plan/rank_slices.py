@@ -7,6 +7,7 @@ from shardplan.config.command_flags import PlanCommand
 from shardplan.config.model_config import check_model_config
 from shardplan.errors import ConfigError, InfeasibleError
 from shardplan.hardware.slice_selection import parse_prices, select_slices
+from shardplan.plan.workload.token_counts import parse_token_count
 
 
 def plan_slices(config: PlanCommand) -> None:
@@ -20,6 +21,7 @@ def plan_slices(config: PlanCommand) -> None:
     if conflicts:
         raise ConfigError(f"rank_slices plans for many slices; leave out {' and '.join(conflicts)}")
     prices = parse_prices(config.price)
+    tokens = None if config.token_budget is None else parse_token_count("token_budget", config.token_budget)
     select_slices(config.rank_slices)  # raises: a misspelt name is reported before anything is imported
     check_model_config(config)
     from shardplan.explain.rank_slices import rank_slices
@@ -28,7 +30,7 @@ def plan_slices(config: PlanCommand) -> None:
     from shardplan.runtime.progress import show_steps
 
     with show_steps("ranking slices") as report:
-        ranking = rank_slices(config, config.rank_slices, prices, report=report)
+        ranking = rank_slices(config, config.rank_slices, prices, report=report, tokens=tokens)
     if config.json is not None:
         write_json(ranking_json(ranking), config.json)
     if config.json != "-":

@@ -20,13 +20,18 @@ from shardplan.report.text import make_table, print_bullets, print_first_fitting
 SPEED = "tokens/s per chip"
 COST_PER_STEP = "cost per step"
 COST_PER_MILLION = "cost per million tokens"
+DAYS = "days"
+COST = "cost of the run"
 MESH_SIZES = "mesh sizes"
+MANY = 1000
+"""Number from which on decimals say nothing."""
 NARROW_TITLES = {
     MESH_SIZES: "mesh",
     "microbatches": "micro-\nbatches",
     SPEED: "tokens/s\nper chip",
     COST_PER_STEP: "cost per\nstep",
     COST_PER_MILLION: "cost per\nM tokens",
+    COST: "cost of\nthe run",
 }
 """Titles of columns in the narrowest table, on two lines where they are long."""
 
@@ -59,6 +64,8 @@ def ranking_json(ranking: SliceRanking) -> dict[str, Any]:
                 "price_per_chip_hour": each.price,
                 "cost_per_step": each.cost_per_step,
                 "cost_per_million_tokens": each.cost_per_million_tokens,
+                "days": each.days,
+                "cost": each.cost,
                 "is_guess": _is_guess(each),
             }
             for each in ranking.ranked
@@ -70,9 +77,10 @@ def ranking_json(ranking: SliceRanking) -> dict[str, Any]:
 
 def _print_headline(ranking: SliceRanking, out: Console) -> None:
     """Print which slices are best, which are the smallest, and what was planned: a line each."""
-    best, first = ranking.best, ranking.ranked[0]
-    merit = "most tokens/s per chip" if first.price is None else f"lowest {_cost_title(first.plan.workload)}"
-    values = [_merit_text(each) for each in best]
+    best = ranking.best
+    column = _cost_column(ranking.ranked)
+    merit = "most tokens/s per chip" if column is None else f"lowest {column}"
+    values = [_cells(each)[column or SPEED] for each in best]
     value = values[0] if values[0] == values[-1] else f"{values[0]} to {values[-1]}"
     tie = f" (no further apart than the error of the estimates, {STEP_ERROR:.0%})" if len(best) > 1 else ""
     verb = "have" if len(best) > 1 else "has"
@@ -83,18 +91,18 @@ def _print_headline(ranking: SliceRanking, out: Console) -> None:
     print_wrapped(_workloads_text([each.plan.workload for each in ranking.ranked]), out, indent="  ")
 
 
-def _merit_text(each: RankedSlice) -> str:
-    cost = _cost(each)
-    return f"{each.tokens_per_second_per_chip:,.0f}" if cost is None else _significant(cost)
+def _cost_column(ranked: Sequence[RankedSlice]) -> str | None:
+    """Return the column of costs by which slices are compared: of a run, of a step of training, or of tokens.
 
-
-def _cost(each: RankedSlice) -> float | None:
-    """What a step of training costs, or a million tokens of anything else."""
-    return each.cost_per_step if each.plan.workload.is_training else each.cost_per_million_tokens
-
-
-def _cost_title(workload: Workload) -> str:
-    return COST_PER_STEP if workload.is_training else COST_PER_MILLION
+    Steps are compared where they have equally many tokens. None if the best slice has no price.
+    """
+    first = ranked[0]
+    if first.price is None:
+        return None
+    if first.tokens is not None:
+        return COST
+    are_alike = len({each.plan.workload.tokens for each in ranked}) == 1
+    return COST_PER_STEP if first.plan.workload.is_training and are_alike else COST_PER_MILLION
 
 
 def _workloads_text(workloads: Sequence[Workload]) -> str:
@@ -133,8 +141,10 @@ def _tables(ranked: Sequence[RankedSlice]) -> Iterator[Table]:
     """Yield tables of the ranked slices, from the fullest to the narrowest."""
     workload = ranked[0].plan.workload
     parts = ["microbatches"] if workload.is_training else []
-    costs = [_cost_title(workload)] if ranked[0].price is not None else []
-    title, mesh_axes = f"slices by {costs[0] if costs else SPEED}", " x ".join(ranked[0].plan.mesh)
+    cost = _cost_column(ranked)
+    costs = [DAYS] if ranked[0].tokens is not None else []
+    costs += [cost] if cost is not None else []
+    title, mesh_axes = f"slices by {cost or SPEED}", " x ".join(ranked[0].plan.mesh)
     full = ["chips", "batch", *parts, "mesh", "GiB of available", "tokens/s", SPEED, *costs]
     yield _fill(make_table(title, ("slice",), full), ranked, full)
     narrow = ["chips", "batch", *parts, MESH_SIZES, "GiB", SPEED, *costs]
@@ -152,7 +162,7 @@ def _fill(table: Table, ranked: Sequence[RankedSlice], columns: Sequence[str]) -
 
 def _cells(each: RankedSlice) -> dict[str, str]:
     """Return the cells of a slice by column."""
-    plan, cost = each.plan, _cost(each)
+    plan = each.plan
     peak = f"{plan.memory.peak / GIB:.2f}"
     return {
         "chips": str(each.chips),
@@ -164,7 +174,10 @@ def _cells(each: RankedSlice) -> dict[str, str]:
         "GiB": peak,
         "tokens/s": f"{each.tokens_per_second:,.0f}",
         SPEED: f"{each.tokens_per_second_per_chip:,.0f}",
-        _cost_title(plan.workload): "-" if cost is None else _significant(cost),
+        DAYS: _significant(each.days),
+        COST: _significant(each.cost),
+        COST_PER_STEP: _significant(each.cost_per_step),
+        COST_PER_MILLION: _significant(each.cost_per_million_tokens),
     }
 
 
@@ -173,9 +186,13 @@ def _is_guess(each: RankedSlice) -> bool:
     return Caveat.NO_ATTENTION_KERNEL in each.plan.search.caveats
 
 
-def _significant(cost: float) -> str:
-    """A cost with three significant digits, and no exponent where it has at most six decimals."""
-    return f"{cost:,.2f}" if cost >= 1 else f"{cost:.3g}"
+def _significant(number: float | None) -> str:
+    """A cost, or days, with three significant digits, and no exponent where it has at most six decimals."""
+    if number is None:
+        return "-"
+    if number >= MANY:
+        return f"{number:,.0f}"
+    return f"{number:,.2f}" if number >= 1 else f"{number:.3g}"
 
 
 def _notes(ranking: SliceRanking) -> Iterator[str]:

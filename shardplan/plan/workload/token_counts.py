@@ -1,0 +1,58 @@
+"""Numbers of tokens as people write them: 15T, 4M, 2.5e9."""
+
+import math
+import re
+from typing import NamedTuple
+
+from shardplan.errors import ConfigError
+
+UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
+"""Letter behind a number -> what it is multiplied by."""
+_COUNT = re.compile(r"(\d+(?:_\d+)*(?:\.\d+)?(?:[eE]\+?\d+)?)([KMBGT]?)")
+
+
+class TokenRange(NamedTuple):
+    """Fewest and most tokens of a step."""
+
+    least: float
+    most: float
+
+
+def parse_token_count(key: str, text: str) -> float:
+    """Read a number of tokens.
+
+    >>> parse_token_count("token_budget", "15T"), parse_token_count("token_budget", "2_000_000")
+    (15000000000000.0, 2000000.0)
+
+    Args:
+        key: what the message names.
+
+    Raises:
+        ConfigError: it is no positive number.
+    """
+    match = _COUNT.fullmatch(text.strip().replace("k", "K"))
+    count = float(match[1]) * UNITS[match[2]] if match else 0.0
+    if not 0 < count < math.inf:
+        raise ConfigError(f"{key} is {text!r}; it must be a number of tokens, such as 15T, 4M or 4000000")
+    return count
+
+
+def parse_token_range(key: str, text: str) -> TokenRange:
+    """Read the fewest and the most tokens of a step.
+
+    >>> parse_token_range("step_tokens", "4M-16M")
+    TokenRange(least=4000000.0, most=16000000.0)
+
+    Args:
+        key: what the message names.
+
+    Raises:
+        ConfigError: it is no range of numbers.
+    """
+    first, dash, last = text.partition("-")
+    if not dash:
+        raise ConfigError(f"{key} is {text!r}; it must be the fewest and the most tokens of a step, such as 4M-16M")
+    tokens = TokenRange(parse_token_count(key, first), parse_token_count(key, last))
+    if tokens.least > tokens.most:
+        raise ConfigError(f"{key} is {text!r}; the fewest tokens are more than the most")
+    return tokens
