@@ -12,12 +12,12 @@ from ml_dtypes import bfloat16
 from shardplan.checkpoint.mapping.pieces import Piece
 from shardplan.checkpoint.mapping.views import View, row_major_strides
 from shardplan.checkpoint.transfer import byte_ranges, process_kinds, schedule
-from shardplan.checkpoint.transfer.byte_ranges import TensorSource, estimate_read_volume
+from shardplan.checkpoint.transfer.byte_ranges import TensorSource
 from shardplan.checkpoint.transfer.process_kinds import find_volumes
 from shardplan.checkpoint.transfer.request import ArrayRequest
 from shardplan.checkpoint.transfer.schedule import exchange_strategies, make_schedule
 from shardplan.checkpoint.transfer.transfer import DeviceMesh, ReadStrategy, TransferLimits, make_transfers
-from shardplan.checkpoint.transfer.view_grid import estimate_grid_volume, find_grid
+from shardplan.checkpoint.transfer.view_grid import estimate_grid_volume, estimate_read_volume, find_grid
 
 ITEMSIZE = 2
 BFLOAT16 = np.dtype(bfloat16)

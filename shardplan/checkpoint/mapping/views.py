@@ -65,9 +65,10 @@ class View:
 
     def pieces_in(self, start: Shape, stop: Shape) -> Iterator[Piece]:
         """Yield the parts of the pieces inside the box `[start, stop)`."""
-        return itertools.chain.from_iterable(part.separate() for part in self._parts_in(start, stop))
+        return itertools.chain.from_iterable(part.separate() for part in self.parts_in(start, stop))
 
-    def _parts_in(self, start: Shape, stop: Shape) -> Iterator[AlikePieces]:
+    def parts_in(self, start: Shape, stop: Shape) -> Iterator[AlikePieces]:
+        """Yield the parts of the pieces inside the box `[start, stop)`, those that are alike together."""
         for part, orders in zip(self.parts, self._orders, strict=True):
             nearby = None
             for d, (order, firsts) in orders.items():
@@ -127,7 +128,7 @@ class View:
     def slice(self, start: Shape, stop: Shape) -> "View":
         """Return the box `[start, stop)` as a view of its own."""
         back = tuple(-first for first in start)
-        parts = (part.move(back) for part, _ in join_alike([*self._parts_in(start, stop)]))
+        parts = (part.move(back) for part, _ in join_alike([*self.parts_in(start, stop)]))
         return View(tuple(b - a for a, b in zip(start, stop, strict=True)), tuple(parts))
 
     def reshape(self, shape: Shape) -> "View":

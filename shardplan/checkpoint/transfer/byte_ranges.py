@@ -16,13 +16,6 @@ from shardplan.checkpoint.transfer.transfer import Box, DeviceMesh, ReadStrategy
 
 GAP_BYTES = 64 * 1024
 """Longest gap between ranges that are read as one: its bytes cost less than another request."""
-MAX_EXACT_RUNS = 4096
-"""Most runs of a piece for which `estimate_read_volume` is exact.
-
-If one piece of a transfer has more, the ranges of all its pieces are only counted, neither listed nor merged.
-`find_byte_ranges` always lists them.
-"""
-
 ByteRange = tuple[str, int, int]
 """File, first byte of a range, and one past the last."""
 
@@ -104,23 +97,6 @@ def find_byte_ranges(
 def sum_ranges(ranges: Sequence[ByteRange]) -> ReadVolume:
     """Sum up the bytes of ranges, and their number."""
     return ReadVolume(sum(high - low for _, low, high in ranges), len(ranges))
-
-
-def estimate_read_volume(
-    transfer: Transfer, view: View, sources: Mapping[str, TensorSource], mesh: DeviceMesh, process: int
-) -> ReadVolume:
-    """Return the bytes and number of ranges that a process reads for a transfer.
-
-    They are exact if no piece has more than `MAX_EXACT_RUNS` runs, otherwise an upper bound without merging. The
-    function is cheap enough to compare read strategies.
-    """
-    pieces = _pieces_of_process(transfer, view, mesh, process)
-    bits = [sources[piece.tensor].bits for piece in pieces]
-    runs = [find_runs(piece, each) for piece, each in zip(pieces, bits, strict=True)]
-    if all(run.count <= MAX_EXACT_RUNS for run in runs):
-        return sum_ranges(_merge_ranges(pieces, sources))
-    size = sum(run.count * bytes_of(run.elements * each) for run, each in zip(runs, bits, strict=True))
-    return ReadVolume(size, sum(run.count for run in runs))
 
 
 def merge_boxes(boxes: Iterable[Box]) -> list[Box]:

@@ -10,7 +10,7 @@ The cheaper strategy is chosen, array by array.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,14 +18,13 @@ from shardplan.checkpoint.mapping.views import Shape, View
 from shardplan.checkpoint.transfer.byte_ranges import (
     ReadVolume,
     TensorSource,
-    estimate_read_volume,
     find_byte_ranges,
     sum_ranges,
 )
 from shardplan.checkpoint.transfer.process_kinds import find_volumes
 from shardplan.checkpoint.transfer.request import ArrayRequest
 from shardplan.checkpoint.transfer.transfer import DeviceMesh, ReadStrategy, Transfer, TransferLimits, make_transfers
-from shardplan.checkpoint.transfer.view_grid import ViewGrid, estimate_grid_volume, find_grid
+from shardplan.checkpoint.transfer.view_grid import ViewGrid, estimate_grid_volume, estimate_read_volume, find_grid
 from shardplan.plan.mapping import MeshAxes
 
 MAX_REREAD_BYTES = 256 * 1024
@@ -37,6 +36,8 @@ MAX_SAMPLES = 32
 """Most processes that are looked at one by one to estimate what all read with a strategy."""
 SMALL_SAMPLES = 4
 """Processes that stand for all where an array is small."""
+ROUNDING = 1e-6
+"""Part of a bound that sums in another order may differ by."""
 SMALL_PART = 0.01
 """Part of all bytes that the small arrays have together."""
 
@@ -93,10 +94,8 @@ def make_schedule(
                 path, view.shape, strategy, request.dtype.itemsize, mesh, limits, request.placed_bytes
             )
             choices.append(list(transfers_of))
-        if len(choices) > 1:
-            array = _StoredArray(view, sources, grids[path], sizes[path], path in small)
-            choices.sort(key=partial(_cost, array=array, mesh=mesh, speeds=speeds))
-        transfers += choices[0]
+        array = _StoredArray(view, sources, grids[path], sizes[path], path in small)
+        transfers += _cheapest(choices, array, mesh, speeds) if len(choices) > 1 else choices[0]
     return Schedule(mesh, tuple(transfers))
 
 
@@ -220,17 +219,56 @@ def _stored_bytes(view: View, grid: ViewGrid | None, sources: Mapping[str, Tenso
     return bits / 8
 
 
-def _cost(
-    transfers: Sequence[Transfer], array: _StoredArray, mesh: DeviceMesh, speeds: Speeds
-) -> tuple[float, bool, float, int]:
-    """Estimate the cost of all transfers of an array from the first one.
+class _Cost(NamedTuple):
+    """Cost of a read strategy; those of two are compared field by field."""
 
-    Returns:
-        Bytes read again beyond what is allowed, whether some process reads far more than the mean, seconds, and number
-        of collectives; compared in this order.
+    excess: float
+    """Bytes that are read again beyond what is allowed."""
+    is_uneven: bool
+    """Whether some process reads far more than the mean."""
+    seconds: float
+    collectives: int
+
+
+def _cheapest(
+    choices: Sequence[Sequence[Transfer]], array: _StoredArray, mesh: DeviceMesh, speeds: Speeds
+) -> Sequence[Transfer]:
+    """Return the cheapest of the choices of transfers of an array, the first of those that cost the same."""
+    bounds = [_lower_bound(transfers, array, mesh, speeds) for transfers in choices]
+    best: tuple[_Cost, int] | None = None
+    for bound, number in sorted(zip(bounds, range(len(choices)), strict=True)):
+        if best is not None and bound > best[0]:
+            break
+        cost = _cost(choices[number], array, mesh, speeds), number
+        best = cost if best is None else min(best, cost)
+    assert best is not None
+    return choices[best[1]]
+
+
+def _lower_bound(transfers: Sequence[Transfer], array: _StoredArray, mesh: DeviceMesh, speeds: Speeds) -> _Cost:
+    """Return a lower bound of the cost that needs no look at what processes read.
+
+    A process reads no less than each of its devices. Bounds that differ by rounding do not rule out each other.
     """
     first = transfers[0]
-    times = math.prod(first.local_shape) / max(1, math.prod(first.shape))
+    processes = len(mesh.devices_by_process)
+    elements = max(1, math.prod(array.view.shape))
+    of_device = first.rows * math.prod(first.row_shape) / mesh.count(first.strategy.row_axes)
+    read_bytes = array.nbytes / elements * of_device * _repetitions(first)
+    excess = (1 - ROUNDING) * read_bytes * processes - array.nbytes - MAX_REREAD_BYTES
+    exchanging_s = (1 - ROUNDING) * exchanged_bytes(first, mesh) / speeds.exchange * _repetitions(first)
+    return _Cost(max(0.0, excess), False, exchanging_s, len(first.strategy.collectives))
+
+
+def _repetitions(first: Transfer) -> float:
+    """Return how many transfers like the first one an array takes."""
+    return math.prod(first.local_shape) / max(1, math.prod(first.shape))
+
+
+def _cost(transfers: Sequence[Transfer], array: _StoredArray, mesh: DeviceMesh, speeds: Speeds) -> _Cost:
+    """Estimate the cost of all transfers of an array from the first one."""
+    first = transfers[0]
+    times = _repetitions(first)
 
     def volume_of(process: int) -> ReadVolume:
         if array.grid is not None:
@@ -248,4 +286,4 @@ def _cost(
     reading_s = float((read_bytes / speeds.read + ranges * speeds.request).max())
     exchanging_s = exchanged_bytes(first, mesh) / speeds.exchange
     excess = max(0.0, reread_bytes - MAX_REREAD_BYTES)
-    return excess, is_uneven, (reading_s + exchanging_s) * times, len(first.strategy.collectives)
+    return _Cost(excess, is_uneven, (reading_s + exchanging_s) * times, len(first.strategy.collectives))

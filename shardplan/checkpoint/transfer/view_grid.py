@@ -14,7 +14,6 @@ import numpy as np
 from shardplan.checkpoint.format.header import bytes_of
 from shardplan.checkpoint.mapping.views import Shape, View
 from shardplan.checkpoint.transfer.byte_ranges import (
-    MAX_EXACT_RUNS,
     ReadVolume,
     TensorSource,
     boxes_of_process,
@@ -24,6 +23,14 @@ from shardplan.checkpoint.transfer.transfer import DeviceMesh, Transfer
 
 FILE_BITS = 2**47
 """More bits than a file has: files are put one after the other, so that a number says where a range is."""
+
+
+MAX_EXACT_RUNS = 4096
+"""Most runs of a piece for which estimates are exact.
+
+If one piece of a transfer has more, the ranges of all its pieces are only counted, neither listed nor merged.
+`find_byte_ranges` always lists them.
+"""
 
 
 @dataclass(frozen=True)
@@ -76,28 +83,71 @@ def find_grid(view: View, sources: Mapping[str, TensorSource]) -> ViewGrid | Non
 
 def estimate_grid_volume(transfer: Transfer, grid: ViewGrid, mesh: DeviceMesh, process: int) -> ReadVolume:
     """Return the bytes and number of ranges that a process reads for a transfer, as `estimate_read_volume` does."""
-    lows, highs = [], []
-    upper_bound, is_exact = ReadVolume(), True
+    ranges = _EstimatedRanges()
     element_strides = tuple(stride // grid.bits for stride in grid.strides[grid.rank :])
     for start, stop in boxes_of_process(transfer, mesh, process):
         shape = tuple(high - low for low, high in zip(start, stop, strict=True))
         first = grid.positions[tuple(map(slice, start[: grid.rank], stop[: grid.rank]))].reshape(-1)
-        runs = runs_of_box(shape[grid.rank :], element_strides, grid.bits)
-        size = runs.elements * grid.bits
-        count = len(first) * runs.count
-        upper_bound += ReadVolume(count * bytes_of(size), count)
-        is_exact &= runs.count <= MAX_EXACT_RUNS
-        if not is_exact:
-            continue
         first = first + sum(start[d] * grid.strides[d] for d in range(grid.rank, len(shape)))
+        ranges.add(first, shape[grid.rank :], element_strides, grid.bits)
+    return ranges.volume()
+
+
+def estimate_read_volume(
+    transfer: Transfer, view: View, sources: Mapping[str, TensorSource], mesh: DeviceMesh, process: int
+) -> ReadVolume:
+    """Return the bytes and number of ranges that a process reads for a transfer.
+
+    They are exact if no piece has more than `MAX_EXACT_RUNS` runs, otherwise an upper bound without merging. The
+    function is cheap enough to compare read strategies.
+    """
+    ranges, numbers = _EstimatedRanges(), dict[str, int]()
+    for start, stop in boxes_of_process(transfer, mesh, process):
+        for part in view.parts_in(start, stop):
+            of_pieces = [sources[name] for name in part.tensors]
+            files = np.array([numbers.setdefault(source.file, len(numbers)) for source in of_pieces])
+            offsets = np.array([source.offset for source in of_pieces])
+            all_bits = np.array([source.bits for source in of_pieces])
+            first = files * FILE_BITS + offsets * 8 + part.offsets * all_bits
+            for bits in set(all_bits.tolist()):
+                ranges.add(first[all_bits == bits], part.shape, part.strides, bits)
+    return ranges.volume()
+
+
+class _EstimatedRanges:
+    """The ranges of bytes that hold boxes of tensors."""
+
+    def __init__(self) -> None:
+        self._lows: list[np.ndarray] = []
+        self._highs: list[np.ndarray] = []
+        self._upper_bound = ReadVolume()
+        self._is_exact = True
+
+    def add(self, first: np.ndarray, shape: Shape, strides: Shape, bits: int) -> None:
+        """Add boxes of one shape.
+
+        Args:
+            first: int64[box]: bit where the box begins, plus `FILE_BITS` times the number of its file.
+            strides: elements between neighbours along each dimension.
+            bits: of an element.
+        """
+        runs = runs_of_box(shape, strides, bits)
+        size, count = runs.elements * bits, len(first) * runs.count
+        self._upper_bound += ReadVolume(count * bytes_of(size), count)
+        self._is_exact &= runs.count <= MAX_EXACT_RUNS
+        if not self._is_exact:
+            return
         for stride, n in runs.dimensions:
-            first = np.add.outer(first, np.arange(n) * stride * grid.bits).reshape(-1)
-        lows.append(first // 8)
-        highs.append(-(-(first + size) // 8))
-    if not is_exact or not lows:
-        return upper_bound
-    total, ranges = union_of_ranges(np.concatenate(lows), np.concatenate(highs))
-    return ReadVolume(int(total), int(ranges))
+            first = np.add.outer(first, np.arange(n) * stride * bits).reshape(-1)
+        self._lows.append(first // 8)
+        self._highs.append(-(-(first + size) // 8))
+
+    def volume(self) -> ReadVolume:
+        """Return the bytes and the number of all ranges, of which those that touch are one; see `MAX_EXACT_RUNS`."""
+        if not self._is_exact or not self._lows:
+            return self._upper_bound
+        total, ranges = union_of_ranges(np.concatenate(self._lows), np.concatenate(self._highs))
+        return ReadVolume(int(total), int(ranges))
 
 
 def union_of_ranges(low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
