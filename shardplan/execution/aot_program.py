@@ -72,7 +72,9 @@ def abstract_model(template: Any, mesh: Mesh, mapping: Mapping[str, Any]) -> Any
         array = leaf.array if isinstance(leaf, NamedArray) else leaf
         if not _is_abstract(array):
             return leaf
-        spec = pspec_for_axis(axes, mapping) if axes else PartitionSpec()
+        # Adafactor has arrays of one element in place of some, with the axes of their parameters
+        divided = {axis.name: mapping[axis.name] for axis in axes if axis.name in mapping and axis.size > 1}
+        spec = pspec_for_axis(axes, divided) if axes else PartitionSpec()
         struct = jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=NamedSharding(mesh, spec))
         return eqx.tree_at(lambda named: named.array, leaf, struct) if isinstance(leaf, NamedArray) else struct
 

@@ -1,6 +1,8 @@
 """The optimizers of optax that a training step can use, and the shapes of their state.
 
-`adamw+ema` is adamw that also keeps a moving average of the parameters, as Levanter's `model_averaging` does.
+Options follow the name. `adamw+ema` is adamw that also keeps a moving average of the parameters, as Levanter's
+`model_averaging` does; `adamw+mu_bfloat16` stores its first moments in bfloat16 (optax's `mu_dtype`), as many published
+runs do, which saves a sixth of the bytes of float32 parameters with their state.
 """
 
 import inspect
@@ -12,25 +14,40 @@ from haliax import NamedArray
 
 from shardplan.errors import ConfigError, nearest, one_line
 from shardplan.model.inspect import named_leaves
+from shardplan.plan.workload.dtypes import DTYPES
 
 LEARNING_RATE = 1e-5
 EMA_SUFFIX = "+ema"
 """End of the name of an optimizer that also keeps a moving average of the parameters."""
 EMA_DECAY = 0.999
+MOMENT_OPTIONS = {f"mu_{dtype}": dtype for dtype in DTYPES}
+"""Option -> type of first moments."""
 
 
 def make_optimizer(name: str) -> optax.GradientTransformation:
-    """The optax optimizer `name` with a constant learning rate; with `+ema` it averages the parameters as well.
+    """Return the optax optimizer of a name and its options, with a constant learning rate.
 
     Raises:
-        ConfigError: optax has no optimizer `name` that needs only a learning rate.
+        ConfigError: optax has no optimizer of this name that needs only a learning rate, or the optimizer has no such
+            option.
     """
     if name.endswith(EMA_SUFFIX):
         return with_average(make_optimizer(name.removesuffix(EMA_SUFFIX)))
+    name, plus, option = name.partition("+")
     optimizers = {each: function for each, function in vars(optax).items() if _is_optimizer(each, function)}
     if name not in optimizers:
         raise ConfigError(f"workload.optimizer {name!r} is not an optimizer of optax; {nearest(name, optimizers)}")
-    return optimizers[name](LEARNING_RATE)
+    if not plus:
+        return optimizers[name](LEARNING_RATE)
+    if option not in MOMENT_OPTIONS:
+        known = (*MOMENT_OPTIONS, EMA_SUFFIX.removeprefix("+"))
+        raise ConfigError(f"workload.optimizer {name}+{option}: {option!r} is no option; {nearest(option, known)}")
+    if "mu_dtype" not in inspect.signature(optimizers[name]).parameters:
+        raise ConfigError(
+            f"workload.optimizer {name}+{option}: {name} of optax has no type of first moments (mu_dtype); leave "
+            f"+{option} out, or use adamw"
+        )
+    return optimizers[name](LEARNING_RATE, mu_dtype=MOMENT_OPTIONS[option])
 
 
 def with_average(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:

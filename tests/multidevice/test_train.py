@@ -21,7 +21,9 @@ BATCH, POSITION, LEARNING_RATE = 8, 16, 1e-5
 
 
 @pytest.mark.parametrize(
-    ("microbatches", "name"), [(1, "adamw"), (4, "adamw"), pytest.param(1, "adafactor", marks=pytest.mark.whole)]
+    ("microbatches", "name"),
+    [(1, "adamw"), (4, "adamw")]
+    + [pytest.param(1, name, marks=pytest.mark.whole) for name in ("adafactor", "adamw+mu_bfloat16")],
 )
 def test_train_step(make_config, golden, microbatches, name):
     """One step updates parameters and state; Adafactor's state has fewer dimensions than its parameters."""
@@ -63,7 +65,10 @@ def test_train_step(make_config, golden, microbatches, name):
     assert float(loss) == pytest.approx(expected_loss, rel=1e-5)
     # gradients agree to 1e-6 of the largest, and their squares, which the state contains too, to twice that
     for actual, wanted in zip(jax.tree.leaves(state), jax.tree.leaves(expected_state), strict=True):
-        np.testing.assert_allclose(np.asarray(actual), wanted, rtol=0, atol=2e-6 * np.abs(wanted).max())
+        assert actual.dtype == wanted.dtype
+        rounding = jnp.finfo(wanted.dtype).eps if wanted.dtype == jnp.bfloat16 else 0.0
+        actual, wanted = np.asarray(actual, np.float32), np.asarray(wanted, np.float32)
+        np.testing.assert_allclose(actual, wanted, rtol=rounding, atol=2e-6 * np.abs(wanted).max())
     # the sign of a gradient close to 0, which decides the update, is noise
     for actual, wanted in zip(jax.tree.leaves(trained), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(np.asarray(actual), wanted, rtol=0, atol=LEARNING_RATE)
@@ -83,7 +88,8 @@ def reference(name, module, rows, predicted):
         return (nats * predicted[:, :-1]).sum() / predicted.sum()
 
     loss, gradients = eqx.filter_value_and_grad(loss_of)(module)
-    transformation = getattr(optax, name)(LEARNING_RATE)
+    name, _, moments = name.partition("+mu_")
+    transformation = getattr(optax, name)(LEARNING_RATE, **({"mu_dtype": moments} if moments else {}))
     arrays = eqx.filter(module, eqx.is_inexact_array)
     updates, state = transformation.update(gradients, transformation.init(arrays), arrays)
     return float(loss), state, eqx.apply_updates(module, updates)

@@ -222,7 +222,17 @@ def test_bytes_that_depend_on_stored_parameters():
         assert buffer.is_read_by_grouped_matmuls or ROLES[buffer.role].depends_on_storage or any(of_parameters)
 
 
-@pytest.mark.parametrize(("name", "times"), [("adamw", 2), ("lion", 1), ("sgd", 0), ("adafactor", 0)])
+@pytest.mark.parametrize(
+    ("name", "times"),
+    [
+        ("adamw", 2),
+        ("adamw+mu_bfloat16", 1.5),
+        ("adamw+mu_bfloat16+ema", 2.5),
+        ("lion", 1),
+        ("sgd", 0),
+        ("adafactor", 0),
+    ],
+)
 def test_memory_of_optimizers(name, times):
     """Moments have the parameters' sizes; Adafactor has a row and a column for every matrix."""
     config = {**read_config("llama-3.1-8b", None, LEVANTER), "num_hidden_layers": 2}
@@ -239,6 +249,10 @@ def test_memory_of_optimizers(name, times):
 def test_optimizers_that_cannot_be_planned():
     with pytest.raises(ConfigError, match="'adamv' is not an optimizer of optax; did you mean 'adam'"):
         make_optimizer("adamv")
+    with pytest.raises(ConfigError, match=r"adamw\+mu_bf16: 'mu_bf16' is no option; did you mean 'mu_bfloat16'"):
+        make_optimizer("adamw+mu_bf16")
+    with pytest.raises(ConfigError, match=r"sgd\+mu_bfloat16: sgd of optax has no type of first moments"):
+        make_optimizer("sgd+mu_bfloat16")
     with pytest.raises(ConfigError, match="has lists of arrays as state, which no mapping can shard"):
         weight = jax.ShapeDtypeStruct((2, 3), "float32")
         abstract_optimizer_state(

@@ -48,7 +48,7 @@ class Workload:
     microbatches: int | None = None
     """Parts of a training batch, one after the other; default: the fastest that fits."""
     optimizer: str = "adamw"
-    """Of training, as optax names it; adamw+ema also averages parameters."""
+    """As optax has it; +ema adds averages, +mu_bfloat16 narrows moments."""
     top_k: int = 40
     """Of score: the number of most probable tokens whose probability is computed at every position; 0 for none."""
     temperature: float = 1.0
