@@ -82,10 +82,26 @@ def _policy(value: dict[str, Any]) -> CheckpointPolicy:
     if value.get("disable") or internals is True:
         return CheckpointPolicy("save_all")
     if value.get("simple"):
-        return CheckpointPolicy("nested" if value.get("nested") else "default")
+        return CheckpointPolicy("nested" if value.get("nested") else "default", blocks=_blocks(value))
     kept = internals if isinstance(internals, list) else []
     offloaded = value.get("offload_block_internals") or []
-    return CheckpointPolicy(_policy_kind(value), tuple(map(str, kept)), tuple(map(str, offloaded)))
+    return CheckpointPolicy(_policy_kind(value), tuple(map(str, kept)), tuple(map(str, offloaded)), _blocks(value))
+
+
+def _blocks(value: dict[str, Any]) -> int | None:
+    """Return the number of blocks of layers that a policy names; None where Haliax chooses it.
+
+    Raises:
+        ConfigError: it is no positive number.
+    """
+    nested = value.get("nested")
+    if nested is None or isinstance(nested, bool):
+        return None
+    if not isinstance(nested, int) or nested < 1:
+        raise ConfigError(
+            f"model.gradient_checkpointing.nested is {short_repr(nested)}; it must be true, false or a number of blocks"
+        )
+    return nested
 
 
 def _policy_kind(value: dict[str, Any]) -> str:

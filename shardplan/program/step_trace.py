@@ -16,6 +16,7 @@ from levanter.layers.rotary import DefaultRotaryEmbeddingsConfig, Llama3RotaryEm
 
 from shardplan.errors import ConfigError, nearest
 from shardplan.experts.planned_model import make_module
+from shardplan.hardware import divisors
 from shardplan.hardware.mesh_axes import MESH_AXES
 from shardplan.model.inspect import axes_of, named_leaves
 from shardplan.model.logits.levanter_loss import one_block_of_tokens
@@ -48,6 +49,7 @@ def trace_step(model: Model, workload: Workload) -> Trace:
     1, so that sharding constraints carry the names of logical axes.
     """
     template = _template(model, workload.checkpoint_policy)
+    _check_blocks(workload.checkpoint_policy.blocks, template)
     kind = step_of(workload)
     module = with_dtypes(template, workload.param_dtype)
     parameters = eqx.filter(module, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
@@ -108,6 +110,23 @@ def forward_workload(workload: Workload) -> Workload:
     if not workload.is_training:
         return workload
     return replace(workload, kind="eval", batch=1, microbatches=1, gradient_checkpointing="default", optimizer="adamw")
+
+
+def _check_blocks(blocks: int | None, template: Any) -> None:
+    """Check that the layers of a model divide into the blocks of a nested policy, as Haliax asks for.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    if blocks is None:
+        return
+    modules = jax.tree.leaves(template, is_leaf=lambda node: isinstance(node, hax.nn.Stacked))
+    for layers in {module.Block.size for module in modules if isinstance(module, hax.nn.Stacked)}:
+        if layers % blocks:
+            raise ConfigError(
+                f"workload.gradient_checkpointing is nested:{blocks}, and {layers} layers do not divide into {blocks} "
+                f"blocks; use one of {', '.join(map(str, divisors(layers)))}"
+            )
 
 
 def _check_names(kept: Sequence[str], jaxpr: Jaxpr) -> None:

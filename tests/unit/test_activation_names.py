@@ -17,6 +17,7 @@ from shardplan.levanter_config.writer import trainer_yaml
 from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.model_class import LEVANTER
 from shardplan.model.registry import build_model
+from shardplan.plan.workload.checkpointing import checkpointing_problem
 from shardplan.plan.workload.workload import Workload
 from shardplan.program.layer_flops import MATMULS
 from shardplan.program.step_trace import plan_step
@@ -97,6 +98,21 @@ def test_copies_that_are_longer_than_their_layer_are_waited_for(pythia):
             assert (exposed == 0) is is_hidden
 
 
+def test_blocks_of_layers_divide_the_layers(pythia):
+    """Two blocks of four layers, as Haliax chooses by itself, or one of all; three are refused."""
+
+    def step(text):
+        workload = Workload("train", 8, TOKENS, "bfloat16", gradient_checkpointing=text)
+        return plan_step(pythia, workload).tasks
+
+    assert step("nested:2") == step("nested") != step("nested:1")
+    with pytest.raises(ConfigError, match=r"4 layers do not divide into 3 blocks; use one of 1, 2, 4$"):
+        step("nested:3")
+    assert checkpointing_problem("x", "nested:0") == "x is 'nested:0'; nested takes at least one block of layers"
+    for text in ("nested:a", "default:4", "nested:"):
+        assert checkpointing_problem("x", text).startswith(f"x is '{text}'; ")
+
+
 def test_names_that_no_activation_has_are_refused(pythia):
     """Haliax would keep nothing, and say nothing; a Llama of Levanter has only the names of Haliax's loops."""
     llama = build_model({**read_config("llama-3.1-8b", None, LEVANTER), "num_hidden_layers": 2}, TOKENS)
@@ -129,6 +145,7 @@ def test_values_are_checked(make_config, value, problem):
         ({"save_block_internals": ["attn_out", "up_proj"]}, "default+attn_out+up_proj"),
         ({"save_carries": False, "save_block_internals": ["attn_out"]}, "recompute+attn_out"),
         ({"nested": True, "save_block_internals": ["attn_out"]}, "nested+attn_out"),
+        ({"nested": 4, "save_block_internals": ["attn_out"]}, "nested:4+attn_out"),
         ({"save_carries": "offload", "save_block_internals": ["attn_out"]}, "offload_carries+attn_out"),
         (
             {"save_block_internals": ["attn_out"], "offload_block_internals": ["up_proj"]},

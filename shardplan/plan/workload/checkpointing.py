@@ -1,10 +1,10 @@
 """Gradient checkpointing: what becomes of the activations of layers between forward pass and gradients.
 
 A policy is a kind, which says what happens to the inputs of layers and to all that has no name of its own, and the
-names of activations that are kept beside, on the device or in the memory of the host. Its text,
-`default+attn_out+query_proj@host`, is the value of `workload.gradient_checkpointing`; Levanter writes it
-`gradient_checkpointing: {save_block_internals: [attn_out], offload_block_internals: [query_proj]}`. Imports no JAX, as
-configurations must not.
+names of activations that are kept beside, on the device or in the memory of the host. `nested:4` is a policy with four
+blocks of layers. Its text, `default+attn_out+query_proj@host`, is the value of `workload.gradient_checkpointing`;
+Levanter writes it `gradient_checkpointing: {save_block_internals: [attn_out], offload_block_internals: [query_proj]}`.
+Imports no JAX, as configurations must not.
 """
 
 from dataclasses import dataclass
@@ -25,6 +25,7 @@ every layer, which is what the word means in Haliax."""
 HALIAX_WORDS = ("default", "nested", "offload", "recompute", "save_all")
 """Kinds that Haliax has a word for; `default` is true there."""
 KINDS = (*LEVANTER_FIELDS, "save_all")
+NESTED = "nested"
 HOST = "@host"
 """Ending of the name of an activation that is kept in the memory of the host."""
 ALIASES = {"true": "default", "false": "save_all", "full": "recompute", "none": "save_all"}
@@ -44,21 +45,32 @@ class CheckpointPolicy:
     """Names of activations that stay on the device."""
     offloaded: tuple[str, ...] = ()
     """Names of activations that are copied to the host, and back for the gradients."""
+    blocks: int | None = None
+    """Of `nested`: blocks of layers, of which only the inputs are kept; None for about the root of their number."""
 
     @staticmethod
     def parse(text: str) -> "CheckpointPolicy":
         """Read a policy from its text, without checks; `checkpointing_problem` has those.
 
         >>> CheckpointPolicy.parse("default+attn_out+query_proj@host")
-        CheckpointPolicy(kind='default', kept=('attn_out',), offloaded=('query_proj',))
+        CheckpointPolicy(kind='default', kept=('attn_out',), offloaded=('query_proj',), blocks=None)
+        >>> CheckpointPolicy.parse("nested:4").blocks
+        4
         """
         kind, *names = text.split("+")
+        kind, colon, number = kind.partition(":")
+        blocks = None
+        if kind == NESTED and number.isascii() and number.isdigit():
+            blocks = int(number)
+        else:
+            kind += colon + number  # of no known kind
         kept = tuple(name for name in names if not name.endswith(HOST))
         offloaded = tuple(name.removesuffix(HOST) for name in names if name.endswith(HOST))
-        return CheckpointPolicy(kind, kept, offloaded)
+        return CheckpointPolicy(kind, kept, offloaded, blocks)
 
     def __str__(self) -> str:
-        return "+".join((self.kind, *self.kept, *(f"{name}{HOST}" for name in self.offloaded)))
+        kind = self.kind if self.blocks is None else f"{self.kind}:{self.blocks}"
+        return "+".join((kind, *self.kept, *(f"{name}{HOST}" for name in self.offloaded)))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -72,9 +84,11 @@ class CheckpointPolicy:
         >>> CheckpointPolicy("recompute", ("attn_out",)).levanter_value
         {'save_carries': False, 'save_block_internals': ['attn_out']}
         """
-        if not self.names and self.kind in HALIAX_WORDS:
+        if not self.names and self.kind in HALIAX_WORDS and self.blocks is None:
             return self.kind
         fields = dict(LEVANTER_FIELDS[self.kind])
+        if self.blocks is not None:
+            fields[NESTED] = self.blocks
         if self.kept:
             fields["save_block_internals"] = [*self.kept]
         if self.offloaded:
@@ -91,6 +105,8 @@ def checkpointing_problem(key: str, text: str) -> str | None:
         return f"{key} is {text!r}; {nearest(policy.kind, sorted((OPEN_CHECKPOINTING, *KINDS)), ALIASES)}"
     if policy.names and policy.kind not in LEVANTER_FIELDS:
         return f"{key} is {text!r}; names of activations go with {', '.join(LEVANTER_FIELDS)}"
+    if policy.blocks == 0:
+        return f"{key} is {text!r}; nested takes at least one block of layers"
     if not all(policy.names):
         return f"{key} is {text!r}; it lacks a name, as in {policy.kind}+attn_out"
     return None
