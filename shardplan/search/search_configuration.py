@@ -79,18 +79,19 @@ def search_configuration(config: PlanConfig, model: Model, keep: int, own_attent
     ranking, statistics = Ranking(keep), SearchStatistics()
     searched: dict[int, PlanConfig] = {}
     seconds, is_exhaustive = 0.0, True
-    for group in variants:
-        too_slow: list[tuple[int, ...]] = []
-        for variant in group:
+    too_slow: list[list[tuple[int, ...]]] = [[] for _ in variants]
+    # the fewest parts of all kinds come first: what fits with them rules out most others, which need not be traced
+    for of_kinds in itertools.zip_longest(*variants):
+        for variant, slow in zip(of_kinds, too_slow, strict=True):
             # more parts gather weights more often, and leave a device no more to compute at once: no proof
-            if any(map(variant.is_multiple_of, too_slow)):
-                is_exhaustive = False
+            if variant is None or any(map(variant.is_multiple_of, slow)):
+                is_exhaustive &= variant is None
                 continue
             space = _build_space(variant.config, model, rules, own_attention)
             searched[id(space)] = variant.config
             started = time.perf_counter()
             if not search_meshes(space, meshes, ranking, statistics):
-                too_slow.append(variant.numbers)
+                slow.append(variant.numbers)
             seconds += time.perf_counter() - started
     smallest: RankedCandidate | None = None
     full_host: RankedCandidate | None = None
