@@ -15,7 +15,15 @@ from shardplan.checkpoint.transfer import byte_ranges, process_kinds, schedule
 from shardplan.checkpoint.transfer.byte_ranges import TensorSource
 from shardplan.checkpoint.transfer.process_kinds import find_volumes
 from shardplan.checkpoint.transfer.request import ArrayRequest
-from shardplan.checkpoint.transfer.schedule import exchange_strategies, make_schedule
+from shardplan.checkpoint.transfer.schedule import (
+    Speeds,
+    _cheapest,
+    _cost,
+    _lower_bound,
+    _StoredArray,
+    exchange_strategies,
+    make_schedule,
+)
 from shardplan.checkpoint.transfer.transfer import DeviceMesh, ReadStrategy, TransferLimits, make_transfers
 from shardplan.checkpoint.transfer.view_grid import estimate_grid_volume, estimate_read_volume, find_grid
 
@@ -95,6 +103,25 @@ def test_processes_of_one_kind_read_equally_much(load, max_bytes, gap_bytes):
             for transfer in make_transfers("x", view.shape, strategy, ITEMSIZE, mesh, limits):
                 check_volumes(transfer, view, sources, mesh)
     byte_ranges.runs_of_box.cache_clear()
+
+
+@given(stored_loads(), st.sampled_from([40, 400, 10**6]))
+@settings(max_examples=100)
+def test_no_read_strategy_costs_less_than_its_bound(load, max_bytes):
+    """So that the cheapest one is found, where bounds rule out others."""
+    mesh, view, sources, spec = load
+    assume(0 < math.prod(view.shape) <= 4096)
+    limits = TransferLimits(max_bytes, max_bytes)
+    strategies = (ReadStrategy(spec), *exchange_strategies(view.shape, spec, mesh))
+    choices = [list(make_transfers("x", view.shape, each, ITEMSIZE, mesh, limits)) for each in strategies]
+    array = _StoredArray(view, sources, find_grid(view, sources), float(math.prod(view.shape) * ITEMSIZE), False)
+    arguments = (array, mesh, Speeds())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(schedule, "MAX_REREAD_BYTES", 8)  # or arrays as small as these would never exceed it
+        costs = [_cost(transfers, *arguments) for transfers in choices]
+        bounds = [_lower_bound(transfers, *arguments) for transfers in choices]
+        assert all(bound <= cost for bound, cost in zip(bounds, costs, strict=True))
+        assert _cheapest(choices, *arguments) is choices[costs.index(min(costs))]
 
 
 def test_gaps_between_the_devices_of_a_process():

@@ -79,7 +79,7 @@ class Tensor(Struct, frozen=True, gc=False):  # made in a tenth of a dataclass's
 
 
 class ArrayType(NamedTuple):
-    """What is the same of many tensors."""
+    """Shape, type and bytes, which many tensors have in common."""
 
     shape: Shape
     dtype: np.dtype
@@ -144,7 +144,11 @@ def read_header(file: File, path: str = "") -> dict[str, Tensor]:
 
 @lru_cache(1024)  # layers and experts are alike
 def _array_type(type_name: str, shape: Shape) -> ArrayType:
-    """Return the type of all tensors that a header describes alike; ValueError in the words that follow a name."""
+    """Return shape, type and bytes of a tensor, of what its header says.
+
+    Raises:
+        ValueError: the type is not supported, or the shape is too large; in the words that follow the name.
+    """
     dtype = DTYPES.get(type_name)
     if dtype is None:
         raise ValueError(f"has type {type_name}, which is not supported")

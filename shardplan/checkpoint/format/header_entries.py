@@ -37,8 +37,8 @@ def parse_header(text: bytes) -> dict[str, Entry]:
     {'a': Entry(dtype='F32', shape=(2, 3), data_offsets=(0, 24))}
 
     Raises:
-        ValueError: it is not JSON, a key occurs twice, or an entry has no type, shape or offsets, or none that are
-            valid; whether they fit to each other and to the file is not asked here.
+        ValueError: it is not JSON, a key occurs twice, or an entry lacks its type, shape or offsets, or has something
+            else in their place. Whether they fit each other and the file is not checked here.
     """
     try:
         header = HEADER.decode(text)

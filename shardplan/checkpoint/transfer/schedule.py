@@ -248,7 +248,7 @@ def _cheapest(
 def _lower_bound(transfers: Sequence[Transfer], array: _StoredArray, mesh: DeviceMesh, speeds: Speeds) -> _Cost:
     """Return a lower bound of the cost that needs no look at what processes read.
 
-    A process reads no less than each of its devices. Bounds that differ by rounding do not rule out each other.
+    A process reads no less than each of its devices. `ROUNDING` keeps a bound below the cost that it is a bound of.
     """
     first = transfers[0]
     processes = len(mesh.devices_by_process)
