@@ -32,6 +32,10 @@ def load_given_plan[C: PlanConfig](config: C) -> tuple[C, Plan | None]:
     for name in ("pin", "forbid", "step_tokens"):
         if getattr(config, name):
             raise ConfigError(f"{name} is for planning, and plan {config.plan} is given; leave one of the two out")
+    if config.hardware.host_gib is not None:
+        raise ConfigError(
+            f"hardware.host_gib is for planning, and plan {config.plan} is given; leave one of the two out"
+        )
     plan, keys = Plan.load(config.plan), keys_of(PlanConfig)
     planned = {
         **{f"workload.{key}": value for key, value in vars(plan.workload).items()},

@@ -67,7 +67,7 @@ class RankedSlice:
 
     @property
     def days(self) -> float | None:
-        """Days of steps that a whole run takes, without loading and saving; None without its number of tokens."""
+        """Days that the steps of a whole run take, without loading and saving; None if its tokens were not given."""
         if self.tokens is None:
             return None
         return self.tokens / self.tokens_per_second / SECONDS_PER_HOUR / HOURS_PER_DAY

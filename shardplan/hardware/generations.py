@@ -8,8 +8,12 @@ Network bandwidth is the bandwidth of a host's network cards in the Cloud TPU do
 that host (v5e 2 x 100 Gb/s and v6e 4 x 200 Gb/s for 8 chips; v4 and v5p 50, tpu7x 100 Gb/s for each chip); for v3 the
 value of v4 is a guess.
 
-Host bandwidth is that of PCIe to a chip in the scaling book, 16 GB/s and 32 GB/s for v6e; for v3 and tpu7x, where two
-devices share it, 16 and 32 GB/s to a chip are guesses.
+Host bandwidth is the bandwidth of PCIe to a chip in the scaling book, 16 GB/s and 32 GB/s for v6e; for v3 and tpu7x,
+where two devices share it, 16 and 32 GB/s to a chip are guesses.
+
+Host memory is what Google Cloud gives a machine with four chips, divided by its devices; its GB are taken as GiB: 340
+for v3 and 407 for v4 (TPU VMs), 192 for v5e, 448 for v5p, 720 for v6e and 960 for tpu7x. It was not measured, and
+`hardware.host_gib` replaces it.
 
 Where one chip is two JAX devices (v3: cores, tpu7x: dies), both share the links of the chip. Between the dies of tpu7x
 the bandwidth is six times that of a link (https://docs.cloud.google.com/tpu/docs/tpu7x); for v3 the same factor is a

@@ -132,7 +132,7 @@ class MemoryPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether the peak fits the usable memory of a device, and `host` that of its host."""
+        """Whether the peak fits a device's usable memory, and what is moved to the host fits there."""
         return self.peak <= self.usable and self.fits_host
 
     @property

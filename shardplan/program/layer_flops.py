@@ -1,4 +1,4 @@
-"""The compute of a layer that hides transfers: of the weights of its routed experts, and between device and host.
+"""How much compute hides the transfers of a layer: weights of routed experts, and copies between device and host.
 
 Tasks with equally many executions in the same pass belong to the same kind of layer; where a loop's body has several
 such layers, each has its part. Copies to and from the host have the body of their loop.

@@ -67,22 +67,21 @@ def _token_range(config: PlanConfig) -> TokenRange:
 
 def _empty_range_text(text: str | None, position: int, tokens: TokenRange, devices: int) -> str:
     """Return the message for a range without a batch, which names the nearest ones."""
-    wider = TokenRange(max(1.0, tokens.least / 2), 2 * tokens.most)
-    near = list(batches(devices, position, wider))
-    below = max((batch for batch in near if batch * position < tokens.least), default=1)
-    above = min(batch for batch in near if batch * position > tokens.most)
+    near = list(batches(devices, position, TokenRange(1, max(2 * tokens.most, position))))
+    fewer = [batch for batch in near if batch * position < tokens.least]
+    more = [batch for batch in near if batch * position > tokens.most]
+    nearest = [f"{batch} ({batch * position:,} tokens)" for batch in (*fewer[-1:], *more[:1])]
     return (
-        f"step_tokens is {text}, and no batch that is tried is in between: the nearest are {below} and {above} "
-        f"sequences of {position} tokens, {below * position:,} and {above * position:,} tokens; widen the range, or "
-        "set workload.batch to a number"
+        f"step_tokens is {text}, and no batch that is tried is in between: nearest, in sequences of {position} tokens: "
+        f"{' and '.join(nearest)}; widen the range, or set workload.batch to a number"
     )
 
 
 def batches(devices: int, position: int, tokens: TokenRange = ANY_TOKENS) -> Iterator[int]:
     """Yield the batches that are considered, in order: powers of two, also times the odd part of the slice.
 
-    With a floor, these times three as well, so that no range of which the end is twice the begin is without one. A
-    batch of one sequence is considered even if it exceeds the ceiling, where there is no floor.
+    With a floor, three times these are considered as well, so that a range whose end is twice its beginning has one.
+    Without a floor, a batch of one sequence is considered even if it exceeds the ceiling.
     """
     odd = devices
     while odd % 2 == 0:

@@ -146,7 +146,7 @@ def _infeasible_error(smallest: RankedCandidate, requested: Workload) -> Infeasi
 
 
 def _full_host_error(candidate: Candidate) -> InfeasibleError:
-    """Return the error that hosts have no room for the activations that are moved there."""
+    """Return the error for hosts without room for the activations that are moved there."""
     space = candidate.space
     needed, usable = host_bytes(space.step, candidate.assignment) / GIB, space.host_available_bytes / GIB
     return InfeasibleError(

@@ -98,7 +98,7 @@ def _fastest(candidates: Sequence[Candidate]) -> Candidate:
 
 
 def _order(candidate: Candidate, tie_limit: float) -> tuple[bool, bool, int, float, float]:
-    """Sort key of a candidate: those that tie by complexity and memory, then the others by time."""
+    """Return the sort key of a candidate: ties go by complexity and memory, all others by time."""
     if candidate.seconds > tie_limit:
         return (True, False, 0, candidate.seconds, candidate.seconds)
     return (False, *candidate.complexity, candidate.peak_bytes, candidate.seconds)

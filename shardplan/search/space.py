@@ -107,7 +107,7 @@ class Space:
     rules: Rules
     """What the user pins or forbids."""
     host_available_bytes: float = math.inf
-    """Bytes of its host's memory that a plan may use for each device."""
+    """Bytes of the host's memory that a plan may use for each device."""
     logit_blocks: int = 1
     """Parts of the positions whose logits are in memory one after the other."""
     position_choices: tuple[MeshAxes, ...] = POSITION_CHOICES

@@ -132,8 +132,10 @@ def test_an_open_batch_of_training_has_a_floor_and_a_ceiling(llama_model, llama_
         make_plan(llama_config(**settings), llama_model)
     with pytest.raises(ConfigError, match=r"step_tokens is for workload.batch auto, and the batch is 8"):
         replace(llama_config(), step_tokens="1M-2M")
-    with pytest.raises(ConfigError, match=r"step_tokens is 820K-1M, .* the nearest are 192 and 256 sequences of 4096"):
+    with pytest.raises(ConfigError, match=r"step_tokens is 820K-1M, .* in sequences of 4096 tokens: 192 .* and 256 "):
         make_plan(replace(llama_config(**settings), step_tokens="820K-1M"), llama_model)
+    with pytest.raises(ConfigError, match=r"in sequences of 4096 tokens: 1 \(4,096 tokens\); widen the range"):
+        make_plan(replace(llama_config(**settings), step_tokens="1K-2K"), llama_model)
     for text in ("4M", "4M-", "2M-1M", "0-1M", "a-b"):
         with pytest.raises(ConfigError, match=f"step_tokens is '{text}'|is '.*'; it must be a number of tokens"):
             replace(llama_config(**settings), step_tokens=text)

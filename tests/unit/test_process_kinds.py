@@ -12,7 +12,7 @@ from ml_dtypes import bfloat16
 from shardplan.checkpoint.mapping.pieces import Piece
 from shardplan.checkpoint.mapping.views import View, row_major_strides
 from shardplan.checkpoint.transfer import byte_ranges, process_kinds, schedule
-from shardplan.checkpoint.transfer.byte_ranges import TensorSource
+from shardplan.checkpoint.transfer.byte_ranges import TensorSource, find_byte_ranges, sum_ranges
 from shardplan.checkpoint.transfer.process_kinds import find_volumes
 from shardplan.checkpoint.transfer.request import ArrayRequest
 from shardplan.checkpoint.transfer.schedule import (
@@ -82,6 +82,8 @@ def check_volumes(transfer, view, sources, mesh):
     grid = find_grid(view, sources)
     found = find_volumes(transfer, grid, view.shape, mesh, volume_of)
     expected = [volume_of(process) for process in mesh.devices_by_process]
+    for process, volume in zip(mesh.devices_by_process, expected, strict=True):
+        assert volume == sum_ranges(find_byte_ranges(transfer, view, sources, mesh, process))
     if grid is not None:
         assert [estimate_grid_volume(transfer, grid, mesh, process) for process in mesh.devices_by_process] == expected
     assert [*zip(*(each.tolist() for each in found), strict=True)] == [(each.bytes, each.count) for each in expected]

@@ -233,7 +233,7 @@ class _Cost(NamedTuple):
 def _cheapest(
     choices: Sequence[Sequence[Transfer]], array: _StoredArray, mesh: DeviceMesh, speeds: Speeds
 ) -> Sequence[Transfer]:
-    """Return the cheapest of the choices of transfers of an array, the first of those that cost the same."""
+    """Return the cheapest choice of transfers of an array; where two cost the same, the first."""
     bounds = [_lower_bound(transfers, array, mesh, speeds) for transfers in choices]
     best: tuple[_Cost, int] | None = None
     for bound, number in sorted(zip(bounds, range(len(choices)), strict=True)):

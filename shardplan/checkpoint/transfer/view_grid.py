@@ -143,7 +143,7 @@ class _EstimatedRanges:
         self._highs.append(-(-(first + size) // 8))
 
     def volume(self) -> ReadVolume:
-        """Return the bytes and the number of all ranges, of which those that touch are one; see `MAX_EXACT_RUNS`."""
+        """Return the bytes of all ranges, and their number; ranges that touch count as one. See `MAX_EXACT_RUNS`."""
         if not self._is_exact or not self._lows:
             return self._upper_bound
         total, ranges = union_of_ranges(np.concatenate(self._lows), np.concatenate(self._highs))

@@ -46,7 +46,8 @@ class CheckpointPolicy:
     offloaded: tuple[str, ...] = ()
     """Names of activations that are copied to the host, and back for the gradients."""
     blocks: int | None = None
-    """Of `nested`: blocks of layers, of which only the inputs are kept; None for about the root of their number."""
+    """Of `nested`: number of blocks of layers. Only their inputs are kept. None for about the root of the number of
+    layers."""
 
     @staticmethod
     def parse(text: str) -> "CheckpointPolicy":
