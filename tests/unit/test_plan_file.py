@@ -222,7 +222,7 @@ def test_a_given_plan_is_not_changed(plan, golden, make_config, tmp_path):
     default = keys_of(PlanConfig)["workload.position"].default
     with pytest.raises(ConfigError, match=f"workload.position is {default}, plan .* has 64"):
         load_given_plan(parse_config([*read, "--workload.position", str(default)]))
-    with pytest.raises(ConfigError, match="hardware.host_gib is for planning, and plan .* is given"):
+    with pytest.raises(ConfigError, match=r"hardware\.host_gib is for planning, and plan .* is given"):
         load_given_plan(parse_config([*read, "--hardware.host_gib", "8"]))
     for rule in ("pin", "forbid"):
         with pytest.raises(ConfigError, match=f"{rule} is for planning, and plan .* is given"):
