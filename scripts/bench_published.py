@@ -31,7 +31,7 @@ from shardplan.plan.plan import Plan
 from shardplan.search.given_plan import plan_given_mappings
 from shardplan.search.make_plan import make_plan
 from shardplan.search.open_choices import AUTO_CHECKPOINTING, HOST_CHECKPOINTING
-from shardplan.search.ranking import LEFT_OUT
+from shardplan.search.tolerances import LEFT_OUT
 from shardplan.verify.case import Case
 
 RUNS = Path(__file__).with_name("published_runs.yaml")

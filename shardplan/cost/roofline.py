@@ -77,6 +77,8 @@ def compute_seconds(task: Task, cost: DeviceCost, hardware: Slice, calibration: 
             copied = cost.reordered_weight_bytes + cost.local_weight_bytes
             return calibration.products * matmul_seconds + calibration.copying * copied / bandwidth
         case TaskKind.ATTENTION:
+            if task.is_in_gradient_kernels and cost.has_kernel:
+                return 0.0
             flops = cost.matmul.kernel_flops if cost.has_kernel else cost.matmul.flops
             products = KERNEL_PRODUCTS_OF_GRADIENTS if task.is_backward and cost.has_kernel else 1.0
             attention_seconds = products * cost.unmasked_fraction * flops / flops_rate
@@ -113,11 +115,10 @@ def _conversion_bytes(task: Task, cost: DeviceCost, calibration: Calibration) ->
 
 
 def task_seconds(task: Task, cost: DeviceCost, placement: MeshPlacement, calibration: Calibration) -> TaskSeconds:
-    """Seconds of a task on a device with the share `cost` of it."""
+    """Seconds of a task on a device with the share `cost` of it; of a copy to or from the host, if nothing hides it."""
     compute = compute_seconds(task, cost, placement.hardware, calibration)
     times = _collective_times(task, cost, placement, calibration, compute)
-    host_copy = host_copy_seconds(task, cost, placement.hardware)
-    exposed = max(0.0, host_copy - _seconds_beside(task, placement.hardware, calibration)) if host_copy else 0.0
+    exposed = host_copy_seconds(task, cost, placement.hardware)
     for each in times:
         exposed += each.waited * each.seconds
     return TaskSeconds(compute, exposed + sum(_not_hidden(_seconds_behind(times)).values()))
@@ -130,10 +131,29 @@ def host_copy_seconds(task: Task, cost: DeviceCost, hardware: Slice) -> float:
     return cost.memory_bytes / 2 / hardware.generation.host_bandwidth  # read in one memory, and written in the other
 
 
-def _seconds_beside(task: Task, hardware: Slice, calibration: Calibration) -> float:
-    """Seconds of the matmuls of the layer of a task, divided among all devices."""
-    beside = task.executions * task.layer_flops / hardware.devices / hardware.generation.flops
-    return calibration.products * beside
+def seconds_beside(flops: float, hardware: Slice, calibration: Calibration) -> float:
+    """Seconds of matmuls with `flops` FLOPs over all devices, divided among these; transfers can hide behind them."""
+    return calibration.products * flops / hardware.devices / hardware.generation.flops
+
+
+def exposed_host_copies(
+    copies: Iterable[tuple[Task, float]], hardware: Slice, calibration: Calibration
+) -> Iterator[float]:
+    """Yield the seconds of each copy to or from the host that nothing hides.
+
+    The copies of a loop run one after the other, and hide behind its matmuls as long as these last.
+
+    Args:
+        copies: each with its seconds.
+    """
+    copies = [*copies]
+    of_loop: defaultdict[int | None, float] = defaultdict(float)
+    for task, seconds in copies:
+        of_loop[task.loop] += seconds
+    for task, seconds in copies:
+        flops = 0.0 if task.loop is None else task.executions * task.layer_flops
+        total = of_loop[task.loop]
+        yield seconds * max(0.0, 1 - seconds_beside(flops, hardware, calibration) / total)
 
 
 def exposed_parts(
@@ -170,7 +190,7 @@ def _collective_times(
 ) -> list[_CollectiveTime]:
     """Return the time of every collective of a task, which computes for `compute` seconds."""
     hops = _hops(task, cost)
-    of_layer = compute + _seconds_beside(task, placement.hardware, calibration)
+    of_layer = compute + seconds_beside(task.executions * task.layer_flops, placement.hardware, calibration)
     times = []
     for traffic in cost.traffic:
         waited, fraction = _overlap(traffic, hops, calibration)
@@ -219,9 +239,17 @@ def step_tasks(
 ) -> Iterator[tuple[Task, DeviceCost, TaskSeconds]]:
     """Every task with its cost on one device and its time; the times add up to that of the step."""
     placement = place_mesh(hardware, assignment.mesh)
-    for task in step.tasks:
-        cost = device_cost(task, assignment)
-        yield task, cost, task_seconds(task, cost, placement, calibration)
+    costs = [device_cost(task, assignment) for task in step.tasks]
+    copies = [
+        (task, host_copy_seconds(task, cost, hardware)) for task, cost in zip(step.tasks, costs, strict=True)
+        if task.kind == TaskKind.HOST_COPY
+    ]  # fmt: skip
+    exposed = exposed_host_copies(copies, hardware, calibration)
+    for task, cost in zip(step.tasks, costs, strict=True):
+        if task.kind == TaskKind.HOST_COPY:
+            yield task, cost, TaskSeconds(0.0, next(exposed))
+        else:
+            yield task, cost, task_seconds(task, cost, placement, calibration)
 
 
 def model_flops(model: Model, workload: Workload) -> float:

@@ -13,8 +13,10 @@ from haliax import NamedArray
 from shardplan.attention.dot_product import dot_product_attention as sharded_attention
 from shardplan.attention.levanter import has_parallel_modules
 from shardplan.errors import ConfigError
+from shardplan.model.activation_names import context_named_by_kernel, name_splash_residuals
 from shardplan.model.attention.attention_calls import Arguments, replace_attention
 from shardplan.model.registry import Model
+from shardplan.plan.attention_plan import KernelName
 from shardplan.plan.plan import Plan
 from shardplan.positions.sequence_layout import SequenceLayout
 from shardplan.positions.sequence_order import SequenceOrder
@@ -38,8 +40,17 @@ def planned_attention(model: Model, plan: Plan) -> Iterator[None]:
     Raises:
         ConfigError: the plan was edited, and has another order of positions than the sequence.
     """
-    if has_parallel_modules(model.template) or not (plan.attention.is_sequence_parallel or model.is_decoder):
-        yield
+    if has_parallel_modules(model.template):
+        with context_named_by_kernel():
+            yield
+        return
+    if not (plan.attention.is_sequence_parallel or model.is_decoder):
+        if plan.attention.kernel != KernelName.SPLASH:
+            yield
+            return
+        name_splash_residuals()
+        with context_named_by_kernel():
+            yield
         return
     layout: str | SequenceLayout = SequenceOrder.CONTIGUOUS
     if plan.attention.layout != SequenceOrder.CONTIGUOUS and model.is_decoder:
@@ -58,5 +69,5 @@ def planned_attention(model: Model, plan: Plan) -> Iterator[None]:
             **kept, strategy=method.strategy, ulysses=method.ulysses, kernel=method.kernel, layout=layout
         )
 
-    with replace_attention(compute):
+    with replace_attention(compute), context_named_by_kernel():
         yield

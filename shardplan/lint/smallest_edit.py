@@ -17,7 +17,7 @@ from shardplan.lint.findings import FindingKind
 from shardplan.lint.lint import LintResult, LintTarget, lint_trainer
 from shardplan.plan.plan import Plan
 from shardplan.plan.serialization import flatten
-from shardplan.search.ranking import TIME_RESOLUTION
+from shardplan.search.tolerances import TIME_RESOLUTION
 
 MAX_EDITS = 8
 BEAM_WIDTH = 100

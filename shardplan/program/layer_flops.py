@@ -1,7 +1,7 @@
 """How much compute hides the transfers of a layer: weights of routed experts, and copies between device and host.
 
 Tasks with equally many executions in the same pass belong to the same kind of layer; where a loop's body has several
-such layers, each has its part. Copies to and from the host have the body of their loop.
+such layers, each has its part. Copies to and from the host have the body of their loop, all of them together.
 """
 
 from collections import Counter, defaultdict
@@ -27,22 +27,20 @@ def with_layer_flops(tasks: Iterable[Task]) -> tuple[Task, ...]:
     )
 
 
-def share_flops(tasks: Sequence[Task], executions: int) -> list[Task]:
-    """Return the tasks of the body of a loop, its copies with their parts of the FLOPs of its matmuls.
-
-    The copies run one after the other, so that each can hide behind a part of the matmuls, in proportion to its size.
+def with_loop_flops(tasks: Sequence[Task], executions: int, loop: int) -> list[Task]:
+    """Return the tasks of the body of a loop, its copies to and from the host with the FLOPs of its matmuls.
 
     Args:
         executions: of the body, in a step.
+        loop: the first result of the loop.
     """
-    copied = sum(task.copied_elements for task in tasks if task.executions == executions)
     flops = sum(task.executions * task.flops for task in tasks if task.kind in MATMULS) / executions
-    shared = []
+    finished = []
     for task in tasks:
         if task.kind == TaskKind.HOST_COPY and task.executions == executions:
-            task = replace(task, layer_flops=flops * task.copied_elements / copied)
-        shared.append(task)
-    return shared
+            task = replace(task, layer_flops=flops, loop=loop)
+        finished.append(task)
+    return finished
 
 
 def _layer(task: Task) -> tuple[int, bool]:

@@ -1,5 +1,6 @@
 """Operations of a traced program, as their kinds decide cost and memory."""
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -50,6 +51,8 @@ class Operation:
     """The named scopes of the traced program around the operation."""
     primitive: str = ""
     """Name of the JAX primitive; empty for a loop or a reshard."""
+    activation: str = ""
+    """Of an operation that gives an activation a name for policies of gradient checkpointing: this name."""
     contracted: Dim = ()
     """Of a contraction: the axes that it sums over. Of a selection: the axes that it selects along."""
     batched: Dim = ()
@@ -79,3 +82,10 @@ class Operation:
     def is_backward(self) -> bool:
         """Whether the operation computes gradients; not so what `jax.checkpoint` computes again for them."""
         return BACKWARD_SCOPE in self.label and REMATERIALIZED_SCOPE not in self.label
+
+
+def all_operations(operations: Iterable[Operation]) -> Iterator[Operation]:
+    """Yield operations and those in the bodies of loops."""
+    for operation in operations:
+        yield operation
+        yield from all_operations(operation.body)

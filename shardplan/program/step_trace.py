@@ -1,6 +1,6 @@
 """The step of a workload, traced with abstract arrays."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import lru_cache
@@ -18,18 +18,24 @@ from shardplan.errors import ConfigError, nearest
 from shardplan.experts.planned_model import make_module
 from shardplan.hardware import divisors
 from shardplan.hardware.mesh_axes import MESH_AXES
+from shardplan.model.activation_names import with_activation_names
 from shardplan.model.inspect import axes_of, named_leaves
 from shardplan.model.logits.levanter_loss import one_block_of_tokens
 from shardplan.model.parameter_dtypes import with_dtypes
 from shardplan.model.registry import Model
-from shardplan.plan.workload.checkpointing import RING_RESIDUALS, CheckpointPolicy
+from shardplan.plan.workload.checkpointing import DEFAULT, CheckpointPolicy
 from shardplan.plan.workload.workload import Workload
+from shardplan.program.checkpointed import is_rewritable, with_policy
+from shardplan.program.gradient_kernels import mark_gradient_kernels
+from shardplan.program.kept_activations import KeptActivations, kept_activations
 from shardplan.program.layer_attention import attention_calls
 from shardplan.program.layer_flops import with_layer_flops
 from shardplan.program.marked.marked_attention import mark_attention
 from shardplan.program.marked.marked_conversions import mark_conversions
 from shardplan.program.marked.marked_experts import mark_experts
 from shardplan.program.named_arrays import is_parameter_like, traced_mesh_axis
+from shardplan.program.operations import all_operations
+from shardplan.program.resized import Resizer, TracedBatch, traced_batch
 from shardplan.program.tasks import Step, Task, TaskKind
 from shardplan.program.trace import Argument, ArrayClass, Trace, trace_jaxpr
 from shardplan.program.unrolled_blocks import trace_equal_blocks_once
@@ -74,7 +80,7 @@ def trace_step(model: Model, workload: Workload) -> Trace:
         mark_attention(model.is_decoder), mark_experts(workload.expert_load_spread), mark_conversions(),
     ):  # fmt: skip
         jaxpr = jax.make_jaxpr(step)(arrays)
-    _check_names(workload.checkpoint_policy.names, jaxpr.jaxpr)
+    _check_names(workload.checkpoint_policy.names, {*_activation_names(jaxpr.jaxpr)})
     classes = [ArrayClass.PARAMETER, *[ArrayClass.STATE] * len(state), *[ArrayClass.INPUT] * len(inputs)]
     arguments = []
     for array_class, part in zip(classes, arrays, strict=True):
@@ -87,19 +93,83 @@ def trace_step(model: Model, workload: Workload) -> Trace:
 
 @lru_cache(maxsize=128)
 def plan_step(model: Model, workload: Workload) -> Step:
-    """The traced step of `workload`, with the parameters and the state that it keeps in memory."""
-    trace = trace_step(model, workload)
+    """The traced step of `workload`, with the parameters and the state that it keeps in memory.
+
+    Steps of training differ in their batch, and most policies of gradient checkpointing in what they keep: all of
+    these come from one trace.
+    """
+    if not workload.is_training:
+        return _finished_step(model, trace_step(model, workload))
+    traced, resizer = _with_traced_batch(model, workload)
+    return resizer.step(_training_step(model, traced))
+
+
+@lru_cache(maxsize=128)
+def plan_kept_activations(model: Model, workload: Workload, with_host: bool) -> KeptActivations | None:
+    """What can become of the activations of a training step, beside what the default policy makes of them.
+
+    Args:
+        workload: of a training step with the default policy of gradient checkpointing.
+        with_host: whether activations can be copied to the host.
+
+    Returns:
+        None if all that is known are the kinds of policies: of layers that are not stacked.
+    """
+    traced, resizer = _with_traced_batch(model, workload)
+    kept = _kept_activations(model, traced, with_host)
+    return None if kept is None else resizer.kept(kept)
+
+
+@lru_cache(maxsize=8)
+def _kept_activations(model: Model, workload: Workload, with_host: bool) -> KeptActivations | None:
+    trace = _training_trace(model, workload)
+    if not is_rewritable(trace, workload.checkpoint_policy):
+        return None
+    return kept_activations(trace, with_host, lambda tasks: _finished_tasks(trace, tasks))
+
+
+@lru_cache(maxsize=32)
+def _training_step(model: Model, workload: Workload) -> Step:
+    """Return the step of training with a batch that is traced."""
+    policy = workload.checkpoint_policy
+    trace = _training_trace(model, replace(workload, gradient_checkpointing=DEFAULT))
+    if not is_rewritable(trace, policy):
+        return _finished_step(model, _training_trace(model, workload))
+    _check_names(policy.names, {operation.activation for operation in all_operations(trace.operations)})
+    return _finished_step(model, with_policy(trace, policy))
+
+
+@lru_cache(maxsize=16)
+def _training_trace(model: Model, workload: Workload) -> Trace:
+    return trace_step(model, workload)
+
+
+def _with_traced_batch(model: Model, workload: Workload) -> tuple[Workload, Resizer]:
+    """Return a workload of training with the batch that is traced, and what turns its step into the wanted one."""
+    parts = workload.num_microbatches
+    sizes = {axis.size for _, leaf in named_leaves(model.template) for axis in axes_of(leaf)} | {workload.position}
+    traced, wanted = traced_batch(sizes, parts > 1), TracedBatch(workload.batch // parts, parts)
+    batch = traced.sequences * traced.microbatches
+    return replace(workload, batch=batch, microbatches=traced.microbatches), Resizer(traced, wanted)
+
+
+def _finished_step(model: Model, trace: Trace) -> Step:
+    """Return the step of a trace, with the parameters and the state that it keeps in memory."""
     step = build_step(trace)
-    activation_axes = trace.input_axes
     return replace(
         step,
         parameters=trace.arguments_of(ArrayClass.PARAMETER),
         state=trace.arguments_of(ArrayClass.STATE),
-        tasks=with_layer_flops(_mark_work_on_parameters(task, activation_axes) for task in step.tasks),
-        activation_axes=activation_axes,
+        tasks=_finished_tasks(trace, step.tasks),
+        activation_axes=trace.input_axes,
         vocab=model.template.Vocab.name,
         attention_calls=tuple(attention_calls(trace.operations, trace.arrays)),
     )
+
+
+def _finished_tasks(trace: Trace, tasks: Iterable[Task]) -> tuple[Task, ...]:
+    marked = (_mark_work_on_parameters(task, trace.input_axes) for task in tasks)
+    return with_layer_flops(mark_gradient_kernels(marked))
 
 
 def forward_workload(workload: Workload) -> Workload:
@@ -129,20 +199,17 @@ def _check_blocks(blocks: int | None, template: Any) -> None:
             )
 
 
-def _check_names(kept: Sequence[str], jaxpr: Jaxpr) -> None:
+def _check_names(kept: Sequence[str], known: Collection[str]) -> None:
     """Check that activations of a traced program have the names by which gradient checkpointing keeps some.
 
     Raises:
         ConfigError: none has such a name.
     """
-    if not kept:
-        return
-    known = {RING_RESIDUALS, *_activation_names(jaxpr)}
     for name in kept:
         if name not in known:
             raise ConfigError(
                 f"workload.gradient_checkpointing keeps {name!r}, and no activation of the model has this name; "
-                f"{nearest(name, sorted(known))}"
+                f"{nearest(name, sorted(filter(None, known)))}"
             )
 
 
@@ -173,7 +240,9 @@ def _template(model: Model, checkpointing: CheckpointPolicy) -> Any:
         settings["rope"] = DefaultRotaryEmbeddingsConfig()
     names = {each.name for each in fields(model.config)}
     config = replace(model.config, **{name: value for name, value in settings.items() if name in names})
-    return make_module(model, config)
+    # the decoder names its activations itself
+    module = make_module(model, config)
+    return module if model.is_decoder else with_activation_names(module)
 
 
 @contextmanager

@@ -85,11 +85,17 @@ class Task:
     along the mesh axes that do not shard its result."""
     attention: AttentionKind | None = None
     """Of a matmul of attention: its kind of attention."""
+    is_in_gradient_kernels: bool = False
+    """Of a matmul of attention that is computed again: whether its result is kept, so that only the gradients need it,
+    whose kernels compute it themselves."""
     experts: ExpertKind | None = None
     """Of a block of routed experts, and of its gradient: its kind."""
     layer_flops: float = 0.0
     """Of a block of routed experts, and of its gradient: FLOPs of the other matmuls of its layer in one execution, over
-    all devices. Of a copy to or from the host: its part of the FLOPs of the matmuls of its layer."""
+    all devices. Of a copy to or from the host in a loop: FLOPs of the matmuls of the loop's body."""
+    loop: int | None = None
+    """Of a copy to or from the host: the first result of the loop whose body it is in; None outside of loops. All
+    copies of a loop hide behind its matmuls together."""
 
     @cached_property
     def stored_arrays(self) -> frozenset[TracedArray]:
@@ -133,11 +139,6 @@ class Task:
         if self.attention is None:
             return flops
         return self.attention.pattern.density(score_length(self.scores)) * flops
-
-    @property
-    def copied_elements(self) -> int:
-        """Of a copy between device and host: the elements that it copies; 0 for every other task."""
-        return sum(array.elements for array in self.results) if self.kind == TaskKind.HOST_COPY else 0
 
     @cached_property
     def cost_key(self) -> "Task":

@@ -11,7 +11,7 @@ from shardplan.program.fusion.fusion import Fusion
 from shardplan.program.fusion.held_for_gradients import hold_for_gradients
 from shardplan.program.fusion.hoisting import invariant_copies
 from shardplan.program.fusion.siblings import fuse_with_siblings
-from shardplan.program.layer_flops import share_flops
+from shardplan.program.layer_flops import with_loop_flops
 from shardplan.program.live_buffers import BufferRole, LiveBuffer
 from shardplan.program.marked.attention_kind import UNMARKED, AttentionKind
 from shardplan.program.marked.expert_kind import ExpertKind
@@ -37,20 +37,51 @@ TASK_KINDS = {
 """Kind of operation -> kind of task outside of attention. A loop is no task; the operations of its body are."""
 
 
-def build_step(trace: Trace) -> Step:
-    """The tasks and program points of `trace`."""
-    tasks: list[Task] = []
+class PlacedTask(NamedTuple):
+    """A task, and the loop that it runs in."""
+
+    task: Task
+    loop: int | None
+    """The first result of the loop whose body the task belongs to; None outside of loops."""
+
+
+class PlacedPoint(NamedTuple):
+    """The live buffers at a point of the program, and which operation runs."""
+
+    place: tuple[int, bool]
+    """The first result of the operation, and whether it writes its results already; no two points have the same."""
+    label: PointLabel
+    buffers: Counter[LiveBuffer]
+
+
+class Walk(NamedTuple):
+    """What the walk through a program lists, in the order of the program."""
+
+    tasks: list[PlacedTask]
+    points: list[PlacedPoint]
+
+
+def walk(trace: Trace) -> Walk:
+    """List the tasks of `trace` and the live buffers at every point."""
+    tasks: list[PlacedTask] = []
     # other results than updates are small, or whoever calls the program computes with them at once
     writes_outputs = bool(trace.updates)
     fusion = fuse_with_siblings(trace.operations, trace.arrays, set(trace.results), writes_outputs=writes_outputs)
     stored = frozenset((*trace.arguments, *trace.updates, *_made_of_state(trace)))
-    points = _Sequence(fusion, tasks, 1, stored, {}).run(set(), Counter())
+    points = _Sequence(fusion, tasks, 1, stored, {}, None).run(set(), Counter())
+    return Walk(tasks, points)
+
+
+def build_step(trace: Trace) -> Step:
+    """The tasks and program points of `trace`."""
+    walked = walk(trace)
+    points = {frozenset(point.buffers.items()): tuple(point.buffers.items()) for point in walked.points}
     labels: dict[frozenset[tuple[LiveBuffer, int]], PointLabel] = {}
-    for label, point in points:
-        labels.setdefault(frozenset(point.items()), label)
+    for _, label, buffers in walked.points:
+        labels.setdefault(frozenset(buffers.items()), label)
     return Step(
-        tuple(tasks),
-        tuple(tuple(point.items()) for point in {frozenset(point.items()): point for _, point in points}.values()),
+        tuple(placed.task for placed in walked.tasks),
+        tuple(points.values()),
         trace.merged_axes,
         dict(trace.unnamed),
         trace.resized_axes,
@@ -91,25 +122,21 @@ USERS_OF_WEIGHTS = (OperationKind.RESHARD, OperationKind.EXPERTS, OperationKind.
 """Kinds of operations besides matmuls before which parameters are gathered."""
 
 
-class _LabelledPoint(NamedTuple):
-    """A program point, and which operation runs."""
-
-    label: PointLabel
-    buffers: Counter[LiveBuffer]
-
-
 class _Sequence:
     """Operations that run one after the other: the program, or the body of a loop."""
 
     def __init__(
         self,
         fusion: Fusion,
-        tasks: list[Task],
+        tasks: list[PlacedTask],
         executions: int,
         stored: Set[int],
         first_weights: dict[TracedArray, TracedArray],
+        loop: int | None,
     ) -> None:
         self.fusion, self.arrays, self.tasks, self.executions = fusion, fusion.arrays, tasks, executions
+        self.loop = loop
+        """The first result of the loop whose body this is; None for the program."""
         self.stored = stored
         """Values that take no memory of their own: arguments, what is written over them, and what is made for that."""
         self.first_weights = first_weights
@@ -129,7 +156,7 @@ class _Sequence:
         self.outer_executions = executions
         """How often what is computed before the loop is executed."""
 
-    def run(self, carried: Set[int], outside: Counter[LiveBuffer]) -> list[_LabelledPoint]:
+    def run(self, carried: Set[int], outside: Counter[LiveBuffer]) -> list[PlacedPoint]:
         """Add the tasks of the sequence; returns the live buffers at each of its program points.
 
         Args:
@@ -146,7 +173,7 @@ class _Sequence:
         live, entering = set[int](), set(carried)
         buffers: Counter[LiveBuffer] = Counter()
         used_up: set[int] = set()
-        points: list[_LabelledPoint] = []
+        points: list[PlacedPoint] = []
         for i, operation in enumerate(fusion.operations):
             if not fusion.is_executed(operation):
                 continue
@@ -159,7 +186,7 @@ class _Sequence:
             here = outside + gathered[i] + (local_gradients if i <= self.last_loop else Counter())
             here.update(self._held_for_gradients(i, used_up))
             if reordered[i]:  # before the operation writes its results
-                points.append(_LabelledPoint(label, here + buffers + reordered[i]))
+                points.append(PlacedPoint((operation.results[0], False), label, here + buffers + reordered[i]))
             new = (stacks | {result for result in operation.results if result in fusion.written}) - live - self.hoisted
             new -= self.stored
             live |= new
@@ -174,8 +201,9 @@ class _Sequence:
                 here.update(itertools.chain(self._transient(operation), copied[i]))
                 if i < self.last_loop:
                     local_gradients.update(self._local_gradients(operation))
-                points.append(_LabelledPoint(label, here + self._while_writing(operation, buffers, gone - new, new)))
-                self.tasks += tasks
+                while_writing = here + self._while_writing(operation, buffers, gone - new, new)
+                points.append(PlacedPoint((operation.results[0], True), label, while_writing))
+                self.tasks += (PlacedTask(task, self.loop) for task in tasks)
             live -= gone
             buffers.subtract(map(self._live_buffer, gone))
             buffers = +buffers
@@ -276,7 +304,7 @@ class _Sequence:
             reordered[first][self._make_buffer(BufferRole.REORDERED_WEIGHT, weight)] += 1
         return reordered
 
-    def _add_loop(self, loop: Operation, live: Set[int], outside: Counter[LiveBuffer]) -> list[_LabelledPoint]:
+    def _add_loop(self, loop: Operation, live: Set[int], outside: Counter[LiveBuffer]) -> list[PlacedPoint]:
         """Add the tasks of a loop; returns the points of its body."""
         written = {value for stack, value in loop.slices if stack in loop.results}
         ends = written | {end for _, _, end, _ in loop.carried}
@@ -286,7 +314,8 @@ class _Sequence:
         fusion = fuse_with_siblings(loop.body, self.arrays, ends, writes_outputs=True)
         # what is copied to the host is written into its stack there
         on_host = frozenset(value for value in written if self.arrays[value].is_on_host)
-        body = _Sequence(fusion, self.tasks, self.executions * loop.trips, on_host, self.first_weights)
+        executions = self.executions * loop.trips
+        body = _Sequence(fusion, self.tasks, executions, on_host, self.first_weights, loop.results[0])
         body.hoisted = frozenset(invariant_copies(loop, self.arrays) & fusion.written)
         body.outer_executions = self.executions
         # gathered once, what the gradients gather again
@@ -294,7 +323,9 @@ class _Sequence:
         throughout = Counter([*map(self._live_buffer, sorted(live - elsewhere)), *self._copied(loop), *hoisted])
         first_task = len(self.tasks)
         points = body.run(starts, outside + throughout)
-        self.tasks[first_task:] = share_flops(self.tasks[first_task:], body.executions)
+        placed = self.tasks[first_task:]
+        finished = with_loop_flops([each.task for each in placed], executions, loop.results[0])
+        self.tasks[first_task:] = [each._replace(task=task) for each, task in zip(placed, finished, strict=True)]
         return points
 
     def _copied_by_next_loop(self) -> list[list[LiveBuffer]]:

@@ -22,6 +22,8 @@ def search_meshes(
     Returns:
         False if every mapping would be too slow for the ranking even with unlimited memory.
     """
+    if space.min_matmul_seconds / space.hardware.devices > ranking.limit:
+        return False
     subproblems = list(enumerate_subproblems(space, meshes, statistics))
     fitting = [subproblem for subproblem in subproblems if subproblem.min_bytes <= space.available_bytes]
     statistics.rejected[Rejection.MEMORY] += len(subproblems) - len(fitting)

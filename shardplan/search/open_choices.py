@@ -12,14 +12,20 @@ from typing import NamedTuple
 
 from shardplan.config import PlanConfig
 from shardplan.hardware import Slice, divisors, parse_slice
-from shardplan.plan.workload.checkpointing import OPEN_CHECKPOINTING
+from shardplan.plan.workload.checkpointing import DEFAULT, OPEN_CHECKPOINTING
 from shardplan.plan.workload.kinds import LogitBlocks
 from shardplan.plan.workload.workload import Workload
 
-AUTO_CHECKPOINTING = ("save_all", "default", "nested", "recompute")
-"""Kinds of gradient checkpointing tried for `auto`."""
+OPEN_CHECKPOINTING_KINDS = (DEFAULT, "nested")
+"""Kinds of gradient checkpointing tried for `auto`: `default` with every choice of what becomes of activations.
+
+`recompute` is the same without a choice, and `save_all` keeps elementwise results as well, which takes longer to write
+and to read than to compute."""
+AUTO_CHECKPOINTING = (DEFAULT, "nested", "recompute", "save_all")
+"""Kinds tried for `auto` where these choices are not known."""
 HOST_CHECKPOINTING = ("offload_carries",)
-"""Kinds that are tried on TPUs as well: they move activations to the memory of the host, which is another one there."""
+"""Kinds that are tried on TPUs as well then: they move activations to the memory of the host, which is another one
+there."""
 
 
 class OpenNumber(NamedTuple):
@@ -58,35 +64,43 @@ class WorkloadVariant(NamedTuple):
     config: PlanConfig
     numbers: tuple[int, ...]
     """The values of `OPEN_NUMBERS`; 1 where the workload has no such parts."""
+    keeps_open: bool
+    """Whether what becomes of activations is left to the search, beside the policy of the configuration."""
 
     def is_multiple_of(self, numbers: tuple[int, ...]) -> bool:
         """Whether every number of this variant is a multiple of the one in `numbers`."""
         return all(own % other == 0 for own, other in zip(self.numbers, numbers, strict=True))
 
 
-def enumerate_variants(config: PlanConfig, vocab: int) -> Iterator[list[WorkloadVariant]]:
+def enumerate_variants(config: PlanConfig, vocab: int, has_options: bool) -> Iterator[list[WorkloadVariant]]:
     """Yield a list for every kind of gradient checkpointing that is tried, each in the order of ascending numbers.
 
     Args:
         vocab: the number of tokens in the vocabulary.
+        has_options: whether it is known what can become of activations.
     """
     work, hardware = config.workload, parse_slice(config.hardware.slice)
     tried: list[Sequence[int | None]] = []
     for number in OPEN_NUMBERS:
         given = getattr(work, number.key)
         tried.append(number.values(work, hardware, vocab) if given is None else (given,))
-    for kind in _checkpointing_kinds(work, hardware):
+    is_open = work.gradient_checkpointing == OPEN_CHECKPOINTING and work.is_training and has_options
+    for kind in _checkpointing_kinds(work, hardware, has_options):
         variants = []
         for values in itertools.product(*tried):
             named = {number.key: value for number, value in zip(OPEN_NUMBERS, values, strict=True)}
             workload = replace(work, gradient_checkpointing=kind, **named)  # type: ignore[arg-type]
-            variants.append(WorkloadVariant(replace(config, workload=workload), tuple(value or 1 for value in values)))
+            numbers = tuple(value or 1 for value in values)
+            keeps_open = is_open and kind == DEFAULT
+            variants.append(WorkloadVariant(replace(config, workload=workload), numbers, keeps_open))
         yield variants
 
 
-def _checkpointing_kinds(workload: Workload, hardware: Slice) -> tuple[str, ...]:
+def _checkpointing_kinds(workload: Workload, hardware: Slice, has_options: bool) -> tuple[str, ...]:
     if workload.gradient_checkpointing != OPEN_CHECKPOINTING:
         return (workload.gradient_checkpointing,)
     if not workload.is_training:
-        return ("default",)
+        return (DEFAULT,)
+    if has_options:
+        return OPEN_CHECKPOINTING_KINDS
     return AUTO_CHECKPOINTING if hardware.is_cpu else AUTO_CHECKPOINTING + HOST_CHECKPOINTING

@@ -8,20 +8,9 @@ from dataclasses import dataclass, field
 from shardplan.cost.sharding import ShardingAssignment
 from shardplan.experts.method import ExpertStrategy
 from shardplan.plan.mapping import MeshAxes
+from shardplan.plan.workload.checkpointing import CheckpointPolicy
 from shardplan.search.space import KindMethods, Space
-
-TIME_RESOLUTION = 1e-3
-"""Relative difference of step times below which two plans tie; of tied plans the one with less peak memory wins.
-
-It is what a plan may be slower for the sake of memory. Where ties were within 1%, 405B on v4-256 got a plan that is
-6.9% slower as compiled than another candidate, which needs more memory and fits (docs/log.md).
-"""
-LEFT_OUT = 1e-2
-"""Part of a step by which a plan must be faster to have what the estimate leaves out the price of.
-
-The loop over blocks of logits takes 0.6% of a step of an 8B model as compiled (docs/log.md), which no estimate has; and
-copies to and from the host are hidden in an estimate as well as they can be.
-"""
+from shardplan.search.tolerances import LEFT_OUT, TIME_RESOLUTION
 
 
 @dataclass(frozen=True)
@@ -42,11 +31,14 @@ class Candidate:
     """Peak memory of a device."""
     experts: ExpertStrategy | None = None
     """How routed experts are computed; None for a model without."""
+    checkpointing: CheckpointPolicy | None = None
+    """What becomes of activations, where the space leaves it open; None where it is given."""
 
     @property
     def complexity(self) -> tuple[bool, int]:
         """What the estimate leaves a part of the price out of: copies to the host, and blocks of logits."""
-        return bool(self.space.host_points), self.space.logit_blocks
+        copies = bool(self.space.hidden_by_loop) or (self.checkpointing is not None and self.checkpointing.copies)
+        return copies, self.space.logit_blocks
 
     @property
     def assignment(self) -> ShardingAssignment:

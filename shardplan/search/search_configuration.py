@@ -16,13 +16,14 @@ from shardplan.model.inspect import inspect_model
 from shardplan.model.registry import Model
 from shardplan.plan.mapping import MeshAxes
 from shardplan.plan.pins import Rules, parse_rules
+from shardplan.plan.workload.checkpointing import DEFAULT, OPEN_CHECKPOINTING
 from shardplan.plan.workload.workload import BATCH_AXIS
 from shardplan.positions.sequence_order import SequenceOrder
 from shardplan.program.marked.attention_kind import AttentionKind
-from shardplan.program.step_trace import plan_step
+from shardplan.program.step_trace import plan_kept_activations, plan_step
 from shardplan.runtime.garbage import without_garbage_collection
 from shardplan.search.branch_and_bound import find_smallest, search_meshes
-from shardplan.search.open_choices import enumerate_variants
+from shardplan.search.open_choices import WorkloadVariant, enumerate_variants
 from shardplan.search.ranking import Candidate, Ranking
 from shardplan.search.reasons import SearchStatistics, describe_indivisible
 from shardplan.search.space import METHODS, AttentionMethod, Space, mesh_shapes
@@ -75,7 +76,7 @@ def search_configuration(config: PlanConfig, model: Model, keep: int, own_attent
     hardware = parse_slice(config.hardware.slice)
     rules = parse_rules(config.pin, config.forbid, inspect_model(model))
     meshes = [mesh for mesh in mesh_shapes(hardware, _pinned_sizes(config, rules)) if rules.allows(mesh)]
-    variants = list(enumerate_variants(config, model.vocab.size))
+    variants = list(enumerate_variants(config, model.vocab.size, _has_options(config, model)))
     ranking, statistics = Ranking(keep), SearchStatistics()
     searched: dict[int, PlanConfig] = {}
     seconds, is_exhaustive = 0.0, True
@@ -87,7 +88,7 @@ def search_configuration(config: PlanConfig, model: Model, keep: int, own_attent
             if variant is None or any(map(variant.is_multiple_of, slow)):
                 is_exhaustive &= variant is None
                 continue
-            space = _build_space(variant.config, model, rules, own_attention)
+            space = _build_space(variant, model, rules, own_attention)
             searched[id(space)] = variant.config
             started = time.perf_counter()
             if not search_meshes(space, meshes, ranking, statistics):
@@ -96,8 +97,9 @@ def search_configuration(config: PlanConfig, model: Model, keep: int, own_attent
     smallest: RankedCandidate | None = None
     full_host: RankedCandidate | None = None
     for relaxation in RELAXATIONS:
-        for choice, _ in itertools.chain(*variants) if not ranking.candidates else ():
-            space = replace(_build_space(choice, model, rules, own_attention), **relaxation)
+        for variant in itertools.chain(*variants) if not ranking.candidates else ():
+            choice = variant.config
+            space = replace(_build_space(variant, model, rules, own_attention), **relaxation)
             if choice.workload.window is not None:
                 space = replace(space, position_choices=UNSHARDED_POSITIONS)
             started = time.perf_counter()
@@ -106,17 +108,40 @@ def search_configuration(config: PlanConfig, model: Model, keep: int, own_attent
             if candidate is not None and candidate.peak_bytes <= space.available_bytes:
                 searched[id(space)] = choice
                 search_meshes(space, meshes, ranking, statistics)
-                full_host = RankedCandidate(choice, candidate)  # unless the search found another one
+                full_host = _with_chosen_policy(model, choice, candidate)  # unless the search found another one
             elif candidate is not None:
-                smallest = RankedCandidate(choice, candidate)
+                smallest = _with_chosen_policy(model, choice, candidate)
             seconds += time.perf_counter() - started
     if ranking.candidates:
-        ranked = [RankedCandidate(searched[id(candidate.space)], candidate) for candidate in ranking.candidates]
+        ranked = [
+            _with_chosen_policy(model, searched[id(candidate.space)], candidate) for candidate in ranking.candidates
+        ]
         return SearchResult(ranked, True, is_exhaustive, statistics, seconds, ranking.evaluated)
     smallest = smallest or full_host
     if smallest is None:
         raise _unsatisfiable_error(config, rules, meshes, statistics)
     return SearchResult([smallest], False, is_exhaustive, statistics, seconds, [])
+
+
+def _has_options(config: PlanConfig, model: Model) -> bool:
+    """Whether it is known what can become of the activations of a training step, where that is open."""
+    work = config.workload
+    if not work.is_training or work.gradient_checkpointing != OPEN_CHECKPOINTING:
+        return False
+    workload = replace(work, gradient_checkpointing=DEFAULT, microbatches=1).resolve()
+    return plan_kept_activations(model, workload, not parse_slice(config.hardware.slice).is_cpu) is not None
+
+
+def _with_chosen_policy(model: Model, config: PlanConfig, candidate: Candidate) -> RankedCandidate:
+    """Return a candidate in the space of the policy that it chooses, if its space leaves that open.
+
+    It takes the same time and memory there: options about activations add up (`tests/unit/test_kept_activations.py`).
+    """
+    if candidate.checkpointing is None:
+        return RankedCandidate(config, candidate)
+    workload = replace(config.workload, gradient_checkpointing=str(candidate.checkpointing))
+    space = replace(candidate.space, step=plan_step(model, workload.resolve()), kept=None)
+    return RankedCandidate(replace(config, workload=workload), replace(candidate, space=space, checkpointing=None))
 
 
 def _pinned_sizes(config: PlanConfig, rules: Rules) -> dict[str, int | None]:
@@ -158,8 +183,8 @@ def _unsatisfiable(rules: Rules, meshes: list[dict[str, int]]) -> list[str]:
     ]
 
 
-def _build_space(config: PlanConfig, model: Model, rules: Rules, own_attention: bool) -> Space:
-    """Build the search space of one configuration, whose workload leaves nothing open.
+def _build_space(variant: WorkloadVariant, model: Model, rules: Rules, own_attention: bool) -> Space:
+    """Build the search space of one configuration, whose workload leaves nothing else open.
 
     Args:
         own_attention: whether only the model's own attention is a choice.
@@ -167,6 +192,7 @@ def _build_space(config: PlanConfig, model: Model, rules: Rules, own_attention: 
     Raises:
         ConfigError: a pin shards a logical axis that plans never shard.
     """
+    config = variant.config
     hardware, axes = parse_slice(config.hardware.slice), inspect_model(model)
     is_training, is_packed = config.workload.is_training, config.workload.window is not None
     step = plan_step(model, config.workload.resolve())
@@ -187,6 +213,9 @@ def _build_space(config: PlanConfig, model: Model, rules: Rules, own_attention: 
         ),
         requires_kernel=not hardware.is_cpu,
         methods=() if own_attention else attention_methods(model, step.attention_kinds, is_training),
+        kept=(
+            plan_kept_activations(model, config.workload.resolve(), not hardware.is_cpu) if variant.keeps_open else None
+        ),
     )
     for pin in rules.pins:
         tokens = () if pin.is_stored else (space.batch, space.position)

@@ -17,11 +17,12 @@ the compute sharding are the residual axis, axes that layers are stacked along, 
 that a token chooses parameters by (experts). The user's pins and forbidden mappings override these choices.
 """
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from itertools import product
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -33,6 +34,7 @@ from shardplan.cost.calibration import Calibration
 from shardplan.cost.gspmd import depends_on_params
 from shardplan.cost.matmul import local_matmul
 from shardplan.cost.memory import stored_buffers
+from shardplan.cost.roofline import seconds_beside
 from shardplan.cost.sharding import CompilerQuirks, ShardingAssignment
 from shardplan.errors import ConfigError
 from shardplan.experts.method import ExpertMethod, ExpertStrategy
@@ -42,9 +44,11 @@ from shardplan.plan.attention_plan import AttentionPlan, Strategy
 from shardplan.plan.mapping import AxisMapping, MeshAxes, MeshShape, mesh_size
 from shardplan.plan.pins import Rules
 from shardplan.positions.sequence_order import SequenceOrder
+from shardplan.program.kept_activations import KeptActivations, Option
 from shardplan.program.live_buffers import LiveBuffer, ProgramPoint
 from shardplan.program.named_arrays import TracedArray
 from shardplan.program.tasks import ExpertAxes, Step, Task, TaskKind
+from shardplan.search.keeping import Keeping
 
 MINOR_PART = 0.01
 """Part of the bytes of a model's parameters below which those with a logical axis are small."""
@@ -118,16 +122,52 @@ class Space:
     """Whether the space also holds plans in which devices along a mesh axis repeat the same work."""
     methods: tuple[AttentionMethod, ...] = METHODS
     """Attention methods for sharded positions; if empty, Levanter's own attention, which gathers keys and values."""
+    kept: KeptActivations | None = None
+    """What the space chooses of activations; the step is that of the default policy then. None if it is given."""
 
     @cached_property
-    def host_points(self) -> tuple[ProgramPoint, ...]:
-        """The buffers in the memory of the host, at every point of the program where they differ; without any, none."""
-        points = (tuple(each for each in point if each[0].array.is_on_host) for point in self.step.points)
-        return tuple(filter(None, dict.fromkeys(points)))
+    def points(self) -> tuple[ProgramPoint, ...]:
+        """The live buffers at every point of the program."""
+        return self.step.points if self.kept is None else self.kept.points
+
+    @cached_property
+    def options(self) -> tuple[Option, ...]:
+        """What can become of activations, all options of one after the other."""
+        return () if self.kept is None else tuple(itertools.chain(*self.kept.activations))
+
+    @cached_property
+    def keeping(self) -> Keeping:
+        """The combinations of `options`, and what hides copies to and from the host."""
+        flops = tuple(self.hidden_by_loop.values()) if self.kept is None else self.kept.loop_flops
+        saved = [option.saved_flops for option in self.options]
+        beside = seconds_beside(1.0, self.hardware, self.calibration)
+        return Keeping.of(
+            () if self.kept is None else tuple(map(len, self.kept.activations)),
+            beside * np.array(flops, float),
+            beside * np.array(saved, float).reshape(len(saved), len(flops)),
+            np.array([bool(option.copies) for option in self.options], bool),
+        )
+
+    @cached_property
+    def hidden_by_loop(self) -> dict[int, float]:
+        """Loop with copies to or from the host, whatever becomes of activations -> FLOPs of its matmuls in a step."""
+        copies = (task for task in self.step.tasks if task.loop is not None)
+        return {task.loop: task.executions * task.layer_flops for task in copies if task.loop is not None}
+
+    @cached_property
+    def host_rows(self) -> tuple[int, ...]:
+        """Points of the program where buffers are in the memory of the host; of equal ones the first."""
+        rows: dict[object, int] = {}
+        for i, point in enumerate(self.points):
+            by_option = [option.buffers[i].items() for option in self.options]
+            parts = tuple(frozenset(_on_host(each)) for each in (point, *by_option))
+            if any(parts):
+                rows.setdefault(parts, i)
+        return tuple(rows.values())
 
     @cached_property
     def limits(self) -> np.ndarray:
-        """Bytes that a plan may use at every point of the program, and then at every one of `host_points`."""
+        """Bytes that a plan may use at every point of the program, and then on the host at every one of `host_rows`."""
         return self._limits(self.available_bytes, self.host_available_bytes)
 
     def device_limits(self, available_bytes: float) -> np.ndarray:
@@ -135,7 +175,7 @@ class Space:
         return self._limits(available_bytes, math.inf)
 
     def _limits(self, device_bytes: float, host_bytes: float) -> np.ndarray:
-        return np.repeat([device_bytes, host_bytes], [len(self.step.points), len(self.host_points)])
+        return np.repeat([device_bytes, host_bytes], [len(self.points), len(self.host_rows)])
 
     @cached_property
     def sizes(self) -> dict[str, int]:
@@ -238,10 +278,19 @@ class Space:
 
     @cached_property
     def min_matmul_seconds(self) -> float:
-        """Time of all unbatched matmuls on a single device, if every one of them filled the matrix unit."""
+        """Time of all unbatched matmuls on a single device, if every one of them filled the matrix unit.
+
+        Those that are left out if activations are kept do not count.
+        """
         unsharded = self.assignment({}, {}, {})
-        tasks = (task for task in self.step.tasks if task.kind == TaskKind.CONTRACTION and not task.batched)
-        flops = sum(local_matmul(task, unsharded).flops for task in tasks)
+
+        def flops_of(tasks: Iterable[tuple[Task, int]]) -> float:
+            plain = ((task, n) for task, n in tasks if task.kind == TaskKind.CONTRACTION and not task.batched)
+            return sum(n * local_matmul(task, unsharded).flops for task, n in plain)
+
+        flops = flops_of((task, 1) for task in self.step.tasks)
+        for options in () if self.kept is None else self.kept.activations:
+            flops -= max(0.0, *(flops_of(option.removed) - flops_of(option.added) for option in options))
         return self.calibration.products * flops / self.hardware.generation.flops
 
     @cached_property
@@ -382,6 +431,22 @@ class KeyedTask(NamedTuple):
     """Takes `ComponentCost.all_choices`."""
 
 
+class KeyedCopy(NamedTuple):
+    """A copy to or from the host in a loop."""
+
+    loop: int
+    """Index of the loop in `Space.keeping.hiding`."""
+    keyed: KeyedTask
+
+
+class OptionCost(NamedTuple):
+    """What an option about an activation changes of a component."""
+
+    tasks: tuple[KeyedTask, ...]
+    """Tasks that it adds; and those that it removes, of which there is a negative number."""
+    copies: tuple[KeyedCopy, ...]
+
+
 class KeyedBuffer(NamedTuple):
     """A live buffer, and the mesh axes that its size depends on."""
 
@@ -402,12 +467,18 @@ class ComponentCost:
     open_axes: tuple[str, ...]
     """What a subproblem still has to map: `axes`, and the stored residual axis."""
     tasks: tuple[KeyedTask, ...]
+    """Without the copies to and from the host in loops."""
+    copies: tuple[KeyedCopy, ...]
+    options: tuple[OptionCost, ...]
+    """For each of `Space.options`."""
     buffers: tuple[KeyedBuffer, ...]
     min_stored_bytes: float
     """Bytes per device of the component's parameters and optimizer state, sharded over all devices."""
     counts: np.ndarray
     """[point, buffer]: how many of a buffer a device has at a point of the program, and its host at each of
-    `Space.host_points`."""
+    `Space.host_rows`."""
+    option_counts: np.ndarray
+    """[option, point, buffer]: how many more there are under an option."""
     computed_together: frozenset[frozenset[str]]
     """Sets of logical axes that meet in a computation, so that no two of them may share a mesh axis."""
     stored_together: frozenset[frozenset[str]]
@@ -447,14 +518,27 @@ def _component_cost(space: Space, component: tuple[str, ...]) -> ComponentCost:
     tasks = [task for task in step.tasks if belongs(*task.operands, *task.results)]
     stored_here = [buffer for buffer in stored_buffers(step) if belongs(buffer.array)]
 
-    def live_here(point: ProgramPoint, *, on_host: bool) -> Counter[LiveBuffer]:
-        """Return the buffers of a point that belong to the component, in one of both memories."""
-        live = ((b, n) for b, n in point if b.array.is_on_host == on_host)
-        return Counter({b: n for b, n in live if belongs(b.array, *b.related_arrays)})
+    def rows(points: Sequence[Iterable[tuple[LiveBuffer, int]]]) -> list[Counter[LiveBuffer]]:
+        """Return the buffers of the component at every point, and then those on the host at each of `host_rows`."""
+        own = [Counter({b: n for b, n in point if belongs(b.array, *b.related_arrays)}) for point in points]
+        on_device = [Counter({b: n for b, n in point.items() if not b.array.is_on_host}) for point in own]
+        return on_device + [Counter(dict(_on_host(own[i].items()))) for i in space.host_rows]
 
-    points = [Counter(stored_here) + live_here(point, on_host=False) for point in step.points]
-    points += [live_here(point, on_host=True) for point in space.host_points]
-    buffers = list(dict.fromkeys(buffer for point in points for buffer in point))
+    of_default = rows(space.points)
+    for row in of_default[: len(space.points)]:
+        row.update(stored_here)
+    by_option = [rows([buffers.items() for buffers in option.buffers]) for option in space.options]
+    buffers = list(dict.fromkeys(buffer for each in (of_default, *by_option) for row in each for buffer in row))
+    numbers = {buffer: i for i, buffer in enumerate(buffers)}
+
+    def counts(rows: Sequence[Counter[LiveBuffer]]) -> np.ndarray:
+        """Return [row, buffer]: how often each buffer is in a row."""
+        result = np.zeros((len(rows), len(buffers)))
+        for i, row in enumerate(rows):
+            for buffer, n in row.items():
+                result[i, numbers[buffer]] = n
+        return result
+
     open_axes = (*component, space.residual)
     is_stored = space.assignment({}, {}, {}).is_stored_like_a_parameter
 
@@ -476,17 +560,41 @@ def _component_cost(space: Space, component: tuple[str, ...]) -> ComponentCost:
         methods = {"attends": role.depends_on_attention, "routes": role.depends_on_experts}
         return KeyedBuffer(buffer, key(arrays, stored=stored, **methods))
 
-    counts = np.array([[point[buffer] for buffer in buffers] for point in points], float)
+    @cache
+    def of_key(task: Task) -> KeyedTask:
+        """Return the one keyed task for all tasks of equal cost, so that this is computed once."""
+        return keyed_task(task, 1)
+
+    def keyed_tasks(tasks: Iterable[tuple[Task, int]]) -> tuple[KeyedTask, ...]:
+        own = ((task, n) for task, n in tasks if belongs(*task.operands, *task.results))
+        return tuple(of_key(task)._replace(tasks=n) for task, n in own)
+
+    def option_cost(option: Option) -> OptionCost:
+        tasks = (*option.added, *((task, -n) for task, n in option.removed))
+        copies = [(loop, keyed_tasks([(task, n)])) for loop, task, n in option.copies]
+        return OptionCost(keyed_tasks(tasks), tuple(KeyedCopy(loop, *keyed) for loop, keyed in copies if keyed))
+
+    loops = {loop: i for i, loop in enumerate(space.hidden_by_loop)}
+    copies = Counter((loops[task.loop], task.cost_key) for task in tasks if task.loop is not None)
+    plain = Counter(task.cost_key for task in tasks if task.loop is None)
     return ComponentCost(
         component,
         open_axes,
-        tuple(keyed_task(task, count) for task, count in Counter(task.cost_key for task in tasks).items()),
+        keyed_tasks(plain.items()),
+        tuple(KeyedCopy(loop, *keyed_tasks([(task, n)])) for (loop, task), n in copies.items()),
+        tuple(map(option_cost, space.options)),
         tuple(map(keyed_buffer, buffers)),
         sum(buffer.array.elements * buffer.array.itemsize for buffer in stored_here) / space.hardware.devices,
-        counts.reshape(len(points), len(buffers)),
+        counts(of_default),
+        np.array([*map(counts, by_option)]).reshape(len(by_option), len(of_default), len(buffers)),
         frozenset(names for task in tasks for names in _meeting_axes(task)),
         frozenset(frozenset(array.logical_axes) for array in step.parameters if belongs(array)),
     )
+
+
+def _on_host(buffers: Iterable[tuple[LiveBuffer, int]]) -> Iterator[tuple[LiveBuffer, int]]:
+    """Yield those of a point's buffers that are in the memory of the host."""
+    return ((buffer, n) for buffer, n in buffers if buffer.array.is_on_host)
 
 
 def _meeting_axes(task: Task) -> Iterator[frozenset[str]]:

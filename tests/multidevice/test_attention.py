@@ -38,7 +38,7 @@ MASKS = (
 TRACED_MASKS = ("traced integer offset", "traced offset")
 """Masks that are arguments of jit."""
 EXTRAS = ("", "sink", "soft cap")
-SAVE_ATTENTION = jax.checkpoint_policies.save_only_these_names("shardplan_attention")
+SAVE_ATTENTION = jax.checkpoint_policies.save_only_these_names("context")
 STRATEGIES = {
     1: [("ring", 1)],
     2: [("all_gather", 1), ("ring", 1), ("ulysses", 2)],

@@ -11,22 +11,31 @@ from jax.sharding import Mesh
 from levanter.models.lm_model import LmExample
 
 from shardplan.checkpoint.load import stream_checkpoint
-from shardplan.execution import step_program
+from shardplan.execution import specialize, step_program
 from shardplan.search.given_plan import plan_given_mappings
 from shardplan.search.make_plan import model_from_config
 from shardplan.steps.optimizer import make_optimizer
 from shardplan.storage import open_folder
 
 BATCH, POSITION, LEARNING_RATE = 8, 16, 1e-5
+KEPT = "default+query_proj+key_proj+value_proj+context+attn_out+gate_proj+up_proj+mlp_out"
+POLICIES = (
+    "recompute", "nested", "save_all", "default+context", "default+up_proj", KEPT.replace("default", "recompute"),
+    "offload_carries", f"{KEPT}@host", "offload_carries+gate_proj@host+context",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("microbatches", "name"),
-    [(1, "adamw"), (4, "adamw")]
-    + [pytest.param(1, name, marks=pytest.mark.whole) for name in ("adafactor", "adamw+mu_bfloat16")],
+    ("microbatches", "name", "policy"),
+    [(1, "adamw", "default"), (4, "adamw", KEPT)]
+    + [pytest.param(1, name, "default", marks=pytest.mark.whole) for name in ("adafactor", "adamw+mu_bfloat16")]
+    + [pytest.param(1, "adamw", policy, marks=pytest.mark.whole) for policy in POLICIES],
 )
-def test_train_step(make_config, golden, microbatches, name):
-    """One step updates parameters and state; Adafactor's state has fewer dimensions than its parameters."""
+def test_train_step(make_config, golden, microbatches, name, policy):
+    """One step updates parameters and state; Adafactor's state has fewer dimensions than its parameters.
+
+    AdamW's state has the gradients, which are the same whatever becomes of activations.
+    """
     config = make_config(
         model_ref=golden / "llama",
         workload_kind="train",
@@ -34,6 +43,7 @@ def test_train_step(make_config, golden, microbatches, name):
         workload_position=POSITION,
         workload_microbatches=microbatches,
         workload_optimizer=name,
+        workload_gradient_checkpointing=policy,
         workload_param_dtype="float32",
         workload_compute_dtype="float32",
     )
@@ -42,16 +52,18 @@ def test_train_step(make_config, golden, microbatches, name):
     plan = plan_given_mappings(
         config, model, {"replica": 2, "data": 2, "model": 2}, mapping, {**mapping, "embed": ["data"]}
     )
+    as_planned = specialize(model, plan)
     mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), tuple(plan.mesh))
     folder = open_folder(str(golden / "llama"))
-    module, _ = stream_checkpoint(model.template, folder, mesh, plan.param_mapping, "float32")
+    module, _ = stream_checkpoint(as_planned.template, folder, mesh, plan.param_mapping, "float32")
     rows = np.random.default_rng(0).integers(0, 200, (BATCH, POSITION), dtype=np.int32)
     predicted = np.ones_like(rows, bool)
     predicted[:, -1] = predicted[0] = False  # microbatches predict different numbers of tokens
 
-    expected_loss, expected_state, expected = reference(name, jax.tree.map(np.asarray, module), rows, predicted)
+    by_levanter = jax.tree.unflatten(jax.tree.structure(model.template), map(np.asarray, jax.tree.leaves(module)))
+    expected_loss, expected_state, expected = reference(name, by_levanter, rows, predicted)
 
-    program = step_program(model, plan, mesh)
+    program = step_program(as_planned, plan, mesh)
     abstract = program.arguments[2:]
     tokens, mask = (
         hax.NamedArray(jax.device_put(array.reshape(a.array.shape), a.array.sharding), a.axes)

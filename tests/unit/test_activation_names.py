@@ -2,19 +2,22 @@
 
 from dataclasses import replace
 
+import jax
 import pytest
 
 from shardplan.cost.calibration import Calibration
 from shardplan.cost.gspmd import device_cost
 from shardplan.cost.memory import estimate_memory, host_bytes
-from shardplan.cost.roofline import host_copy_seconds, task_seconds
+from shardplan.cost.roofline import exposed_host_copies, host_copy_seconds
 from shardplan.cost.sharding import ShardingAssignment
 from shardplan.errors import ConfigError
 from shardplan.execution import specialize
-from shardplan.hardware import parse_slice, place_mesh
+from shardplan.hardware import parse_slice
 from shardplan.levanter_config.model_section import parse_model_section
 from shardplan.levanter_config.writer import trainer_yaml
+from shardplan.model.activation_names import with_activation_names
 from shardplan.model.huggingface.hf_config import read_config
+from shardplan.model.inspect import named_leaves
 from shardplan.model.model_class import LEVANTER
 from shardplan.model.registry import build_model
 from shardplan.plan.workload.checkpointing import checkpointing_problem
@@ -93,7 +96,7 @@ def test_copies_that_are_longer_than_their_layer_are_waited_for(pythia):
         flops = sum(task.flops for task in matmuls if task.executions == LAYERS)
         for each, is_hidden in ((fast, True), (slow, False)):
             hidden = LAYERS * flops / each.devices / each.generation.flops
-            exposed = task_seconds(copy, cost, place_mesh(each, mesh), factors).exposed
+            (exposed,) = exposed_host_copies([(copy, host_copy_seconds(copy, cost, each))], each, factors)
             assert exposed == pytest.approx(max(0.0, host_copy_seconds(copy, cost, each) - hidden), rel=1e-9)
             assert (exposed == 0) is is_hidden
 
@@ -114,13 +117,22 @@ def test_blocks_of_layers_divide_the_layers(pythia):
 
 
 def test_names_that_no_activation_has_are_refused(pythia):
-    """Haliax would keep nothing, and say nothing; a Llama of Levanter has only the names of Haliax's loops."""
+    """Haliax would keep nothing, and say nothing."""
     llama = build_model({**read_config("llama-3.1-8b", None, LEVANTER), "num_hidden_layers": 2}, TOKENS)
     with pytest.raises(ConfigError, match=r"keeps 'up_prj', and no activation of the model has .* 'up_proj'"):
         trained(pythia, "default+up_prj")
-    with pytest.raises(ConfigError, match=r"keeps 'attn_out', and .* scan\(layer\)__carry"):
-        trained(llama, "default+attn_out")
-    trained(llama, "default+shardplan_attention")  # of ring attention, which a plan decides
+    with pytest.raises(ConfigError, match=r"keeps 'gate_prj', and .* did you mean 'gate_proj'"):
+        trained(llama, "default+gate_prj")
+    with pytest.raises(ConfigError, match=r"keeps 'gate_proj', and no activation of the model"):
+        trained(pythia, "default+gate_proj")  # its MLP has no gate
+
+
+def test_activations_of_levanters_modules_have_names():
+    """From outside, once each, without any other change: the module has the same parameters, at the same paths."""
+    module = build_model({**read_config("llama-3.1-8b", None, LEVANTER), "num_hidden_layers": 2}, TOKENS).template
+    named = with_activation_names(module)
+    assert [path for path, _ in named_leaves(named)] == [path for path, _ in named_leaves(module)]
+    assert jax.tree.structure(with_activation_names(named)) == jax.tree.structure(named) != jax.tree.structure(module)
 
 
 @pytest.mark.parametrize(

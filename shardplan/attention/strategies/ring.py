@@ -19,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from shardplan.attention.kernels.interface import AttentionKernel, Hop, MaskInputs, OutputGradient, merge_attention
 from shardplan.attention.strategies.all_gather import KeyValueGather
 from shardplan.attention.strategies.ulysses import UlyssesExchange
-from shardplan.plan.workload.checkpointing import RING_RESIDUALS
+from shardplan.model.activation_names import ActivationName
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,7 +117,8 @@ def _forward(
         merged = result if merged is None else merge_attention(merged, result)
         merged, here = _finish_hop(ring, (merged, received))
     assert merged is not None
-    out, lse = (checkpoint_name(x, RING_RESIDUALS) for x in merged)
+    # if both are kept, the backward pass repeats no hop
+    out, lse = (checkpoint_name(x, ActivationName.CONTEXT.value) for x in merged)
     result = out, lse
     if exchange is not None:  # outputs, and in the backward pass their gradients, are sent in the dtype of queries
         result = exchange.reshard_outputs(out, q.dtype), exchange.reshard_outputs(lse, lse.dtype)

@@ -25,14 +25,12 @@ every layer, which is what the word means in Haliax."""
 HALIAX_WORDS = ("default", "nested", "offload", "recompute", "save_all")
 """Kinds that Haliax has a word for; `default` is true there."""
 KINDS = (*LEVANTER_FIELDS, "save_all")
+DEFAULT = "default"
 NESTED = "nested"
 HOST = "@host"
 """Ending of the name of an activation that is kept in the memory of the host."""
 ALIASES = {"true": "default", "false": "save_all", "full": "recompute", "none": "save_all"}
 """What else users write, as in Levanter's configuration -> its name here."""
-RING_RESIDUALS = "shardplan_attention"
-"""Name of the output and the log-sum-exp of ring attention: if they are kept, the backward pass repeats no hop. No
-traced step has it, because attention is traced as plain matmuls."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +75,11 @@ class CheckpointPolicy:
     def names(self) -> tuple[str, ...]:
         """Names of all activations that are not computed again."""
         return self.kept + self.offloaded
+
+    @property
+    def copies(self) -> bool:
+        """Whether activations are copied to the host."""
+        return self.kind in ("offload", "offload_carries") or bool(self.offloaded)
 
     @property
     def levanter_value(self) -> str | dict[str, Any]:

@@ -23,6 +23,7 @@ def name_activation(naming: AxisNaming, equation: Any, arrays: list[TracedArray]
     """An activation that gets a name, which may say that no mapping shards one of its axes."""
     kind, results, fields = elementwise(naming, equation, arrays)
     name = equation.params["name"]
+    fields["activation"] = name
     if name.startswith(UNSHARDED):
         axis = name.removeprefix(UNSHARDED)
         results = [replace(results[0], dims=tuple(_unsharded(dim, axis) for dim in results[0].dims))]

@@ -2,8 +2,10 @@
 
 The times of components add up, and so do their bytes at every point of the program. To combine them is a
 multiple-choice knapsack problem with one capacity per point; a branch and bound over the components solves it exactly.
+What becomes of activations is chosen last, when the shardings of all components are (`shardplan.search.keeping`).
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -11,8 +13,9 @@ from typing import NamedTuple
 import numpy as np
 
 from shardplan.plan.mapping import MeshAxes
-from shardplan.search.ranking import TIME_RESOLUTION
+from shardplan.search.keeping import Amount, Keeping, Kept
 from shardplan.search.space import ComputeSharding
+from shardplan.search.tolerances import TIME_RESOLUTION
 
 
 @dataclass(frozen=True)
@@ -21,9 +24,7 @@ class ComponentChoice:
 
     compute: ComputeSharding
     params: dict[str, MeshAxes]
-    seconds: float
-    bytes: np.ndarray
-    """Bytes per device at every point of the program, then in the memory of its host; or of every buffer."""
+    amount: Amount
 
     def uses(self, mesh_axis: str) -> bool:
         """Whether `mesh_axis` shards a computation."""
@@ -38,6 +39,8 @@ class Choices(NamedTuple):
     """[component][choice]"""
     device_points: int
     """Number of points of the program, which come first in the bytes of a choice."""
+    keeping: Keeping
+    """What can become of activations."""
     required: MeshAxes = ()
     """Mesh axes that at least one component must use in its computations."""
 
@@ -49,30 +52,54 @@ class Choices(NamedTuple):
         """Whether `required` is met by one choice per component."""
         return all(any(choice.uses(mesh_axis) for choice in chosen) for mesh_axis in self.required)
 
+    def least_left(self) -> list[Amount]:
+        """Return lower bounds of what the components take that are not chosen yet, for every number of chosen ones."""
+        base = self.base.amount
+        left = [Amount(0.0, *(np.zeros_like(each) for each in base[1:]))]
+        for component in reversed(self.components):
+            amounts = zip(*(choice.amount for choice in component), strict=True)
+            seconds, *others = amounts
+            left.insert(0, left[0].plus(Amount(min(seconds), *(np.min(each, axis=0) for each in others))))
+        return left
+
+    def least(self, amount: Amount) -> tuple[float, np.ndarray]:
+        """Return lower bounds of the seconds and bytes of an amount, whatever becomes of activations."""
+        gained = self.keeping.least(amount.options)
+        return amount.seconds + float(gained[0]), amount.bytes + gained[1 + self.keeping.loops :]
+
 
 @dataclass(frozen=True)
 class Combination:
     """The base and one choice for each component, with their cost."""
 
     parts: tuple[ComponentChoice, ...]
+    options: tuple[int, ...]
+    """What becomes of activations: indices into `Space.options`."""
     seconds: float
     """Time of a step."""
+    handicapped_seconds: float
+    """See `shardplan.search.keeping.Kept`."""
     peak_bytes: float
     """Peak memory of a device."""
 
 
 def pareto_optimal(choices: list[ComponentChoice], required: MeshAxes = ()) -> list[ComponentChoice]:
-    """The choices, fastest first, that no faster choice matches or undercuts in bytes at every point.
+    """The choices, fastest first, that no faster choice matches or undercuts in all else, whatever the options.
 
     Args:
         required: mesh axes that a combination must use; a choice that uses one is undercut only by others that do.
     """
     kept: list[ComponentChoice] = []
-    for choice in sorted(choices, key=lambda choice: (choice.seconds, choice.bytes.sum())):
+    for choice in sorted(choices, key=lambda choice: (choice.amount.seconds, choice.amount.bytes.sum())):
         needed = [mesh_axis for mesh_axis in required if choice.uses(mesh_axis)]
-        if not any((other.bytes <= choice.bytes).all() and all(map(other.uses, needed)) for other in kept):
+        if not any(_undercuts(other.amount, choice.amount) and all(map(other.uses, needed)) for other in kept):
             kept.append(choice)
     return kept
+
+
+def _undercuts(one: Amount, other: Amount) -> bool:
+    """Whether `one` takes at most as much as `other` in all but seconds."""
+    return all((mine <= others).all() for mine, others in zip(one[1:], other[1:], strict=True))
 
 
 def fastest_combinations(choices: Choices, limit: float, available_bytes: np.ndarray) -> list[Combination]:
@@ -82,27 +109,28 @@ def fastest_combinations(choices: Choices, limit: float, available_bytes: np.nda
         limit: step time in seconds above which no combination is returned.
         available_bytes: bytes per device that a combination may have at every point.
     """
-    base, components = choices.base, choices.components
-    seconds_left = np.cumsum([0.0, *(min(c.seconds for c in each) for each in reversed(components))])[::-1]
-    bytes_left = _min_bytes_left(choices)
+    components, left = choices.components, choices.least_left()
+    handicapped_limit = math.inf
     best: list[Combination] = []
-    stack: list[tuple[int, float, np.ndarray, tuple[ComponentChoice, ...]]] = [(0, base.seconds, base.bytes, ())]
+    stack: list[tuple[int, Amount, tuple[ComponentChoice, ...]]] = [(0, choices.base.amount, ())]
     while stack:
-        depth, seconds, size, chosen = stack.pop()
-        if seconds + seconds_left[depth] > limit or (size + bytes_left[depth] > available_bytes).any():
+        depth, amount, chosen = stack.pop()
+        seconds, size = choices.least(amount.plus(left[depth]))
+        if seconds > min(limit, handicapped_limit) or (size > available_bytes).any():
             continue
         if depth < len(components):
             # the fastest choice is pushed last, so that it is popped first
-            for choice in sorted(components[depth], key=lambda choice: -choice.seconds):
-                stack.append((depth + 1, seconds + choice.seconds, size + choice.bytes, (*chosen, choice)))
+            for choice in sorted(components[depth], key=lambda choice: -choice.amount.seconds):
+                stack.append((depth + 1, amount.plus(choice.amount), (*chosen, choice)))
             continue
         if not choices.is_allowed(chosen):
             continue
-        new = _combine(choices, chosen)
-        limit = min(limit, new.seconds * (1 + TIME_RESOLUTION))
-        if not any(_dominates(old, new) for old in best):
-            best = [old for old in best if old.seconds <= limit and not _dominates(new, old)] + [new]
-    return best
+        for kept in choices.keeping.fastest(amount, limit, handicapped_limit, available_bytes):
+            new = _combine(choices, chosen, kept)
+            handicapped_limit = min(handicapped_limit, new.handicapped_seconds * (1 + TIME_RESOLUTION))
+            if not any(_dominates(old, new) for old in best):
+                best = [old for old in best if not _dominates(new, old)] + [new]
+    return [each for each in best if each.handicapped_seconds <= handicapped_limit]
 
 
 def smallest_combination(choices: Choices, limit_bytes: float) -> Combination | None:
@@ -110,40 +138,30 @@ def smallest_combination(choices: Choices, limit_bytes: float) -> Combination | 
 
     How much memory of hosts it takes does not matter.
     """
-    base, components = choices.base, choices.components
-    bytes_left = _min_bytes_left(choices)
+    components, left = choices.components, choices.least_left()
     best: Combination | None = None
-    stack: list[tuple[int, np.ndarray, tuple[ComponentChoice, ...]]] = [(0, base.bytes, ())]
+    stack: list[tuple[int, Amount, tuple[ComponentChoice, ...]]] = [(0, choices.base.amount, ())]
     while stack:
-        depth, size, chosen = stack.pop()
-        if choices.peak(size + bytes_left[depth]) >= limit_bytes:
-            continue
-        if depth == len(components) and not choices.is_allowed(chosen):
+        depth, amount, chosen = stack.pop()
+        _, size = choices.least(amount.plus(left[depth]))
+        if choices.peak(size) >= limit_bytes:
             continue
         if depth == len(components):
-            best = _combine(choices, chosen)
-            limit_bytes = best.peak_bytes
+            if choices.is_allowed(chosen):
+                smallest = _combine(choices, chosen, choices.keeping.smallest(amount, choices.device_points))
+                if smallest.peak_bytes < limit_bytes:
+                    best, limit_bytes = smallest, smallest.peak_bytes
             continue
-        for choice in sorted(components[depth], key=lambda choice: -choices.peak(choice.bytes)):
-            stack.append((depth + 1, size + choice.bytes, (*chosen, choice)))
+        for choice in sorted(components[depth], key=lambda choice: -choices.peak(choice.amount.bytes)):
+            stack.append((depth + 1, amount.plus(choice.amount), (*chosen, choice)))
     return best
 
 
-def _combine(choices: Choices, chosen: tuple[ComponentChoice, ...]) -> Combination:
-    base = choices.base
-    size = base.bytes + sum(choice.bytes for choice in chosen)
-    seconds = base.seconds + sum(choice.seconds for choice in chosen)
-    return Combination((base, *chosen), float(seconds), choices.peak(size))
+def _combine(choices: Choices, chosen: tuple[ComponentChoice, ...], kept: Kept) -> Combination:
+    parts = (choices.base, *chosen)
+    return Combination(parts, kept.options, kept.seconds, kept.handicapped_seconds, choices.peak(kept.bytes))
 
 
 def _dominates(one: Combination, other: Combination) -> bool:
     """Whether `one` is at least as fast and at most as large as `other`."""
-    return one.seconds <= other.seconds and one.peak_bytes <= other.peak_bytes
-
-
-def _min_bytes_left(choices: Choices) -> list[np.ndarray]:
-    """For every number of components chosen so far, a lower bound of the bytes of the others at every point."""
-    lower_bounds = [np.zeros_like(choices.base.bytes)]
-    for component in reversed(choices.components):
-        lower_bounds.insert(0, lower_bounds[0] + np.min([choice.bytes for choice in component], axis=0))
-    return lower_bounds
+    return one.handicapped_seconds <= other.handicapped_seconds and one.peak_bytes <= other.peak_bytes

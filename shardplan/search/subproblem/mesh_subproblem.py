@@ -9,6 +9,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -64,6 +65,16 @@ def _divides(space: Space, mesh: dict[str, int], axis: str, mesh_axes: MeshAxes,
     statistics.rejected[Rejection.INDIVISIBLE] += 1
     statistics.indivisible.setdefault(axis, Indivisible(axis, size, mesh_axes, devices))
     return False
+
+
+class _TimedChoice(NamedTuple):
+    """A choice for a component, of which the bytes are not known yet."""
+
+    compute: ComputeSharding
+    params: dict[str, MeshAxes]
+    seconds: float
+    option_seconds: np.ndarray
+    """See `MeshCosts.option_seconds`."""
 
 
 class MeshSubproblem:
@@ -160,9 +171,16 @@ class MeshSubproblem:
     @cached_property
     def min_bytes(self) -> float:
         """Lower bound of the peak memory of a device; infinite if no mapping exists."""
-        points = len(self.space.step.points)
-        peaks = [float(size[:points].max()) for _, size in self.stored_residual_choices]
+        points = len(self.space.points)
+        peaks = [float((size + self.least_base_bytes)[:points].max()) for _, size in self.stored_residual_choices]
         return min(peaks, default=math.inf) + self.space.min_stored_bytes
+
+    @cached_property
+    def least_base_bytes(self) -> np.ndarray:
+        """Lower bound, at most 0, of the bytes that options about activations add to those of no component."""
+        base = self.space.base_cost
+        sizes = self.costs.option_bytes(base, ComputeSharding({}), {})
+        return self.space.keeping.least(sizes)
 
     def rank(self, ranking: Ranking) -> None:
         """Add to `ranking` the candidates that fit and tie for fastest.
@@ -257,13 +275,13 @@ class MeshSubproblem:
         if self.leaves_idle:
             return Rejection.IDLE
         stored = {self.space.residual: residual} if residual else {}
-        points = len(self.space.step.points)
-        if (base_bytes + self.space.min_stored_bytes > available_bytes)[:points].any():
+        points = len(self.space.points)
+        if (base_bytes + self.least_base_bytes + self.space.min_stored_bytes > available_bytes)[:points].any():
             return Rejection.MEMORY
-        unsharded = ComputeSharding({})
-        base_seconds = self.costs.seconds(self.space.base_cost, unsharded, stored)
-        base = ComponentChoice(unsharded, stored, base_seconds, base_bytes)
-        slack = limit - base.seconds - sum(map(min, self.min_seconds))
+        keeping, unsharded = self.space.keeping, ComputeSharding({})
+        base = self._choice(self.space.base_cost, unsharded, stored)
+        least_base = base.amount.seconds + keeping.least(base.amount.options)[0]
+        slack = limit - least_base - sum(map(min, self.min_seconds))
         components = []
         for component, shardings, bounds in zip(
             self.space.component_costs, self.compute_shardings, self.min_seconds, strict=True
@@ -277,24 +295,44 @@ class MeshSubproblem:
             self.statistics.evaluated += len(pairs)
             if not pairs:
                 return Rejection.DUPLICATE if fast else Rejection.SLOWER
-            timed = [(*pair, self.costs.seconds(component, *pair)) for pair in pairs]
-            components.append([each for each in timed if each[-1] - min(bounds) <= slack])
+            timed = [_TimedChoice(*pair, *self._times(component, *pair)) for pair in pairs]
+            components.append(
+                [each for each in timed if each.seconds + keeping.least(each.option_seconds)[0] - min(bounds) <= slack]
+            )
         if not all(components):
             return Rejection.SLOWER
         choices = [
-            [ComponentChoice(*each, self.costs.bytes(component, *each[:2])) for each in timed]
+            [ComponentChoice(each.compute, each.params, self.costs.amount(component, *each)) for each in timed]
             for component, timed in zip(self.space.component_costs, components, strict=True)
         ]
-        smallest = [np.min([choice.bytes for choice in each], axis=0) for each in choices]
-        together = base_bytes + sum(smallest)
+        loops = keeping.loops
+        least = [[c.amount.bytes + keeping.least(c.amount.options)[1 + loops :] for c in each] for each in choices]
+        smallest = [np.min(each, axis=0) for each in least]
+        together = base_bytes + self.least_base_bytes + sum(smallest)
         if (together > available_bytes).any():
             return Rejection.MEMORY
         left = available_bytes - together
-        kept = [
-            pareto_optimal([c for c in each if (c.bytes - min_bytes <= left).all()], self.required)
-            for each, min_bytes in zip(choices, smallest, strict=True)
-        ]
-        return Choices(base, kept, points, self.required) if all(kept) else Rejection.MEMORY
+        kept = []
+        for each, sizes, min_bytes in zip(choices, least, smallest, strict=True):
+            fitting = [c for c, size in zip(each, sizes, strict=True) if (size - min_bytes <= left).all()]
+            kept.append(pareto_optimal(fitting, self.required))
+        return Choices(base, kept, points, keeping, self.required) if all(kept) else Rejection.MEMORY
+
+    def _choice(
+        self, component: ComponentCost, compute: ComputeSharding, params: dict[str, MeshAxes]
+    ) -> ComponentChoice:
+        """Return a choice for a component with its cost."""
+        times = self._times(component, compute, params)
+        return ComponentChoice(compute, params, self.costs.amount(component, compute, params, *times))
+
+    def _times(
+        self, component: ComponentCost, compute: ComputeSharding, params: dict[str, MeshAxes]
+    ) -> tuple[float, np.ndarray]:
+        """Return the seconds of a component, and what options about activations add to them."""
+        return (
+            self.costs.seconds(component, compute, params),
+            self.costs.option_seconds(component, compute, params),
+        )
 
     def _candidate(self, combination: Combination) -> Candidate:
         compute, params, methods = dict(self.token_mapping), dict[str, MeshAxes](), self.methods[0]
@@ -304,8 +342,9 @@ class MeshSubproblem:
             params |= part.params
             methods = part.compute.methods or methods
             experts = part.compute.experts or experts
-        cost = combination.seconds, combination.peak_bytes
-        return Candidate(self.space, self.mesh, compute, params, methods, *cost, experts)
+        cost, kept = (combination.seconds, combination.peak_bytes), self.space.kept
+        policy = None if kept is None else kept.policy(self.space.options[option] for option in combination.options)
+        return Candidate(self.space, self.mesh, compute, params, methods, *cost, experts, policy)
 
 
 def _is_distinct(mapping: AxisMapping, axis_sets: Iterable[frozenset[str]]) -> bool:

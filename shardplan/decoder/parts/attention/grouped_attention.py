@@ -18,12 +18,12 @@ from haliax import Axis, NamedArray
 from haliax.jax_utils import named_call
 from levanter.layers.attention import AttentionBackend, AttentionMask
 
-from shardplan.decoder.parts.activation_names import ActivationName
 from shardplan.decoder.parts.attention.levanter_attention import dot_product_attention
 from shardplan.decoder.parts.attention.rotary import Positions, Rotary
 from shardplan.decoder.parts.linear import INITIAL_SCALE, Linear
 from shardplan.decoder.parts.norm import Norm, NormConfig
 from shardplan.errors import ConfigError
+from shardplan.model.activation_names import ActivationName
 from shardplan.model.attention.chunked_mask import with_chunks
 
 POSITION, KEY_POSITION = "position", "key_position"

@@ -16,11 +16,11 @@ from haliax import Axis, NamedArray
 from haliax.jax_utils import named_call
 from levanter.layers.attention import AttentionMask
 
-from shardplan.decoder.parts.activation_names import ActivationName
 from shardplan.decoder.parts.attention.grouped_attention import HeadAxes, Kernel, QueryTemperature, attend
 from shardplan.decoder.parts.attention.rotary import Positions, Rotary
 from shardplan.decoder.parts.linear import Linear
 from shardplan.decoder.parts.norm import Norm, NormConfig
+from shardplan.model.activation_names import ActivationName
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,12 @@ from haliax import Axis, NamedArray
 from haliax.jax_utils import named_call
 from jax import Array
 
-from shardplan.decoder.parts.activation_names import ActivationName
 from shardplan.decoder.parts.linear import INITIAL_SCALE
 from shardplan.decoder.parts.mlp.mlp import ACTIVATIONS, MlpConfig, MlpLayer
 from shardplan.decoder.parts.mlp.router import Router, RouterConfig
 from shardplan.experts.block import routed_mlp
 from shardplan.experts.expert_weights import ExpertFunction, ExpertWeights
+from shardplan.model.activation_names import ActivationName
 
 
 @dataclass(frozen=True)

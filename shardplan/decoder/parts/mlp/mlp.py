@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from haliax.jax_utils import named_call
 
-from shardplan.decoder.parts.activation_names import ActivationName
 from shardplan.decoder.parts.linear import Linear
+from shardplan.model.activation_names import ActivationName
 
 XIELU = "xielu"
 """Name of the activation that has parameters, see `Xielu`."""

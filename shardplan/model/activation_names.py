@@ -1,0 +1,117 @@
+"""Names of a layer's activations, by which a gradient checkpointing policy says which of them to save.
+
+Haliax names the carry of a loop over layers; Levanter's models name nothing within a layer. Here, the projections and
+the context of attention have the names of MaxText, and outputs have the names of Haliax's guide. The gate and up
+projections are named before the activation function, because its derivative needs its input.
+
+shardplan's decoder gives its activations these names itself. Modules of Levanter get them from outside: how a `Linear`
+multiplies is a field of it, and `with_activation_names` puts one there that names its result.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import replace
+from enum import StrEnum
+from functools import partial
+from typing import Any
+
+import equinox as eqx
+import haliax as hax
+import jax
+import levanter.layers.attention as levanter_attention
+from haliax import NamedArray
+from haliax.nn import Linear
+from jax.ad_checkpoint import checkpoint_name
+
+
+class ActivationName(StrEnum):
+    """An activation that a policy may keep: `gradient_checkpointing: {save_block_internals: [attn_out]}`."""
+
+    QUERIES = "query_proj"
+    """Queries, before norm and rotation."""
+    KEYS = "key_proj"
+    VALUES = "value_proj"
+    CONTEXT = "context"
+    """The weighted sum of values, before the output projection. A kernel gives this name to its log-sum-exp as well,
+    without which its gradients would compute the sum again."""
+    ATTENTION_OUT = "attn_out"
+    """The output of attention, before it is normalised and added to the residual stream."""
+    GATE = "gate_proj"
+    """The gate of the MLP, before the activation."""
+    UP = "up_proj"
+    """The hidden state of the MLP, before the activation or its product with the gate."""
+    MLP_OUT = "mlp_out"
+    """The output of the MLP, before it is normalised and added to the residual stream."""
+
+    def __call__(self, x: NamedArray) -> NamedArray:
+        """Give an array this name, without changing its values."""
+        if self is ActivationName.CONTEXT and _KERNEL_NAMES_CONTEXT.get():
+            return x
+        named: NamedArray = hax.tree_checkpoint_name(x, self.value)
+        return named
+
+
+NAMES_OF_LINEARS = {
+    "q_proj": ActivationName.QUERIES, "k_proj": ActivationName.KEYS, "v_proj": ActivationName.VALUES,
+    "o_proj": ActivationName.ATTENTION_OUT, "gate_proj": ActivationName.GATE, "up_proj": ActivationName.UP,
+    "down_proj": ActivationName.MLP_OUT,
+}  # fmt: skip
+"""Field of a module of Levanter that is a `Linear` -> the name of its result."""
+_KERNEL_NAMES_CONTEXT = ContextVar("kernel_names_context", default=False)
+
+
+@contextmanager
+def context_named_by_kernel() -> Iterator[None]:
+    """Leave it to the kernels of attention to name the context: with two names, it would be saved twice.
+
+    Levanter's splash attention does it where `name_splash_residuals` was called.
+    """
+    token = _KERNEL_NAMES_CONTEXT.set(True)
+    try:
+        yield
+    finally:
+        _KERNEL_NAMES_CONTEXT.reset(token)
+
+
+def name_splash_residuals() -> None:
+    """Let Levanter's splash attention name its output and its log-sum-exp; a policy without the name ignores it."""
+    kernels = levanter_attention.splash_attention_kernel
+    made_by = kernels.make_splash_mha
+    if "residual_checkpoint_name" not in getattr(made_by, "keywords", {}):
+        kernels.make_splash_mha = partial(made_by, residual_checkpoint_name=ActivationName.CONTEXT.value)
+
+
+def with_activation_names(module: Any) -> Any:
+    """Return a module of Levanter whose activations have names; one that has them already stays as it is.
+
+    A bias is added to what has the name.
+    """
+    leaves, structure = jax.tree_util.tree_flatten_with_path(module, is_leaf=lambda node: isinstance(node, Linear))
+    named = [_with_name(node, NAMES_OF_LINEARS.get(_field(path))) for path, node in leaves]
+    return jax.tree.unflatten(structure, named)
+
+
+def _field(path: tuple[Any, ...]) -> str:
+    """Return the last field of a path into a module; empty for an element of a sequence."""
+    return str(getattr(path[-1], "name", "")) if path else ""
+
+
+def _with_name(node: Any, name: ActivationName | None) -> Any:
+    if name is None or not isinstance(node, Linear) or isinstance(node.dot_general, _NamedDotGeneral):
+        return node
+    return replace(node, dot_general=_NamedDotGeneral(node.dot_general, name))
+
+
+class _NamedDotGeneral(eqx.Module):
+    """A `dot_general` of Haliax whose result has a name, and its operand too, if that is the context of attention."""
+
+    dot_general: Any
+    name: ActivationName = eqx.field(static=True)
+
+    def __call__(self, lhs: jax.Array, rhs: jax.Array, *arguments: Any, **settings: Any) -> jax.Array:
+        """Multiply as `jax.lax.dot_general`."""
+        if self.name is ActivationName.ATTENTION_OUT and not _KERNEL_NAMES_CONTEXT.get():
+            lhs = checkpoint_name(lhs, ActivationName.CONTEXT.value)
+        product: jax.Array = checkpoint_name(self.dot_general(lhs, rhs, *arguments, **settings), self.name.value)
+        return product

@@ -1,0 +1,219 @@
+"""Other policies of gradient checkpointing, from one trace of the default policy, without tracing anew.
+
+Under the default policy a loop over layers keeps the carry of every iteration, and the loop of the gradients computes
+all other activations of a layer again. An activation with a name is in both loops:
+
+    forward loop:    name = checkpoint_name(computed)
+    backward loop:   name = checkpoint_name(computed again)
+
+A policy that keeps the name lets the forward loop write it into a stack, and the backward loop read its slice of this
+stack in place of what it computed again. With the stack in the memory of the host, both copy it. What nothing needs any
+more is left out. This is what `jax.checkpoint` makes of such a policy; tests compare the result with a trace of each.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import replace
+
+from shardplan.plan.workload.checkpointing import DEFAULT, CheckpointPolicy
+from shardplan.program.named_arrays import TracedArray
+from shardplan.program.operations import REMATERIALIZED_SCOPE, Operation, OperationKind
+from shardplan.program.trace import Trace
+
+CARRY = "__carry"
+"""Ending of the name that Haliax gives the carry of a loop over layers."""
+
+
+def with_policy(trace: Trace, policy: CheckpointPolicy) -> Trace:
+    """Return the trace of a step under `policy`, given its trace under the default one.
+
+    Args:
+        policy: one of which `is_rewritable` is true; names that the trace does not have are ignored.
+    """
+    if policy == CheckpointPolicy():
+        return trace
+    on_host = {**dict.fromkeys(policy.kept, False), **dict.fromkeys(policy.offloaded, True)}
+    rewriter = _Rewriter(list(trace.arrays), on_host, carries_on_host=policy.kind == "offload_carries")
+    operations = _needed(rewriter.rewrite(trace.operations), {*trace.results})
+    return replace(trace, arrays=tuple(rewriter.arrays), operations=operations)
+
+
+def is_rewritable(trace: Trace, policy: CheckpointPolicy) -> bool:
+    """Whether `with_policy` makes the step of a policy: all that gradients compute again must be in pairs of loops.
+
+    Layers that are not stacked, but called one after the other, have no loops.
+    """
+    names, in_pairs = _count_names(trace.operations)
+    return policy.kind in (DEFAULT, "offload_carries") and names == in_pairs
+
+
+def _count_names(operations: Sequence[Operation]) -> tuple[int, int]:
+    """Count the activations with a name that gradients compute again, and those of them in pairs of loops."""
+    gradient_loops = {_gradient_loop(operations, i) for i in range(len(operations))}
+    names = in_pairs = 0
+    for i, operation in enumerate(operations):
+        inside, inside_in_pairs = _count_names(operation.body)
+        own = bool(operation.activation) and REMATERIALIZED_SCOPE in operation.label
+        names += inside + own
+        in_pairs += inside if i in gradient_loops else inside_in_pairs
+    return names, in_pairs
+
+
+class _Rewriter:
+    """Rewrites pairs of loops so that the second reads activations that the first keeps."""
+
+    def __init__(self, arrays: list[TracedArray], on_host: Mapping[str, bool], carries_on_host: bool) -> None:
+        """
+        Args:
+            arrays: the values of the trace; new ones are appended.
+            on_host: name of an activation that is kept -> whether in the memory of the host.
+        """
+        self.arrays, self.on_host, self.carries_on_host = arrays, on_host, carries_on_host
+
+    def rewrite(self, operations: Sequence[Operation]) -> tuple[Operation, ...]:
+        """Return the operations of a program, or of a loop's body, with all pairs of loops in it rewritten."""
+        rewritten = list(operations)
+        for i, operation in enumerate(operations):
+            if operation.kind != OperationKind.LOOP:
+                continue
+            j = _gradient_loop(operations, i)
+            if j is not None:
+                rewritten[i], rewritten[j] = self._rewrite_pair(operation, operations[j])
+            elif not _is_of_gradients(operation):
+                rewritten[i] = replace(operation, body=self.rewrite(operation.body))
+        return tuple(rewritten)
+
+    def _rewrite_pair(self, forward: Operation, backward: Operation) -> tuple[Operation, Operation]:
+        """Return a loop over layers and the loop of its gradients with the activations that are kept."""
+        shared = {stack for stack, _ in forward.slices} & {stack for stack, _ in backward.slices}
+        carry_stack = next(stack for stack in shared if stack in forward.results)
+        stacks = [self._make_stack(each, carry_stack) for each in forward.body if self._is_on_host(each) is not None]
+        backward = self._read_stacks(backward, stacks, carry_stack)
+        # JAX keeps nothing that no gradient needs, such as the output of an MLP that is only added
+        read = {stack for stack, _ in backward.slices}
+        return self._write_stacks(
+            forward, [stack if stack in read else None for stack in stacks], carry_stack
+        ), backward
+
+    def _make_stack(self, operation: Operation, carry_stack: int) -> int:
+        """Return the stack for the activation that an operation names: that of carries, or a new one."""
+        on_host, carries = bool(self._is_on_host(operation)), self.arrays[carry_stack]
+        if operation.activation.endswith(CARRY):
+            self.arrays[carry_stack] = replace(carries, is_on_host=on_host)
+            return carry_stack
+        array = self.arrays[operation.results[0]]
+        return self._add(replace(array, dims=(carries.dims[0], *array.dims), is_on_host=on_host))
+
+    def _write_stacks(self, loop: Operation, stacks: Sequence[int | None], carry_stack: int) -> Operation:
+        """Return the loop over layers that writes activations into stacks.
+
+        Args:
+            stacks: of the activations in the order of the loop; None for one that is not kept.
+        """
+        slices = [each for each in loop.slices if each[0] != carry_stack]
+        results = [*loop.results]
+        body: list[Operation] = []
+        following = iter(stacks)
+        for operation in loop.body:
+            stack = None if self._is_on_host(operation) is None else next(following)
+            if stack is None:
+                body.append(operation)
+                continue
+            stored, operations = self._keep(operation, self.arrays[stack].is_on_host)
+            body += operations
+            slices.append((stack, stored))
+            if stack != carry_stack:
+                results.append(stack)
+        return replace(loop, body=tuple(body), results=tuple(results), slices=tuple(slices))
+
+    def _keep(self, operation: Operation, on_host: bool) -> tuple[int, list[Operation]]:
+        """Return what is written into the stack of an activation, and the operations that name and make it."""
+        (named,) = operation.results
+        if on_host:
+            copy = self._add(replace(self.arrays[named], is_on_host=True))
+            return copy, [operation, _host_copy(operation, named, copy)]
+        # JAX keeps the compiler from computing it again in a wider type
+        before = self._add(self.arrays[named])
+        barrier = replace(operation, operands=(before,), results=(named,), primitive="reduce_precision", activation="")
+        return named, [replace(operation, results=(before,)), barrier]
+
+    def _read_stacks(self, loop: Operation, stacks: Sequence[int], carry_stack: int) -> Operation:
+        """Return the loop of gradients that reads activations from stacks, those that it needs.
+
+        Args:
+            stacks: of the activations in the order of the forward loop.
+        """
+        slices = [each for each in loop.slices if each[0] != carry_stack]
+        body: list[Operation] = []
+        following = iter(stacks)
+        for operation in loop.body:
+            if REMATERIALIZED_SCOPE not in operation.label or self._is_on_host(operation) is None:
+                body.append(operation)
+                continue
+            stack = next(following)
+            (named,) = operation.results
+            if not self.arrays[stack].is_on_host:
+                slices.append((stack, named))
+                continue
+            copy = self._add(replace(self.arrays[named], is_on_host=True))
+            slices.append((stack, copy))
+            body.append(_host_copy(operation, copy, named))
+        written = {value for stack, value in slices if stack in loop.results}
+        needed = _needed(body, written | {end for _, _, end, _ in loop.carried})
+        used = _used(needed) | written
+        slices = [(stack, value) for stack, value in slices if value in used]
+        read = [stack for stack, _ in slices if stack not in loop.results]
+        outside = {before for before, *_ in loop.carried} | used
+        constants = [value for value in loop.operands if value in outside and value not in read]
+        return replace(loop, body=needed, operands=(*constants, *read), slices=tuple(slices))
+
+    def _is_on_host(self, operation: Operation) -> bool | None:
+        """Whether the activation that an operation names is kept on the host; None if it is not kept at all."""
+        if operation.activation.endswith(CARRY):
+            return self.carries_on_host
+        return self.on_host.get(operation.activation)
+
+    def _add(self, array: TracedArray) -> int:
+        self.arrays.append(array)
+        return len(self.arrays) - 1
+
+
+def _host_copy(operation: Operation, source: int, result: int) -> Operation:
+    """Return a copy between memories in place of an operation that names an activation."""
+    return replace(
+        operation,
+        kind=OperationKind.HOST_COPY,
+        operands=(source,),
+        results=(result,),
+        primitive="device_put",
+        activation="",
+    )
+
+
+def _gradient_loop(operations: Sequence[Operation], i: int) -> int | None:
+    """Return the index of the loop that computes gradients of the loop `i`: it reads stacks that this one writes."""
+    written = {stack for stack, _ in operations[i].slices if stack in operations[i].results}
+    for j in range(i + 1, len(operations)):
+        is_read = any(stack in written for stack, _ in operations[j].slices)
+        if is_read and _is_of_gradients(operations[j]):
+            return j
+    return None
+
+
+def _is_of_gradients(loop: Operation) -> bool:
+    """Whether a loop computes activations of layers again."""
+    return any(REMATERIALIZED_SCOPE in operation.label for operation in loop.body)
+
+
+def _needed(operations: Iterable[Operation], needed: Set[int]) -> tuple[Operation, ...]:
+    """Return the operations that `needed` values are computed by."""
+    wanted, kept = set(needed), list[Operation]()
+    for operation in reversed([*operations]):
+        if wanted.intersection(operation.results):
+            kept.append(operation)
+            wanted.update(operation.operands)
+    return tuple(reversed(kept))
+
+
+def _used(operations: Iterable[Operation]) -> set[int]:
+    """Return all operands of operations."""
+    return {operand for operation in operations for operand in operation.operands}

@@ -1,0 +1,39 @@
+"""Scores of attention that are computed again for gradients alone.
+
+The gradients of attention need the weights of keys, and plain operations compute these again from queries and keys. A
+kernel of gradients does so by itself, given the log-sum-exp of the scores, which is kept with the context of attention.
+Where the context is not kept, the kernel of the forward pass runs again, and computes scores and context.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+
+from shardplan.program.marked.attention_kind import AttentionKind
+from shardplan.program.named_arrays import is_scores
+from shardplan.program.operations import REMATERIALIZED_SCOPE
+from shardplan.program.tasks import Task, TaskKind
+
+
+def mark_gradient_kernels(tasks: Iterable[Task]) -> list[Task]:
+    """Return the tasks, those marked that compute scores again for a context that is not computed again."""
+    tasks = [*tasks]
+    contexts = Counter(_call(task) for task in tasks if _is_computed_again(task) and not is_scores(task.results[0]))
+    marked = []
+    for task in tasks:
+        if _is_computed_again(task) and is_scores(task.results[0]):
+            if contexts[_call(task)]:
+                contexts[_call(task)] -= 1
+            else:
+                task = replace(task, is_in_gradient_kernels=True)
+        marked.append(task)
+    return marked
+
+
+def _is_computed_again(task: Task) -> bool:
+    return task.kind == TaskKind.ATTENTION and REMATERIALIZED_SCOPE in task.label
+
+
+def _call(task: Task) -> tuple[AttentionKind | None, int]:
+    """What the matmuls of one call of attention have in common."""
+    return task.attention, task.executions

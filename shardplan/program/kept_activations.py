@@ -1,0 +1,220 @@
+"""What a step gains and loses by each activation that is kept between forward pass and gradients.
+
+Under the default policy of gradient checkpointing, layers keep their carries alone. Here every other thing that can
+become of an activation (kept on the device, or copied to the host and back) is an `Option`: the tasks that it adds and
+removes, and the buffers that it adds and removes at every point of the program. Each is the difference between the step
+under a policy that has this option alone, made by `shardplan.program.checkpointed`, and the step under the default one.
+
+The options of several activations add up: what is computed again for one is hardly ever needed for another. The search
+combines them so, and its results are priced anew by the step of their policy. Only copies to and from the host do not
+add up: all those of one loop hide behind the same matmuls, so that an option lists its copies by loop.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from shardplan.plan.workload.checkpointing import CheckpointPolicy
+from shardplan.program.checkpointed import with_policy
+from shardplan.program.layer_flops import MATMULS
+from shardplan.program.live_buffers import LiveBuffer, ProgramPoint
+from shardplan.program.operations import REMATERIALIZED_SCOPE, Operation, all_operations
+from shardplan.program.tasks import Task, TaskKind
+from shardplan.program.trace import Trace
+from shardplan.program.walk import Walk, walk
+
+TOGETHER = (("key_proj", "value_proj"),)
+"""Activations for which the same is chosen: both are small, and gradients of attention need both."""
+
+Place = tuple[int, bool]
+"""`PlacedPoint.place`."""
+Buffers = Mapping[LiveBuffer, int]
+
+
+class HostCopies(NamedTuple):
+    """The copies to or from the host that one loop makes for an activation."""
+
+    loop: int
+    """Index of the loop in `KeptActivations.loop_flops`."""
+    task: Task
+    """The copy, without the FLOPs that it can hide behind."""
+    number: int
+
+
+@dataclass(frozen=True)
+class Option:
+    """What can become of an activation, instead of what the default policy makes of it."""
+
+    policy: CheckpointPolicy
+    """The policy that differs from the default one in this alone."""
+    added: tuple[tuple[Task, int], ...]
+    """Tasks that the default policy does not have, each with its number; copies to and from the host are apart."""
+    removed: tuple[tuple[Task, int], ...]
+    copies: tuple[HostCopies, ...]
+    saved_flops: tuple[float, ...]
+    """FLOPs per step, over all devices, of the matmuls that each loop does not need any more."""
+    buffers: tuple[Buffers, ...]
+    """At every point of `KeptActivations.points`: buffers, each with how many more there are than by default."""
+
+
+@dataclass(frozen=True)
+class KeptActivations:
+    """The choices about the activations of a step."""
+
+    points: tuple[ProgramPoint, ...]
+    """The live buffers under the default policy, at every point of the program under any option alone."""
+    activations: tuple[tuple[Option, ...], ...]
+    """The options of each activation. The default policy is always possible beside them."""
+    loop_flops: tuple[float, ...]
+    """FLOPs per step, over all devices, of the matmuls of each loop that copies under any option."""
+
+    def policy(self, chosen: Iterable[Option]) -> CheckpointPolicy:
+        """Return the policy with some options, of different activations."""
+        kind, kept, offloaded = "default", list[str](), list[str]()
+        for option in chosen:
+            kept += option.policy.kept
+            offloaded += option.policy.offloaded
+            if option.policy.kind != "default":
+                kind = option.policy.kind
+        return CheckpointPolicy(kind, tuple(kept), tuple(offloaded))
+
+
+def kept_activations(
+    trace: Trace, with_host: bool, finish: Callable[[Iterable[Task]], tuple[Task, ...]]
+) -> KeptActivations:
+    """Find the options of all activations of a step.
+
+    Args:
+        trace: under the default policy.
+        with_host: whether activations can be copied to the host.
+        finish: completes the tasks of a step, after the walk.
+    """
+    base = _Walked(walk(trace), finish)
+    variants: list[list[tuple[CheckpointPolicy, _Walked]]] = []
+    for policies in _policies(trace, with_host):
+        of_activation = [(policy, _Walked(walk(with_policy(trace, policy)), finish)) for policy in policies]
+        # an activation that no gradient needs is never kept
+        of_activation = [each for each in of_activation if each[1].tasks != base.tasks]
+        if of_activation:
+            variants.append(of_activation)
+    every = [walked for of_activation in variants for _, walked in of_activation]
+    places = _merge_places([base.places, *(walked.places for walked in every)])
+    loops = sorted({loop for walked in every for loop, _ in walked.copies})
+    of_base = base.at(places)
+    activations = []
+    for of_activation in variants:
+        options = []
+        for policy, walked in of_activation:
+            changes = tuple(_difference(here, there) for here, there in zip(walked.at(places), of_base, strict=True))
+            options.append(
+                Option(
+                    policy,
+                    tuple((walked.tasks - base.tasks).items()),
+                    tuple((base.tasks - walked.tasks).items()),
+                    tuple(HostCopies(loops.index(loop), task, n) for (loop, task), n in walked.copies.items()),
+                    tuple(base.flops[loop] - walked.flops[loop] for loop in loops),
+                    changes,
+                )
+            )
+        activations.append(tuple(options))
+    kept = KeptActivations(
+        tuple(tuple(buffers.items()) for buffers in of_base),
+        tuple(activations),
+        tuple(base.flops[loop] for loop in loops),
+    )
+    return _without_repeated_points(kept)
+
+
+class _Walked:
+    """A step, prepared for comparison."""
+
+    def __init__(self, walked: Walk, finish: Callable[[Iterable[Task]], tuple[Task, ...]]) -> None:
+        self.points = {point.place: point.buffers for point in walked.points}
+        self.places = [point.place for point in walked.points]
+        self.tasks: Counter[Task] = Counter()
+        self.copies: Counter[tuple[int, Task]] = Counter()
+        """(loop, copy between device and host) -> its number; copies outside of loops count as other tasks."""
+        self.flops: defaultdict[int, float] = defaultdict(float)
+        """Loop -> FLOPs of its matmuls in a step, over all devices."""
+        finished = finish([each.task for each in walked.tasks])
+        for (_, loop), task in zip(walked.tasks, finished, strict=True):
+            if task.kind == TaskKind.HOST_COPY and loop is not None:
+                self.copies[loop, replace(task.cost_key, layer_flops=0.0, loop=None)] += 1
+            else:
+                self.tasks[task.cost_key] += 1
+            if task.kind in MATMULS and loop is not None:
+                self.flops[loop] += task.executions * task.flops
+
+    def at(self, places: Sequence[Place]) -> list[Counter[LiveBuffer]]:
+        """Return the live buffers at places; where the program has no such point, those of its next one."""
+        found: list[Counter[LiveBuffer]] = []
+        following = self.points[self.places[-1]]
+        for place in reversed(places):
+            following = self.points.get(place, following)
+            found.append(following)
+        return found[::-1]
+
+
+def _policies(trace: Trace, with_host: bool) -> Iterator[list[CheckpointPolicy]]:
+    """Yield the policies for each activation that differ from the default one in this activation alone."""
+    if with_host:
+        yield [CheckpointPolicy("offload_carries")]
+    names = dict.fromkeys(_names(trace.operations))
+    together = {name: group for group in TOGETHER for name in group}
+    for group in dict.fromkeys(together.get(name, (name,)) for name in names):
+        present = tuple(name for name in group if name in names)
+        yield [CheckpointPolicy(kept=present), *([CheckpointPolicy(offloaded=present)] if with_host else [])]
+
+
+def _names(operations: Iterable[Operation]) -> Iterator[str]:
+    """Yield the names of the activations that gradients compute again, but for inputs of layers."""
+    for operation in all_operations(operations):
+        is_computed_again = REMATERIALIZED_SCOPE in operation.label
+        if operation.activation and is_computed_again and not operation.activation.startswith(LOOP_VALUES):
+            yield operation.activation
+
+
+LOOP_VALUES = "scan("
+"""Begins the names that Haliax gives the carry and the inputs of a loop over layers."""
+
+
+def _merge_places(programs: Sequence[Sequence[Place]]) -> list[Place]:
+    """Return the places of all programs in one order, in which those of each program follow one another."""
+    merged = list(programs[0])
+    known = set(merged)
+    for places in programs[1:]:
+        previous: Place | None = None
+        for place in places:
+            if place not in known:
+                merged.insert(0 if previous is None else merged.index(previous) + 1, place)
+                known.add(place)
+            previous = place
+    return merged
+
+
+def _difference(one: Counter[LiveBuffer], other: Counter[LiveBuffer]) -> Buffers:
+    """Return how many more there are of each buffer in `one`; negative where there are fewer."""
+    if one == other:
+        return {}
+    difference = Counter(one)
+    difference.subtract(other)
+    return {buffer: count for buffer, count in difference.items() if count}
+
+
+def _without_repeated_points(kept: KeptActivations) -> KeptActivations:
+    """Leave out points at which the buffers are those of another point under every option."""
+    options = [option for of_activation in kept.activations for option in of_activation]
+    first: dict[object, int] = {}
+    for i, point in enumerate(kept.points):
+        key = frozenset(point), tuple(frozenset(option.buffers[i].items()) for option in options)
+        first.setdefault(key, i)
+    rows = sorted(first.values())
+    return KeptActivations(
+        tuple(kept.points[i] for i in rows),
+        tuple(
+            tuple(replace(option, buffers=tuple(option.buffers[i] for i in rows)) for option in of_activation)
+            for of_activation in kept.activations
+        ),
+        kept.loop_flops,
+    )
