@@ -6,15 +6,18 @@ from typing import Any
 import jax
 import levanter.tracker
 from levanter.compat.hf_checkpoints import HFCheckpointConverter as LevanterConverter
+from levanter.models.lm_model import LmConfig
 
 import shardplan.decoder.section  # noqa: F401  # registers its type of `model` sections
 from shardplan.checkpoint.load import HFCheckpointConverter
 from shardplan.errors import ConfigError, check_argument
 from shardplan.experts.levanter import HasExpertMethod, patch_blocks
 from shardplan.experts.method import ExpertMethod
+from shardplan.model.activation_names import name_splash_residuals, named_as_configured
 from shardplan.model.logits.levanter_loss import FUSED_LOSS, LEVANTERS_FUSED_LOSS, fused_loss
 from shardplan.model.soft_cap import cap_gemma2_logits
 
+LEVANTERS_BUILD = LmConfig.build
 LEVANTERS_JIT_LOG = levanter.tracker.jit_log
 """Levanter's own function that logs values of a compiled step."""
 
@@ -23,7 +26,8 @@ def patch_levanter(experts: ExpertMethod | HasExpertMethod | None = None) -> Non
     """Make Levanter, used as it is, stream and save checkpoints as shardplan does, and compute right losses.
 
     Experts of its Mixtral and Qwen3-MoE are computed by shardplan's blocks, so that they can be sharded. Sections
-    `model: {type: shardplan_decoder, ...}` are then understood. Call it before a script of Levanter runs;
+    `model: {type: shardplan_decoder, ...}` are then understood, and gradient checkpointing keeps activations of
+    Levanter's models by name. Call it before a script of Levanter runs;
     `scripts/levanter_main.py` does so.
 
     Args:
@@ -39,6 +43,8 @@ def patch_levanter(experts: ExpertMethod | HasExpertMethod | None = None) -> Non
     levanter.tracker.jit_log = _log_without_gradient
     LevanterConverter.load_pretrained = HFCheckpointConverter.load_pretrained
     LevanterConverter.save_pretrained = HFCheckpointConverter.save_pretrained
+    LmConfig.build = _build_with_names
+    name_splash_residuals()
     cap_gemma2_logits()
     if LEVANTERS_FUSED_LOSS is None:
         raise ConfigError(
@@ -49,6 +55,11 @@ def patch_levanter(experts: ExpertMethod | HasExpertMethod | None = None) -> Non
         is_levanters = getattr(module, "__name__", "").startswith("levanter.")
         if is_levanters and vars(module).get(FUSED_LOSS) is LEVANTERS_FUSED_LOSS:
             setattr(module, FUSED_LOSS, fused_loss)
+
+
+def _build_with_names(config: Any, Vocab: Any, *, key: Any) -> Any:
+    """Build a model as Levanter does, with names for the activations that its gradient checkpointing keeps by name."""
+    return named_as_configured(LEVANTERS_BUILD(config, Vocab, key=key), config)
 
 
 def _log_without_gradient(metrics: Any, *, step: int | None = None) -> None:

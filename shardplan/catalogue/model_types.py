@@ -18,8 +18,8 @@ from shardplan.model.registry import Model, build_model
 from shardplan.plan.workload.kinds import KINDS
 from shardplan.plan.workload.workload import MIN_POSITION, Workload
 from shardplan.program.step_trace import plan_step
+from shardplan.search.compute_sharding import AttentionMethod
 from shardplan.search.search_configuration import attention_methods
-from shardplan.search.space import AttentionMethod
 from shardplan.steps.kinds import STEP_KINDS
 
 SHORT = Workload(batch=1, position=MIN_POSITION)

@@ -12,7 +12,6 @@ from shardplan.cost.sharding import ShardingAssignment
 from shardplan.errors import ConfigError
 from shardplan.experts.levanter import has_replaceable_experts, with_expert_parallel
 from shardplan.hardware import parse_slice
-from shardplan.model.activation_names import with_activation_names
 from shardplan.model.levanter_compat import LIBTPU_RELEASE
 from shardplan.model.registry import Model, abstract_module
 from shardplan.plan.attention_plan import KernelName
@@ -57,8 +56,6 @@ def specialize(model: Model, plan: Plan) -> Model:
     # a configuration class of the user's own need not have them
     config = dataclasses.replace(model.config, **{name: value for name, value in settings.items() if name in names})
     template = abstract_module(config, model.vocab)
-    if checkpointing.names and not model.is_decoder:  # which names its activations itself
-        template = with_activation_names(template)
     if plan.attention.is_sequence_parallel and model.uses_levanter_attention:
         template = with_sequence_parallel(template, plan)
     if has_replaceable_experts(template):

@@ -126,6 +126,11 @@ def _settings_outside_trainer(plan: Plan) -> Iterator[str]:
         if isinstance(value, dict):
             value = yaml.safe_dump(value, default_flow_style=True, width=1000).strip()
         yield from _wrap(f"model.gradient_checkpointing must be {value}, as planned.")
+        if policy.names and not is_decoder:
+            yield from _wrap(
+                "Call shardplan.patch_levanter() first, as scripts/levanter_main.py does: activations of Levanter's "
+                "own models have no names, and it would keep nothing."
+            )
     vocab = plan.model.vocab
     if _sharding_axes(plan, tuple(plan.compute_mapping.get(vocab, ()))):
         yield from _wrap(

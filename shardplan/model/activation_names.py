@@ -22,6 +22,7 @@ import jax
 import levanter.layers.attention as levanter_attention
 from haliax import NamedArray
 from haliax.nn import Linear
+from haliax.nn.scan import ScanCheckpointPolicy
 from jax.ad_checkpoint import checkpoint_name
 
 
@@ -85,11 +86,18 @@ def name_splash_residuals() -> None:
 def with_activation_names(module: Any) -> Any:
     """Return a module of Levanter whose activations have names; one that has them already stays as it is.
 
-    A bias is added to what has the name.
+    So does shardplan's decoder, whose modules are its own. A bias is added to what has the name.
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(module, is_leaf=lambda node: isinstance(node, Linear))
     named = [_with_name(node, NAMES_OF_LINEARS.get(_field(path))) for path, node in leaves]
     return jax.tree.unflatten(structure, named)
+
+
+def named_as_configured(module: Any, config: Any) -> Any:
+    """Return a module of Levanter, with names if the gradient checkpointing of its configuration keeps some by name."""
+    policy = getattr(config, "gradient_checkpointing", None)
+    names = isinstance(policy, ScanCheckpointPolicy) and (policy.save_block_internals or policy.offload_block_internals)
+    return with_activation_names(module) if names else module
 
 
 def _field(path: tuple[Any, ...]) -> str:

@@ -10,6 +10,7 @@ import jax
 from levanter.layers.attention import Attention, AttentionMask
 
 from shardplan.errors import ConfigError, one_line
+from shardplan.model.activation_names import named_as_configured
 from shardplan.model.attention.attention_calls import REPLACEABLE_CALLS
 from shardplan.model.huggingface.hf_config import check_config
 from shardplan.model.huggingface.kept_codes import KEEP_KEY, kept_codes
@@ -89,7 +90,7 @@ def abstract_module(config: Any, vocab: hax.Axis) -> Any:
     if hasattr(config, "final_logit_softcapping"):
         cap_gemma2_logits()
     key = jax.eval_shape(lambda: jax.random.PRNGKey(0))
-    return eqx.filter_eval_shape(config.model_type.init, vocab, config, key=key)
+    return named_as_configured(eqx.filter_eval_shape(config.model_type.init, vocab, config, key=key), config)
 
 
 def transformers_config(hf_config: dict[str, Any]) -> Any:

@@ -240,9 +240,7 @@ def _template(model: Model, checkpointing: CheckpointPolicy) -> Any:
         settings["rope"] = DefaultRotaryEmbeddingsConfig()
     names = {each.name for each in fields(model.config)}
     config = replace(model.config, **{name: value for name, value in settings.items() if name in names})
-    # the decoder names its activations itself
-    module = make_module(model, config)
-    return module if model.is_decoder else with_activation_names(module)
+    return with_activation_names(make_module(model, config))
 
 
 @contextmanager

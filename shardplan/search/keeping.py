@@ -49,6 +49,8 @@ class Kept(NamedTuple):
     seconds: float
     handicapped_seconds: float
     """Seconds by which combinations are compared: more where activations are copied to the host."""
+    copies: int
+    """Number of options that copy activations to the host."""
     bytes: np.ndarray
 
 
@@ -65,7 +67,7 @@ class Keeping:
     saved: np.ndarray
     """[option, loop]: seconds of them that an option saves."""
     copies: np.ndarray
-    """[combination]: whether it copies activations to the host."""
+    """[combination]: how many of its options copy activations to the host."""
 
     @staticmethod
     def of(sizes: Sequence[int], hiding: np.ndarray, saved: np.ndarray, copies: np.ndarray) -> "Keeping":
@@ -80,7 +82,7 @@ class Keeping:
         combinations = np.zeros((len(chosen), sum(sizes)))
         for i, options in enumerate(chosen):
             combinations[i, [option for option in options if option is not None]] = 1
-        return Keeping(combinations, activations, hiding, saved, combinations @ copies > 0)
+        return Keeping(combinations, activations, hiding, saved, (combinations @ copies).astype(int))
 
     @cached_property
     def loops(self) -> int:
@@ -120,7 +122,7 @@ class Keeping:
                 if handicapped[i] > handicapped_limit:
                     return
                 handicapped_limit = min(handicapped_limit, handicapped[i] * (1 + TIME_RESOLUTION))
-                yield Kept(self._options(i), float(seconds[i]), float(handicapped[i]), sizes[row])
+                yield Kept(self._options(i), float(seconds[i]), float(handicapped[i]), int(self.copies[i]), sizes[row])
 
     def smallest(self, amount: Amount, device_points: int) -> Kept:
         """Return the combination with the smallest peak memory of a device.
@@ -132,14 +134,15 @@ class Keeping:
         chunks = np.array_split(np.arange(len(self.combinations)), -(-len(self.combinations) // CHUNK))
         peaks = [self._bytes(amount, chunk)[:, :device_points].max(axis=1) for chunk in chunks]
         i = int(np.concatenate(peaks).argmin())
-        return Kept(self._options(i), float(seconds[i]), float(handicapped[i]), self._bytes(amount, np.array([i]))[0])
+        size = self._bytes(amount, np.array([i]))[0]
+        return Kept(self._options(i), float(seconds[i]), float(handicapped[i]), int(self.copies[i]), size)
 
     def _seconds(self, amount: Amount) -> tuple[np.ndarray, np.ndarray]:
         """Return the seconds of every combination, and its handicapped seconds."""
         copies = amount.copy_seconds + self.combinations @ amount.options[:, 1 : 1 + self.loops]
         exposed = np.maximum(0.0, copies - self._hiding_of_combinations).sum(axis=1)
         seconds = amount.seconds + self.combinations @ amount.options[:, 0] + exposed
-        return seconds, seconds * (1 + LEFT_OUT * self.copies)
+        return seconds, seconds * (1 + LEFT_OUT * (self.copies > 0))
 
     def _bytes(self, amount: Amount, combinations: np.ndarray) -> np.ndarray:
         """Return [combination, row]: bytes of some combinations."""

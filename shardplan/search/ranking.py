@@ -9,7 +9,8 @@ from shardplan.cost.sharding import ShardingAssignment
 from shardplan.experts.method import ExpertStrategy
 from shardplan.plan.mapping import MeshAxes
 from shardplan.plan.workload.checkpointing import CheckpointPolicy
-from shardplan.search.space import KindMethods, Space
+from shardplan.search.compute_sharding import KindMethods
+from shardplan.search.space import Space
 from shardplan.search.tolerances import LEFT_OUT, TIME_RESOLUTION
 
 
@@ -35,10 +36,10 @@ class Candidate:
     """What becomes of activations, where the space leaves it open; None where it is given."""
 
     @property
-    def complexity(self) -> tuple[bool, int]:
+    def complexity(self) -> tuple[int, int]:
         """What the estimate leaves a part of the price out of: copies to the host, and blocks of logits."""
-        copies = bool(self.space.hidden_by_loop) or (self.checkpointing is not None and self.checkpointing.copies)
-        return copies, self.space.logit_blocks
+        chosen = 0 if self.checkpointing is None else self.checkpointing.copied
+        return chosen or bool(self.space.hidden_by_loop), self.space.logit_blocks
 
     @property
     def assignment(self) -> ShardingAssignment:
@@ -89,18 +90,21 @@ def _fastest(candidates: Sequence[Candidate]) -> Candidate:
     return min(near, key=lambda c: (*c.complexity, c.seconds))
 
 
-def _order(candidate: Candidate, tie_limit: float) -> tuple[bool, bool, int, float, float]:
+def _order(candidate: Candidate, tie_limit: float) -> tuple[bool, int, int, float, float]:
     """Return the sort key of a candidate: ties go by complexity and memory, all others by time."""
     if candidate.seconds > tie_limit:
-        return (True, False, 0, candidate.seconds, candidate.seconds)
+        return (True, 0, 0, candidate.seconds, candidate.seconds)
     return (False, *candidate.complexity, candidate.peak_bytes, candidate.seconds)
 
 
 def _smallest(group: list[Candidate], tie_limit: float) -> Candidate:
-    """The smallest candidate that takes at most `tie_limit` seconds or, if none does, ties with the group's fastest."""
+    """Return the simplest and then smallest of the candidates that tie.
+
+    That is, take at most `tie_limit` seconds or, if none does, tie with the fastest of the group.
+    """
     fastest = min(candidate.seconds for candidate in group)
     limit = tie_limit if fastest <= tie_limit else fastest * (1 + TIME_RESOLUTION)
-    return min((c for c in group if c.seconds <= limit), key=lambda c: (c.peak_bytes, c.seconds))
+    return min((c for c in group if c.seconds <= limit), key=lambda c: (*c.complexity, c.peak_bytes, c.seconds))
 
 
 def _is_equivalent(one: Candidate, other: Candidate) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 from shardplan.config import PlanConfig
 from shardplan.cost.calibration import compiler_quirks, load_calibration, usable_bytes, usable_host_bytes
 from shardplan.errors import ConfigError, InfeasibleError
-from shardplan.hardware import parse_slice
+from shardplan.hardware import Slice, parse_slice
 from shardplan.hardware.mesh_axes import POSITION_CHOICES
 from shardplan.model.inspect import inspect_model
 from shardplan.model.registry import Model
@@ -19,14 +19,16 @@ from shardplan.plan.pins import Rules, parse_rules
 from shardplan.plan.workload.checkpointing import DEFAULT, OPEN_CHECKPOINTING
 from shardplan.plan.workload.workload import BATCH_AXIS
 from shardplan.positions.sequence_order import SequenceOrder
+from shardplan.program.kept_activations import KeptActivations
 from shardplan.program.marked.attention_kind import AttentionKind
 from shardplan.program.step_trace import plan_kept_activations, plan_step
 from shardplan.runtime.garbage import without_garbage_collection
 from shardplan.search.branch_and_bound import find_smallest, search_meshes
+from shardplan.search.compute_sharding import METHODS, AttentionMethod
 from shardplan.search.open_choices import WorkloadVariant, enumerate_variants
 from shardplan.search.ranking import Candidate, Ranking
 from shardplan.search.reasons import SearchStatistics, describe_indivisible
-from shardplan.search.space import METHODS, AttentionMethod, Space, mesh_shapes
+from shardplan.search.space import Space, mesh_shapes
 
 UNSHARDED_POSITIONS: tuple[MeshAxes, ...] = ((),)
 """The choice of mesh axes for positions where they stay on one device: in training, and of packed windows."""
@@ -123,6 +125,16 @@ def search_configuration(config: PlanConfig, model: Model, keep: int, own_attent
     return SearchResult([smallest], False, is_exhaustive, statistics, seconds, [])
 
 
+def _kept_activations(variant: WorkloadVariant, model: Model, hardware: Slice) -> KeptActivations | None:
+    """Return what can become of activations.
+
+    With several microbatches nothing is copied to the host: the compiler hides copies in a loop over layers less well
+    where this is itself in a loop (docs/log.md).
+    """
+    workload = variant.config.workload.resolve()
+    return plan_kept_activations(model, workload, not hardware.is_cpu and workload.num_microbatches == 1)
+
+
 def _has_options(config: PlanConfig, model: Model) -> bool:
     """Whether it is known what can become of the activations of a training step, where that is open."""
     work = config.workload
@@ -213,9 +225,7 @@ def _build_space(variant: WorkloadVariant, model: Model, rules: Rules, own_atten
         ),
         requires_kernel=not hardware.is_cpu,
         methods=() if own_attention else attention_methods(model, step.attention_kinds, is_training),
-        kept=(
-            plan_kept_activations(model, config.workload.resolve(), not hardware.is_cpu) if variant.keeps_open else None
-        ),
+        kept=_kept_activations(variant, model, hardware) if variant.keeps_open else None,
     )
     for pin in rules.pins:
         tokens = () if pin.is_stored else (space.batch, space.position)

@@ -20,20 +20,15 @@ that a token chooses parameters by (experts). The user's pins and forbidden mapp
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, lru_cache
+from functools import cached_property, lru_cache
 from itertools import product
-from operator import itemgetter
-from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardplan.cost.buffer_roles import ROLES
 from shardplan.cost.calibration import Calibration
-from shardplan.cost.gspmd import depends_on_params
 from shardplan.cost.matmul import local_matmul
-from shardplan.cost.memory import stored_buffers
 from shardplan.cost.roofline import seconds_beside
 from shardplan.cost.sharding import CompilerQuirks, ShardingAssignment
 from shardplan.errors import ConfigError
@@ -45,9 +40,11 @@ from shardplan.plan.mapping import AxisMapping, MeshAxes, MeshShape, mesh_size
 from shardplan.plan.pins import Rules
 from shardplan.positions.sequence_order import SequenceOrder
 from shardplan.program.kept_activations import KeptActivations, Option
-from shardplan.program.live_buffers import LiveBuffer, ProgramPoint
+from shardplan.program.live_buffers import ProgramPoint
 from shardplan.program.named_arrays import TracedArray
-from shardplan.program.tasks import ExpertAxes, Step, Task, TaskKind
+from shardplan.program.tasks import Step, Task, TaskKind
+from shardplan.search.component_cost import ComponentCost, ProgramCosts, axis_names, component_cost, on_host
+from shardplan.search.compute_sharding import METHODS, AttentionMethod, KindMethods
 from shardplan.search.keeping import Keeping
 
 MINOR_PART = 0.01
@@ -56,40 +53,6 @@ MINOR_PART = 0.01
 MAX_KERNEL_WAIT = 0.5
 """Part of the transfers of tokens that devices wait for, above which tokens are gathered all at once: kernels for parts
 of the tokens take longer, and more than the rest of the transfers gains."""
-
-
-class AttentionMethod(NamedTuple):
-    """A method of sequence-parallel attention."""
-
-    strategy: Strategy
-    order: SequenceOrder
-
-
-METHODS = (
-    AttentionMethod(Strategy.ALL_GATHER, SequenceOrder.CONTIGUOUS),
-    AttentionMethod(Strategy.ALL_GATHER, SequenceOrder.ZIGZAG),
-    AttentionMethod(Strategy.RING, SequenceOrder.CONTIGUOUS),
-    AttentionMethod(Strategy.RING, SequenceOrder.ZIGZAG),
-    AttentionMethod(Strategy.ULYSSES, SequenceOrder.CONTIGUOUS),
-    AttentionMethod(Strategy.HYBRID, SequenceOrder.CONTIGUOUS),
-    AttentionMethod(Strategy.HYBRID, SequenceOrder.ZIGZAG),
-)
-"""All methods of sequence-parallel attention."""
-
-
-KindMethods = tuple[AttentionMethod, ...]
-"""The method of each of `Step.attention_kinds`, in their order; all have the same order of positions."""
-
-
-class ComputeSharding(NamedTuple):
-    """What the search chooses of the computations of a component."""
-
-    mapping: dict[str, MeshAxes]
-    """Logical axis -> mesh axes."""
-    methods: KindMethods | None = None
-    """The methods of attention; None for Levanter's own, and in a component without attention."""
-    experts: ExpertStrategy | None = None
-    """How routed experts are computed; None in a component without experts."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +123,7 @@ class Space:
         rows: dict[object, int] = {}
         for i, point in enumerate(self.points):
             by_option = [option.buffers[i].items() for option in self.options]
-            parts = tuple(frozenset(_on_host(each)) for each in (point, *by_option))
+            parts = tuple(frozenset(on_host(each)) for each in (point, *by_option))
             if any(parts):
                 rows.setdefault(parts, i)
         return tuple(rows.values())
@@ -249,7 +212,7 @@ class Space:
         """Connected components of `tensor_axes`, where two axes are connected if they occur in the same task."""
         groups: list[set[str]] = [{axis} for axis in self.tensor_axes]
         for task in self.step.tasks:
-            names = _axis_names((*task.operands, *task.results)) & set(self.tensor_axes)
+            names = axis_names((*task.operands, *task.results)) & set(self.tensor_axes)
             touched = [group for group in groups if group & names]
             if len(touched) > 1:
                 groups = [group for group in groups if not group & names] + [set().union(*touched)]
@@ -258,7 +221,7 @@ class Space:
     @cached_property
     def component_costs(self) -> tuple["ComponentCost", ...]:
         """The tasks and buffers that depend on each of `components`."""
-        return tuple(_component_cost(self, component) for component in self.components)
+        return tuple(component_cost(self._program_costs, component) for component in self.components)
 
     @cached_property
     def component_chooses_method(self) -> bool:
@@ -269,7 +232,15 @@ class Space:
     @cached_property
     def base_cost(self) -> "ComponentCost":
         """The tasks and buffers that depend on no component."""
-        return _component_cost(self, ())
+        return component_cost(self._program_costs, ())
+
+    @cached_property
+    def _program_costs(self) -> ProgramCosts:
+        loops = tuple(self.hidden_by_loop) if self.kept is None else tuple(range(len(self.kept.loop_flops)))
+        return ProgramCosts(
+            self.step, self.points, self.options, self.host_rows, loops, frozenset(self.tensor_axes), self.residual,
+            self.hardware.devices, self.assignment({}, {}, {}).is_stored_like_a_parameter,
+        )  # fmt: skip
 
     @cached_property
     def min_stored_bytes(self) -> float:
@@ -411,197 +382,3 @@ def _shapes(axes: Sequence[str], devices: int) -> Iterator[dict[str, int]]:
     for size in divisors(devices):
         for rest in _shapes(others, devices // size):
             yield {first: size, **rest}
-
-
-Choice = MeshAxes | KindMethods | ExpertStrategy | None
-"""What is chosen of a component: mesh axes of a logical axis, methods of attention, or the strategy of experts."""
-CacheKey = Callable[[Sequence[Choice]], Any]
-"""Picks from all choices of a component those that a cost depends on; they serve as the key of a cache."""
-
-
-class KeyedTask(NamedTuple):
-    """A task that stands for all of equal cost, and the mesh axes that this cost depends on."""
-
-    task: Task
-    tasks: int
-    """Number of tasks that it stands for."""
-    compute_key: CacheKey
-    """Takes `ComponentCost.compute_choices`: all that lower bounds depend on."""
-    full_key: CacheKey
-    """Takes `ComponentCost.all_choices`."""
-
-
-class KeyedCopy(NamedTuple):
-    """A copy to or from the host in a loop."""
-
-    loop: int
-    """Index of the loop in `Space.keeping.hiding`."""
-    keyed: KeyedTask
-
-
-class OptionCost(NamedTuple):
-    """What an option about an activation changes of a component."""
-
-    tasks: tuple[KeyedTask, ...]
-    """Tasks that it adds; and those that it removes, of which there is a negative number."""
-    copies: tuple[KeyedCopy, ...]
-
-
-class KeyedBuffer(NamedTuple):
-    """A live buffer, and the mesh axes that its size depends on."""
-
-    buffer: LiveBuffer
-    full_key: CacheKey
-    """See `KeyedTask.full_key`."""
-
-
-@dataclass(frozen=True)
-class ComponentCost:
-    """The tasks and live buffers whose cost depends on one component; without one, on batch and positions alone.
-
-    A component is a set of logical axes that occur in the same tasks; see `Space.components`.
-    """
-
-    axes: tuple[str, ...]
-    """Logical axes of the component."""
-    open_axes: tuple[str, ...]
-    """What a subproblem still has to map: `axes`, and the stored residual axis."""
-    tasks: tuple[KeyedTask, ...]
-    """Without the copies to and from the host in loops."""
-    copies: tuple[KeyedCopy, ...]
-    options: tuple[OptionCost, ...]
-    """For each of `Space.options`."""
-    buffers: tuple[KeyedBuffer, ...]
-    min_stored_bytes: float
-    """Bytes per device of the component's parameters and optimizer state, sharded over all devices."""
-    counts: np.ndarray
-    """[point, buffer]: how many of a buffer a device has at a point of the program, and its host at each of
-    `Space.host_rows`."""
-    option_counts: np.ndarray
-    """[option, point, buffer]: how many more there are under an option."""
-    computed_together: frozenset[frozenset[str]]
-    """Sets of logical axes that meet in a computation, so that no two of them may share a mesh axis."""
-    stored_together: frozenset[frozenset[str]]
-    """Sets of logical axes that meet in a parameter, likewise."""
-
-    @cached_property
-    def has_attention(self) -> bool:
-        """Whether attention is among the tasks."""
-        return any(task.kind == TaskKind.ATTENTION for task, *_ in self.tasks)
-
-    @cached_property
-    def expert_blocks(self) -> tuple[ExpertAxes, ...]:
-        """The axes of each kind of block of routed experts among the tasks."""
-        return Step(tuple(task for task, *_ in self.tasks), (), {}, {}).expert_blocks
-
-    def compute_choices(self, compute: ComputeSharding) -> tuple[Choice, ...]:
-        """Return the methods of attention and of experts, and the mesh axes of each of `open_axes` in computations."""
-        return compute.methods, compute.experts, *map(compute.mapping.get, self.open_axes)
-
-    def all_choices(self, compute: ComputeSharding, params: AxisMapping) -> tuple[Choice, ...]:
-        """Return `compute_choices`, then the mesh axes of each of `open_axes` in the mapping of stored parameters."""
-        return *self.compute_choices(compute), *map(params.get, self.open_axes)
-
-
-def _component_cost(space: Space, component: tuple[str, ...]) -> ComponentCost:
-    """Collect the tasks and buffers of a component, each with the axes that its cost depends on.
-
-    The empty component has those without any axis that is in a component.
-    """
-    own = set(component)
-
-    def belongs(*arrays: TracedArray) -> bool:
-        names = _axis_names(arrays) & set(space.tensor_axes)
-        return bool(names & own) if own else not names
-
-    step = space.step
-    tasks = [task for task in step.tasks if belongs(*task.operands, *task.results)]
-    stored_here = [buffer for buffer in stored_buffers(step) if belongs(buffer.array)]
-
-    def rows(points: Sequence[Iterable[tuple[LiveBuffer, int]]]) -> list[Counter[LiveBuffer]]:
-        """Return the buffers of the component at every point, and then those on the host at each of `host_rows`."""
-        own = [Counter({b: n for b, n in point if belongs(b.array, *b.related_arrays)}) for point in points]
-        on_device = [Counter({b: n for b, n in point.items() if not b.array.is_on_host}) for point in own]
-        return on_device + [Counter(dict(_on_host(own[i].items()))) for i in space.host_rows]
-
-    of_default = rows(space.points)
-    for row in of_default[: len(space.points)]:
-        row.update(stored_here)
-    by_option = [rows([buffers.items() for buffers in option.buffers]) for option in space.options]
-    buffers = list(dict.fromkeys(buffer for each in (of_default, *by_option) for row in each for buffer in row))
-    numbers = {buffer: i for i, buffer in enumerate(buffers)}
-
-    def counts(rows: Sequence[Counter[LiveBuffer]]) -> np.ndarray:
-        """Return [row, buffer]: how often each buffer is in a row."""
-        result = np.zeros((len(rows), len(buffers)))
-        for i, row in enumerate(rows):
-            for buffer, n in row.items():
-                result[i, numbers[buffer]] = n
-        return result
-
-    open_axes = (*component, space.residual)
-    is_stored = space.assignment({}, {}, {}).is_stored_like_a_parameter
-
-    def key(arrays: Sequence[TracedArray], *, stored: bool, attends: bool, routes: bool) -> CacheKey:
-        names = _axis_names(arrays)
-        computed = [2 + i for i, axis in enumerate(open_axes) if axis in names]
-        indices = [0] * attends + [1] * routes + computed + [len(open_axes) + i for i in computed if stored]
-        return itemgetter(*indices) if indices else lambda _: None
-
-    def keyed_task(task: Task, count: int) -> KeyedTask:
-        arrays = (*task.operands, *task.results)
-        methods = {"attends": task.kind == TaskKind.ATTENTION, "routes": task.kind == TaskKind.EXPERTS}
-        full_key = key(arrays, stored=depends_on_params(task), **methods)
-        return KeyedTask(task, count, key(arrays, stored=False, **methods), full_key)
-
-    def keyed_buffer(buffer: LiveBuffer) -> KeyedBuffer:
-        arrays, role = (buffer.array, *buffer.related_arrays), ROLES[buffer.role]
-        stored = buffer.is_read_by_grouped_matmuls or role.depends_on_storage or any(map(is_stored, arrays))
-        methods = {"attends": role.depends_on_attention, "routes": role.depends_on_experts}
-        return KeyedBuffer(buffer, key(arrays, stored=stored, **methods))
-
-    @cache
-    def of_key(task: Task) -> KeyedTask:
-        """Return the one keyed task for all tasks of equal cost, so that this is computed once."""
-        return keyed_task(task, 1)
-
-    def keyed_tasks(tasks: Iterable[tuple[Task, int]]) -> tuple[KeyedTask, ...]:
-        own = ((task, n) for task, n in tasks if belongs(*task.operands, *task.results))
-        return tuple(of_key(task)._replace(tasks=n) for task, n in own)
-
-    def option_cost(option: Option) -> OptionCost:
-        tasks = (*option.added, *((task, -n) for task, n in option.removed))
-        copies = [(loop, keyed_tasks([(task, n)])) for loop, task, n in option.copies]
-        return OptionCost(keyed_tasks(tasks), tuple(KeyedCopy(loop, *keyed) for loop, keyed in copies if keyed))
-
-    loops = {loop: i for i, loop in enumerate(space.hidden_by_loop)}
-    copies = Counter((loops[task.loop], task.cost_key) for task in tasks if task.loop is not None)
-    plain = Counter(task.cost_key for task in tasks if task.loop is None)
-    return ComponentCost(
-        component,
-        open_axes,
-        keyed_tasks(plain.items()),
-        tuple(KeyedCopy(loop, *keyed_tasks([(task, n)])) for (loop, task), n in copies.items()),
-        tuple(map(option_cost, space.options)),
-        tuple(map(keyed_buffer, buffers)),
-        sum(buffer.array.elements * buffer.array.itemsize for buffer in stored_here) / space.hardware.devices,
-        counts(of_default),
-        np.array([*map(counts, by_option)]).reshape(len(by_option), len(of_default), len(buffers)),
-        frozenset(names for task in tasks for names in _meeting_axes(task)),
-        frozenset(frozenset(array.logical_axes) for array in step.parameters if belongs(array)),
-    )
-
-
-def _on_host(buffers: Iterable[tuple[LiveBuffer, int]]) -> Iterator[tuple[LiveBuffer, int]]:
-    """Yield those of a point's buffers that are in the memory of the host."""
-    return ((buffer, n) for buffer, n in buffers if buffer.array.is_on_host)
-
-
-def _meeting_axes(task: Task) -> Iterator[frozenset[str]]:
-    """Sets of logical axes that may not share a mesh axis: those of one array, and all those of a matmul."""
-    yield from (frozenset(array.logical_axes) for array in (*task.operands, *task.results))
-    yield frozenset(task.results[0].logical_axes) | {name for name, _ in task.contracted if isinstance(name, str)}
-
-
-def _axis_names(arrays: Iterable[TracedArray]) -> set[str]:
-    return {name for array in arrays for name in array.logical_axes}

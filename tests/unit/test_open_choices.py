@@ -83,14 +83,14 @@ def test_activations_are_moved_to_hosts_that_have_room(llama_model, llama_config
     settings = {"hardware_slice": "v5e-16", "workload_kind": "train", "workload_microbatches": 1}
     tight = {**settings, "workload_batch": 96, "workload_param_dtype": "bfloat16"}
     moved = make_plan(llama_config(**tight, workload_gradient_checkpointing="auto"), llama_model)
-    assert moved.workload.checkpoint_policy.copies
+    assert moved.workload.checkpoint_policy.copied
     assert 0 < moved.memory.host <= moved.memory.host_usable == 36 * GIB and moved.memory.fits
     assert any(reason.startswith("memory of the host: ") for reason in moved.search.reasons)
     roomy = llama_config(**{**tight, "workload_batch": 16}, workload_gradient_checkpointing="auto")
     assert make_plan(roomy, llama_model).memory.host < moved.memory.host  # little is left to gain
     little = llama_config(**tight, workload_gradient_checkpointing="auto", hardware_host_gib=0)
     kept = make_plan(little, llama_model)
-    assert not kept.workload.checkpoint_policy.copies and kept.memory.host == 0
+    assert not kept.workload.checkpoint_policy.copied and kept.memory.host == 0
     assert kept.cost.step_seconds > moved.cost.step_seconds
     with pytest.raises(InfeasibleError, match=r"moves .* GiB of activations to the host .*, and 0\.01 GiB are usable"):
         full = {"workload_gradient_checkpointing": "offload_carries", "hardware_host_gib": 0.01}

@@ -27,12 +27,13 @@ from shardplan.program.named_arrays import TracedArray
 from shardplan.program.trace import Argument, trace_jaxpr
 from shardplan.program.walk import build_step
 from shardplan.search.branch_and_bound import find_smallest, search_meshes
+from shardplan.search.compute_sharding import METHODS
 from shardplan.search.given_plan import plan_given_mappings
 from shardplan.search.make_plan import make_plan, model_from_config
 from shardplan.search.ranking import Candidate, Ranking
 from shardplan.search.reasons import SearchStatistics
 from shardplan.search.search_configuration import search_configuration
-from shardplan.search.space import METHODS, Space, mesh_shapes
+from shardplan.search.space import Space, mesh_shapes
 from shardplan.search.subproblem.mesh_subproblem import enumerate_subproblems
 from shardplan.search.tolerances import TIME_RESOLUTION
 

@@ -77,9 +77,9 @@ class CheckpointPolicy:
         return self.kept + self.offloaded
 
     @property
-    def copies(self) -> bool:
-        """Whether activations are copied to the host."""
-        return self.kind in ("offload", "offload_carries") or bool(self.offloaded)
+    def copied(self) -> int:
+        """Number of activations that are copied to the host; the inputs of layers are one."""
+        return len(self.offloaded) + (self.kind in ("offload", "offload_carries"))
 
     @property
     def levanter_value(self) -> str | dict[str, Any]:

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import numpy as np
 
 from shardplan.plan.mapping import MeshAxes
+from shardplan.search.compute_sharding import ComputeSharding
 from shardplan.search.keeping import Amount, Keeping, Kept
-from shardplan.search.space import ComputeSharding
 from shardplan.search.tolerances import TIME_RESOLUTION
 
 
@@ -79,6 +79,7 @@ class Combination:
     """Time of a step."""
     handicapped_seconds: float
     """See `shardplan.search.keeping.Kept`."""
+    copies: int
     peak_bytes: float
     """Peak memory of a device."""
 
@@ -159,9 +160,15 @@ def smallest_combination(choices: Choices, limit_bytes: float) -> Combination | 
 
 def _combine(choices: Choices, chosen: tuple[ComponentChoice, ...], kept: Kept) -> Combination:
     parts = (choices.base, *chosen)
-    return Combination(parts, kept.options, kept.seconds, kept.handicapped_seconds, choices.peak(kept.bytes))
+    return Combination(
+        parts, kept.options, kept.seconds, kept.handicapped_seconds, kept.copies, choices.peak(kept.bytes)
+    )
 
 
 def _dominates(one: Combination, other: Combination) -> bool:
-    """Whether `one` is at least as fast and at most as large as `other`."""
-    return one.handicapped_seconds <= other.handicapped_seconds and one.peak_bytes <= other.peak_bytes
+    """Whether `one` is at least as fast and at most as large as `other`, and copies no more to the host."""
+    return (
+        one.handicapped_seconds <= other.handicapped_seconds
+        and one.peak_bytes <= other.peak_bytes
+        and one.copies <= other.copies
+    )

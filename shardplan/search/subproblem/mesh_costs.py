@@ -1,8 +1,9 @@
 """Time and memory of components on one mesh, each computed once for the mesh axes that it depends on."""
 
+import itertools
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,10 +14,13 @@ from shardplan.cost.roofline import task_seconds
 from shardplan.cost.sharding import ShardingAssignment
 from shardplan.hardware import place_mesh
 from shardplan.plan.mapping import MeshAxes
+from shardplan.program.live_buffers import LiveBuffer
 from shardplan.program.named_arrays import TracedArray
 from shardplan.program.tasks import Task, TaskKind
+from shardplan.search.component_cost import ComponentCost, TaskGroup
+from shardplan.search.compute_sharding import ComputeSharding, KindMethods
 from shardplan.search.keeping import Amount
-from shardplan.search.space import ComponentCost, ComputeSharding, KeyedCopy, KeyedTask, KindMethods, Space
+from shardplan.search.space import Space
 from shardplan.search.subproblem.component_choices import ComponentChoice, pareto_optimal
 
 
@@ -32,80 +36,55 @@ class MeshCosts:
         self.space, self.mesh, self.base = space, mesh, base
         self.placement = place_mesh(space.hardware, mesh)
         # the keys come from `CacheKey`
-        self._lower_bounds: defaultdict[int, dict[object, DeviceCost]] = defaultdict(dict)
-        self._task_seconds: defaultdict[int, dict[object, float]] = defaultdict(dict)
-        self._buffer_bytes: dict[tuple[str, ...], list[dict[object, float]]] = {
-            component.axes: [{} for _ in component.buffers] for component in (space.base_cost, *space.component_costs)
-        }
+        self._group_lower_bounds: defaultdict[int, dict[object, list[DeviceCost]]] = defaultdict(dict)
+        self._group_min_seconds: defaultdict[int, dict[object, np.ndarray]] = defaultdict(dict)
+        self._group_seconds: defaultdict[int, dict[object, np.ndarray]] = defaultdict(dict)
+        self._group_bytes: defaultdict[int, dict[object, np.ndarray]] = defaultdict(dict)
         self._weight_bytes: dict[object, float] = {}
         self._methods: dict[object, list[KindMethods | None]] = {}
         self._assignments: dict[object, ShardingAssignment] = {}
         self._shard_counts: defaultdict[object, dict[TracedArray, int]] = defaultdict(dict)
 
-    def seconds(self, component: ComponentCost, compute: ComputeSharding, params: dict[str, MeshAxes]) -> float:
-        """Time of a component's tasks."""
-        return self._tasks_seconds(component, component.tasks, compute, params)
-
-    def _tasks_seconds(
-        self,
-        component: ComponentCost,
-        tasks: Iterable[KeyedTask],
-        compute: ComputeSharding,
-        params: dict[str, MeshAxes],
-    ) -> float:
-        """Time of some tasks of a component; those of which there is a negative number are subtracted."""
-        assignment, choices = self._assignment(compute, params), component.compute_choices(compute)
-        all_choices = component.all_choices(compute, params)
-        seconds = []
-        for task, count, compute_key, full_key in tasks:
-            known, key = self._task_seconds[id(task)], full_key(all_choices)
-            if key not in known:
-                cost = device_cost(task, assignment, self._lower_bound(task, compute_key(choices), assignment))
-                known[key] = self._seconds(task, cost)
-            seconds.append(count * known[key])
-        return sum(seconds)
-
-    def copy_seconds(
-        self,
-        component: ComponentCost,
-        copies: Iterable[KeyedCopy],
-        compute: ComputeSharding,
-        params: dict[str, MeshAxes],
-    ) -> np.ndarray:
-        """[loop]: time of a component's copies to and from the host, of which nothing is hidden."""
-        seconds = np.zeros(self.space.keeping.loops)
-        for loop, keyed in copies:
-            seconds[loop] += self._tasks_seconds(component, [keyed], compute, params)
-        return seconds
-
-    def option_seconds(
+    def times(
         self, component: ComponentCost, compute: ComputeSharding, params: dict[str, MeshAxes]
-    ) -> np.ndarray:
-        """[option, 1 + loops]: what every option about activations adds to the time of a component, and to copies."""
-        rows = [
-            [self._tasks_seconds(component, option.tasks, compute, params),
-             *self.copy_seconds(component, option.copies, compute, params)]
-            for option in component.options
-        ]  # fmt: skip
-        return np.array(rows, float).reshape(len(rows), 1 + self.space.keeping.loops)
+    ) -> "ComponentTimes":
+        """Return the times of a component's tasks."""
+        seconds = self._seconds(component, compute, params)
+        own, options = component.numbers @ seconds, component.option_numbers @ seconds
+        return ComponentTimes(float(own[0]), own[1:], options)
 
-    def least_gain(self, component: ComponentCost, compute: ComputeSharding) -> float:
-        """Lower bound, at most 0, of what options about activations add, above the bounds of tasks."""
-        seconds = [self._min_tasks_seconds(component, option.tasks, compute) for option in component.options]
-        return float(self.space.keeping.least(np.array(seconds, float).reshape(len(seconds), 1))[0])
+    def _seconds(self, component: ComponentCost, compute: ComputeSharding, params: dict[str, MeshAxes]) -> np.ndarray:
+        """[task]: time of each of a component's tasks."""
+        all_choices = component.all_choices(compute, params)
+        seconds = np.empty(len(component.tasks))
+        for group in component.task_groups:
+            known, key = self._group_seconds[id(group)], group.full_key(all_choices)
+            if key not in known:
+                assignment = self._assignment(compute, params)
+                lower_bounds = self._lower_bounds(component, group, compute)
+                tasks = [component.tasks[i] for i in group.indices]
+                costs = map(device_cost, tasks, itertools.repeat(assignment), lower_bounds)
+                known[key] = np.array([*map(self._task_seconds, tasks, costs)])
+            seconds[group.indices] = known[key]
+        return seconds
 
     def min_seconds(self, component: ComponentCost, compute: ComputeSharding) -> float:
         """Lower bound of the time of a component's tasks for any mapping of the stored parameters, and any options."""
-        tasks = self._min_tasks_seconds(component, component.tasks, compute)
-        return tasks + self.least_gain(component, compute) if component.options else tasks
+        seconds = self._min_seconds(component, compute)
+        least = self.space.keeping.least(component.option_numbers[:, 0] @ seconds[:, None])
+        return float(component.numbers[0] @ seconds + least[0])
 
-    def _min_tasks_seconds(
-        self, component: ComponentCost, tasks: Iterable[KeyedTask], compute: ComputeSharding
-    ) -> float:
-        assignment, choices = self._assignment(compute, {}), component.compute_choices(compute)
-        return sum(
-            [count * self._min_seconds(task, compute_key(choices), assignment) for task, count, compute_key, _ in tasks]
-        )
+    def _min_seconds(self, component: ComponentCost, compute: ComputeSharding) -> np.ndarray:
+        """[task]: lower bound of the time of each of a component's tasks."""
+        choices = component.compute_choices(compute)
+        seconds = np.empty(len(component.tasks))
+        for group in component.task_groups:
+            known, key = self._group_min_seconds[id(group)], group.compute_key(choices)
+            if key not in known:
+                tasks = [component.tasks[i] for i in group.indices]
+                known[key] = np.array([*map(self._task_seconds, tasks, self._lower_bounds(component, group, compute))])
+            seconds[group.indices] = known[key]
+        return seconds
 
     def bytes(self, component: ComponentCost, compute: ComputeSharding, params: dict[str, MeshAxes]) -> np.ndarray:
         """Bytes per device of a component's buffers at every point of the program, then at every point of the host."""
@@ -116,19 +95,12 @@ class MeshCosts:
         component: ComponentCost,
         compute: ComputeSharding,
         params: dict[str, MeshAxes],
-        seconds: float,
-        option_seconds: np.ndarray,
+        times: "ComponentTimes",
     ) -> Amount:
-        """Return what a component takes.
-
-        Args:
-            seconds: see `seconds`.
-            option_seconds: see `option_seconds`.
-        """
+        """Return what a component takes, given its times."""
         sizes = self._sizes(component, compute, params)
-        copies = self.copy_seconds(component, component.copies, compute, params)
-        options = np.concatenate([option_seconds, component.option_counts @ sizes], axis=1)
-        return Amount(seconds, component.counts @ sizes, copies, options)
+        options = np.concatenate([times.options, component.option_counts @ sizes], axis=1)
+        return Amount(times.seconds, component.counts @ sizes, times.copies, options)
 
     def option_bytes(
         self, component: ComponentCost, compute: ComputeSharding, params: dict[str, MeshAxes]
@@ -138,26 +110,27 @@ class MeshCosts:
 
     def _sizes(self, component: ComponentCost, compute: ComputeSharding, params: dict[str, MeshAxes]) -> np.ndarray:
         """[buffer]: bytes per device of each of a component's buffers."""
-        assignment, choices = self._assignment(compute, params), component.all_choices(compute, params)
-        sizes = []
-        for (buffer, full_key), known in zip(component.buffers, self._buffer_bytes[component.axes], strict=True):
-            key = full_key(choices)
+        choices = component.all_choices(compute, params)
+        sizes = np.empty(len(component.buffers))
+        for group in component.buffer_groups:
+            known, key = self._group_bytes[id(group)], group.full_key(choices)
             if key not in known:
-                of_memory = host_buffer_bytes if buffer.array.is_on_host else buffer_bytes
-                known[key] = of_memory(buffer, assignment)
-            sizes.append(known[key])
-        return np.array(sizes)
+                assignment = self._assignment(compute, params)
+                known[key] = np.array([_bytes_of(component.buffers[i], assignment) for i in group.indices])
+            sizes[group.indices] = known[key]
+        return sizes
 
     def weight_bytes(self, component: ComponentCost, compute: ComputeSharding) -> float:
         """Bytes per device, in the compute sharding, of the parameters that a component's matmuls use."""
         assignment, choices = self._assignment(compute, {}), component.compute_choices(compute)
         total = 0.0
-        for task, count, compute_key, _ in component.tasks:
-            if task.first_used_weights:
-                key = id(task), compute_key(choices)
-                if key not in self._weight_bytes:
-                    self._weight_bytes[key] = weight_bytes(task, assignment)
-                total += count * self._weight_bytes[key]
+        for group in component.task_groups:
+            key = id(group), group.compute_key(choices)
+            if key not in self._weight_bytes:
+                pairs = [(component.tasks[i], component.numbers[0, i]) for i in group.indices]
+                sizes = [n * weight_bytes(task, assignment) for task, n in pairs if task.first_used_weights]
+                self._weight_bytes[key] = float(sum(sizes))
+            total += self._weight_bytes[key]
         return total
 
     def best_methods(
@@ -170,7 +143,11 @@ class MeshCosts:
         if not component.has_attention:
             return [None]
         open_choices = component.compute_choices(ComputeSharding(mapping))
-        key = tuple(each(open_choices) for task, _, each, _ in component.tasks if task.kind == TaskKind.ATTENTION)
+        attending = [
+            group for group in component.task_groups
+            if any(component.tasks[i].kind == TaskKind.ATTENTION for i in group.indices)
+        ]  # fmt: skip
+        key = tuple(group.compute_key(open_choices) for group in attending)
         if key not in self._methods:
             shardings = (ComputeSharding(mapping, each) for each in methods)
             choices = filter(None, (self._method_choice(component, compute) for compute in shardings))
@@ -179,12 +156,12 @@ class MeshCosts:
 
     def _method_choice(self, component: ComponentCost, compute: ComputeSharding) -> ComponentChoice | None:
         """The cost of attention under the methods of `compute`; None if a required kernel cannot run it."""
-        assignment, choices = self._assignment(compute, {}), component.compute_choices(compute)
-        attention = [each for each in component.tasks if each.task.kind == TaskKind.ATTENTION]
-        if self.space.requires_kernel and not all(has_kernel(each.task, assignment) for each in attention):
+        assignment = self._assignment(compute, {})
+        attention = [i for i, task in enumerate(component.tasks) if task.kind == TaskKind.ATTENTION]
+        if self.space.requires_kernel and not all(has_kernel(component.tasks[i], assignment) for i in attention):
             return None
-        seconds = sum(count * self._min_seconds(task, key(choices), assignment) for task, count, key, _ in attention)
-        buffers = [buffer for buffer, _ in component.buffers if ROLES[buffer.role].depends_on_attention]
+        seconds = float(component.numbers[0, attention] @ self._min_seconds(component, compute)[attention])
+        buffers = [buffer for buffer in component.buffers if ROLES[buffer.role].depends_on_attention]
         sizes = [buffer_bytes(buffer, assignment) for buffer in buffers]
         return ComponentChoice(compute, {}, Amount(seconds, np.array(sizes), np.zeros(0), np.zeros((0, 1))))
 
@@ -198,17 +175,29 @@ class MeshCosts:
         unstored = self._assignments[key]
         return replace(unstored, params=params) if params else unstored
 
-    def _min_seconds(self, task: Task, key: object, assignment: ShardingAssignment) -> float:
-        known = self._task_seconds[id(task)]
-        if key not in known:
-            known[key] = self._seconds(task, self._lower_bound(task, key, assignment))
-        return known[key]
-
-    def _seconds(self, task: Task, cost: DeviceCost) -> float:
+    def _task_seconds(self, task: Task, cost: DeviceCost) -> float:
         return task_seconds(task, cost, self.placement, self.space.calibration).total
 
-    def _lower_bound(self, task: Task, key: object, assignment: ShardingAssignment) -> DeviceCost:
-        known = self._lower_bounds[id(task)]
+    def _lower_bounds(self, component: ComponentCost, group: TaskGroup, compute: ComputeSharding) -> list[DeviceCost]:
+        """Lower bounds of the costs of the tasks of a group."""
+        known, key = self._group_lower_bounds[id(group)], group.compute_key(component.compute_choices(compute))
         if key not in known:
-            known[key] = device_cost_lower_bound(task, assignment)
+            assignment = self._assignment(compute, {})
+            known[key] = [device_cost_lower_bound(component.tasks[i], assignment) for i in group.indices]
         return known[key]
+
+
+class ComponentTimes(NamedTuple):
+    """The times of the tasks of a component."""
+
+    seconds: float
+    """Without copies to and from the host in loops."""
+    copies: np.ndarray
+    """[loop]: these copies, of which nothing is hidden."""
+    options: np.ndarray
+    """[option, 1 + loops]: what every option about activations adds to both."""
+
+
+def _bytes_of(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
+    """Bytes of a buffer in the memory that it is in."""
+    return host_buffer_bytes(buffer, assignment) if buffer.array.is_on_host else buffer_bytes(buffer, assignment)

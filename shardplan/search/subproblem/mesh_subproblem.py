@@ -17,9 +17,11 @@ from shardplan.experts.method import ExpertStrategy
 from shardplan.hardware import CollectiveKind, place_mesh
 from shardplan.hardware.mesh_axes import BATCH_CHOICES, EXPERT_CHOICES, STORAGE_CHOICES, TENSOR_CHOICES
 from shardplan.plan.mapping import AxisMapping, MeshAxes, mesh_size
+from shardplan.search.component_cost import ComponentCost
+from shardplan.search.compute_sharding import ComputeSharding, KindMethods
 from shardplan.search.ranking import Candidate, Ranking
 from shardplan.search.reasons import Indivisible, Rejection, SearchStatistics
-from shardplan.search.space import ComponentCost, ComputeSharding, KindMethods, Space
+from shardplan.search.space import Space
 from shardplan.search.subproblem.component_choices import (
     Choices,
     Combination,
@@ -28,7 +30,7 @@ from shardplan.search.subproblem.component_choices import (
     pareto_optimal,
     smallest_combination,
 )
-from shardplan.search.subproblem.mesh_costs import MeshCosts
+from shardplan.search.subproblem.mesh_costs import ComponentTimes, MeshCosts
 
 
 def enumerate_subproblems(
@@ -72,9 +74,7 @@ class _TimedChoice(NamedTuple):
 
     compute: ComputeSharding
     params: dict[str, MeshAxes]
-    seconds: float
-    option_seconds: np.ndarray
-    """See `MeshCosts.option_seconds`."""
+    times: ComponentTimes
 
 
 class MeshSubproblem:
@@ -295,10 +295,11 @@ class MeshSubproblem:
             self.statistics.evaluated += len(pairs)
             if not pairs:
                 return Rejection.DUPLICATE if fast else Rejection.SLOWER
-            timed = [_TimedChoice(*pair, *self._times(component, *pair)) for pair in pairs]
-            components.append(
-                [each for each in timed if each.seconds + keeping.least(each.option_seconds)[0] - min(bounds) <= slack]
-            )
+            timed = [_TimedChoice(*pair, self.costs.times(component, *pair)) for pair in pairs]
+            components.append([
+                each for each in timed
+                if each.times.seconds + keeping.least(each.times.options)[0] - min(bounds) <= slack
+            ])  # fmt: skip
         if not all(components):
             return Rejection.SLOWER
         choices = [
@@ -322,17 +323,8 @@ class MeshSubproblem:
         self, component: ComponentCost, compute: ComputeSharding, params: dict[str, MeshAxes]
     ) -> ComponentChoice:
         """Return a choice for a component with its cost."""
-        times = self._times(component, compute, params)
-        return ComponentChoice(compute, params, self.costs.amount(component, compute, params, *times))
-
-    def _times(
-        self, component: ComponentCost, compute: ComputeSharding, params: dict[str, MeshAxes]
-    ) -> tuple[float, np.ndarray]:
-        """Return the seconds of a component, and what options about activations add to them."""
-        return (
-            self.costs.seconds(component, compute, params),
-            self.costs.option_seconds(component, compute, params),
-        )
+        times = self.costs.times(component, compute, params)
+        return ComponentChoice(compute, params, self.costs.amount(component, compute, params, times))
 
     def _candidate(self, combination: Combination) -> Candidate:
         compute, params, methods = dict(self.token_mapping), dict[str, MeshAxes](), self.methods[0]

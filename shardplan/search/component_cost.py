@@ -1,0 +1,261 @@
+"""The tasks and live buffers whose costs depend on one component of logical axes, prepared to be priced quickly.
+
+A component is priced for many mappings, and most of its tasks depend on a few of its axes alone. Tasks that depend on
+the same axes are a group: what they take is one vector, which is computed once for each mapping of these axes.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from shardplan.cost.buffer_roles import ROLES
+from shardplan.cost.gspmd import depends_on_params
+from shardplan.cost.memory import stored_buffers
+from shardplan.experts.method import ExpertStrategy
+from shardplan.plan.mapping import AxisMapping, MeshAxes
+from shardplan.program.kept_activations import Option
+from shardplan.program.live_buffers import LiveBuffer, ProgramPoint
+from shardplan.program.named_arrays import TracedArray
+from shardplan.program.tasks import ExpertAxes, Step, Task, TaskKind
+from shardplan.search.compute_sharding import ComputeSharding, KindMethods
+
+Choice = MeshAxes | KindMethods | ExpertStrategy | None
+"""What is chosen of a component: mesh axes of a logical axis, methods of attention, or the strategy of experts."""
+CacheKey = Callable[[Sequence[Choice]], Any]
+"""Picks from all choices of a component those that a cost depends on; they serve as the key of a cache."""
+
+
+class TaskGroup(NamedTuple):
+    """Tasks whose costs depend on the same mesh axes."""
+
+    indices: np.ndarray
+    """Of the tasks in `ComponentCost.tasks`."""
+    compute_key: CacheKey
+    """Takes `ComponentCost.compute_choices`: all that lower bounds depend on."""
+    full_key: CacheKey
+    """Takes `ComponentCost.all_choices`."""
+
+
+class BufferGroup(NamedTuple):
+    """Live buffers whose sizes depend on the same mesh axes."""
+
+    indices: np.ndarray
+    """Of the buffers in `ComponentCost.buffers`."""
+    full_key: CacheKey
+    """See `TaskGroup.full_key`."""
+
+
+@dataclass(frozen=True)
+class ComponentCost:
+    """The tasks and live buffers whose cost depends on one component; without one, on batch and positions alone.
+
+    A component is a set of logical axes that occur in the same tasks; see `Space.components`.
+    """
+
+    axes: tuple[str, ...]
+    """Logical axes of the component."""
+    open_axes: tuple[str, ...]
+    """What a subproblem still has to map: `axes`, and the stored residual axis."""
+    tasks: tuple[Task, ...]
+    """Each stands for all of equal cost; among them are those that options about activations add."""
+    task_groups: tuple[TaskGroup, ...]
+    numbers: np.ndarray
+    """[1 + loops, task]: how many there are of a task; then, how many copies to or from the host are in each loop that
+    has some. The latter are not among the former."""
+    option_numbers: np.ndarray
+    """[option, 1 + loops, task]: how many more there are under an option."""
+    buffers: tuple[LiveBuffer, ...]
+    buffer_groups: tuple[BufferGroup, ...]
+    min_stored_bytes: float
+    """Bytes per device of the component's parameters and optimizer state, sharded over all devices."""
+    counts: np.ndarray
+    """[point, buffer]: how many of a buffer a device has at a point of the program, and its host at each of
+    `Space.host_rows`."""
+    option_counts: np.ndarray
+    """[option, point, buffer]: how many more there are under an option."""
+    computed_together: frozenset[frozenset[str]]
+    """Sets of logical axes that meet in a computation, so that no two of them may share a mesh axis."""
+    stored_together: frozenset[frozenset[str]]
+    """Sets of logical axes that meet in a parameter, likewise."""
+
+    @cached_property
+    def has_attention(self) -> bool:
+        """Whether attention is among the tasks."""
+        return any(task.kind == TaskKind.ATTENTION for task in self.tasks)
+
+    @cached_property
+    def expert_blocks(self) -> tuple[ExpertAxes, ...]:
+        """The axes of each kind of block of routed experts among the tasks."""
+        return Step(self.tasks, (), {}, {}).expert_blocks
+
+    def compute_choices(self, compute: ComputeSharding) -> tuple[Choice, ...]:
+        """Return the methods of attention and of experts, and the mesh axes of each of `open_axes` in computations."""
+        return compute.methods, compute.experts, *map(compute.mapping.get, self.open_axes)
+
+    def all_choices(self, compute: ComputeSharding, params: AxisMapping) -> tuple[Choice, ...]:
+        """Return `compute_choices`, then the mesh axes of each of `open_axes` in the mapping of stored parameters."""
+        return *self.compute_choices(compute), *map(params.get, self.open_axes)
+
+
+@dataclass(frozen=True)
+class ProgramCosts:
+    """What the costs of components are collected from; see `shardplan.search.space.Space`."""
+
+    step: Step
+    points: tuple[ProgramPoint, ...]
+    options: tuple[Option, ...]
+    host_rows: tuple[int, ...]
+    loops: tuple[int, ...]
+    """The loops that have copies to or from the host, or numbers of those that have some under an option."""
+    tensor_axes: frozenset[str]
+    residual: str
+    devices: int
+    is_stored: Callable[[TracedArray], bool]
+    """Whether an array has the sharding of stored parameters."""
+
+
+def component_cost(program: ProgramCosts, component: tuple[str, ...]) -> ComponentCost:
+    """Collect the tasks and buffers of a component, each with the axes that its cost depends on.
+
+    The empty component has those without any axis that is in a component.
+    """
+    own, step = set(component), program.step
+
+    def belongs(*arrays: TracedArray) -> bool:
+        names = axis_names(arrays) & program.tensor_axes
+        return bool(names & own) if own else not names
+
+    open_axes = (*component, program.residual)
+    counted = [_count_tasks(program, step.tasks)]
+    counted += [_count_option(program, option) for option in program.options]
+    tasks = list(dict.fromkeys(task for each in counted for _, task in each if belongs(*task.operands, *task.results)))
+    tables = np.array([_table(each, tasks, 1 + len(program.loops)) for each in counted])
+
+    stored_here = [buffer for buffer in stored_buffers(step) if belongs(buffer.array)]
+
+    def rows(points: Sequence[Iterable[tuple[LiveBuffer, int]]]) -> list[Counter[LiveBuffer]]:
+        """Return the buffers of the component at every point, and then those on the host at each of `host_rows`."""
+        here = [Counter({b: n for b, n in point if belongs(b.array, *b.related_arrays)}) for point in points]
+        on_device = [Counter({b: n for b, n in point.items() if not b.array.is_on_host}) for point in here]
+        return on_device + [Counter(dict(on_host(here[i].items()))) for i in program.host_rows]
+
+    of_default = rows(program.points)
+    for row in of_default[: len(program.points)]:
+        row.update(stored_here)
+    by_option = [rows([buffers.items() for buffers in option.buffers]) for option in program.options]
+    buffers = list(dict.fromkeys(buffer for each in (of_default, *by_option) for row in each for buffer in row))
+    counts = [_count_table(each, buffers) for each in (of_default, *by_option)]
+    return ComponentCost(
+        component,
+        open_axes,
+        tuple(tasks),
+        _task_groups(tasks, open_axes),
+        tables[0],
+        tables[1:],
+        tuple(buffers),
+        _buffer_groups(buffers, open_axes, program.is_stored),
+        sum(buffer.array.elements * buffer.array.itemsize for buffer in stored_here) / program.devices,
+        counts[0],
+        np.array(counts[1:]).reshape(len(counts) - 1, *counts[0].shape),
+        frozenset(names for task in tasks for names in _meeting_axes(task)),
+        frozenset(frozenset(array.logical_axes) for array in step.parameters if belongs(array)),
+    )
+
+
+def _count_tasks(program: ProgramCosts, tasks: Iterable[Task]) -> Counter[tuple[int, Task]]:
+    """Return (row of `ComponentCost.numbers`, task) -> its number."""
+    return Counter((0 if task.loop is None else 1 + program.loops.index(task.loop), task.cost_key) for task in tasks)
+
+
+def _count_option(program: ProgramCosts, option: Option) -> Counter[tuple[int, Task]]:
+    """Return (row of `ComponentCost.numbers`, task) -> how many more there are under an option."""
+    counted: Counter[tuple[int, Task]] = Counter()
+    for task, number in option.added:
+        counted[0, task] += number
+    for task, number in option.removed:
+        counted[0, task] -= number
+    for copy in option.copies:
+        counted[1 + copy.loop, copy.task] += copy.number
+    return counted
+
+
+def _table(counted: Counter[tuple[int, Task]], tasks: Sequence[Task], rows: int) -> np.ndarray:
+    """Return [row, task]: the numbers of tasks."""
+    columns = {task: i for i, task in enumerate(tasks)}
+    table = np.zeros((rows, len(tasks)))
+    for (row, task), number in counted.items():
+        if task in columns:
+            table[row, columns[task]] += number
+    return table
+
+
+def _count_table(rows: Sequence[Counter[LiveBuffer]], buffers: Sequence[LiveBuffer]) -> np.ndarray:
+    """Return [row, buffer]: how often each buffer is in a row."""
+    columns = {buffer: i for i, buffer in enumerate(buffers)}
+    table = np.zeros((len(rows), len(buffers)))
+    for i, row in enumerate(rows):
+        for buffer, number in row.items():
+            table[i, columns[buffer]] = number
+    return table
+
+
+def _task_groups(tasks: Sequence[Task], open_axes: Sequence[str]) -> tuple[TaskGroup, ...]:
+    """Return the groups of tasks whose costs depend on the same choices."""
+    groups: defaultdict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = defaultdict(list)
+    for i, task in enumerate(tasks):
+        arrays = (*task.operands, *task.results)
+        methods = {"attends": task.kind == TaskKind.ATTENTION, "routes": task.kind == TaskKind.EXPERTS}
+        compute = _key_indices(arrays, open_axes, stored=False, **methods)
+        full = _key_indices(arrays, open_axes, stored=depends_on_params(task), **methods)
+        groups[compute, full].append(i)
+    return tuple(
+        TaskGroup(np.array(indices), _cache_key(compute), _cache_key(full))
+        for (compute, full), indices in groups.items()
+    )
+
+
+def _buffer_groups(
+    buffers: Sequence[LiveBuffer], open_axes: Sequence[str], is_stored: Callable[[TracedArray], bool]
+) -> tuple[BufferGroup, ...]:
+    """Return the groups of buffers whose sizes depend on the same choices."""
+    groups: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
+    for i, buffer in enumerate(buffers):
+        arrays, role = (buffer.array, *buffer.related_arrays), ROLES[buffer.role]
+        stored = buffer.is_read_by_grouped_matmuls or role.depends_on_storage or any(map(is_stored, arrays))
+        methods = {"attends": role.depends_on_attention, "routes": role.depends_on_experts}
+        groups[_key_indices(arrays, open_axes, stored=stored, **methods)].append(i)
+    return tuple(BufferGroup(np.array(indices), _cache_key(key)) for key, indices in groups.items())
+
+
+def _key_indices(
+    arrays: Sequence[TracedArray], open_axes: Sequence[str], *, stored: bool, attends: bool, routes: bool
+) -> tuple[int, ...]:
+    """Return the places in `ComponentCost.all_choices` of what a cost depends on."""
+    names = axis_names(arrays)
+    computed = [2 + i for i, axis in enumerate(open_axes) if axis in names]
+    in_params = [len(open_axes) + i for i in computed] if stored else []
+    return tuple([0] * attends + [1] * routes + computed + in_params)
+
+
+def _cache_key(indices: tuple[int, ...]) -> CacheKey:
+    return itemgetter(*indices) if indices else lambda _: None
+
+
+def on_host(buffers: Iterable[tuple[LiveBuffer, int]]) -> Iterator[tuple[LiveBuffer, int]]:
+    """Yield those of a point's buffers that are in the memory of the host."""
+    return ((buffer, n) for buffer, n in buffers if buffer.array.is_on_host)
+
+
+def _meeting_axes(task: Task) -> Iterator[frozenset[str]]:
+    """Sets of logical axes that may not share a mesh axis: those of one array, and all those of a matmul."""
+    yield from (frozenset(array.logical_axes) for array in (*task.operands, *task.results))
+    yield frozenset(task.results[0].logical_axes) | {name for name, _ in task.contracted if isinstance(name, str)}
+
+
+def axis_names(arrays: Iterable[TracedArray]) -> set[str]:
+    return {name for array in arrays for name in array.logical_axes}
