@@ -95,7 +95,7 @@ def prepare(config: LoadingConfig, plan: Plan | None, deadline_s: float = DEADLI
             check_model(plan, model)
             check_head(plan, model.template)
 
-        plan = _agree_on_plan(processes, plan, lambda: make_plan(config, model), check)
+        plan = agree_on_plan(processes, plan, lambda: make_plan(config, model), check)
     return Session(config, folder, adapter, model, plan, make_mesh(plan))
 
 
@@ -103,7 +103,7 @@ PLAN_PARTS = ("mesh", "compute_mapping", "param_mapping", "workload", "attention
 """Elements of a Plan file that decide which programs run."""
 
 
-def _agree_on_plan(
+def agree_on_plan(
     processes: ProcessGroup, given: Plan | None, make: Callable[[], Plan], check: Callable[[Plan], None]
 ) -> Plan:
     """Return the plan of this run, which all processes have: with another one, a process would wait for ever.

@@ -93,6 +93,15 @@ class PlanConfig:
                 )
 
     @property
+    def facts(self) -> dict[str, str]:
+        """What decides which programs run and what is loaded: key -> its value, which all processes must have.
+
+        Paths may differ between hosts; what they lead to is compared when it is read.
+        """
+        keys = flatten(asdict(self))
+        return {name: str(value) for name, value in keys.items() if name.partition(".")[0] in SHARED_KEYS}
+
+    @property
     def has_other_model(self) -> bool:
         """Whether a file that is read later may name the model."""
         return False
@@ -149,15 +158,6 @@ class LoadingConfig(PlanConfig):
 
     checksum: bool = False
     """Compare the checkpoint's files with the checksums of their store."""
-
-    @property
-    def facts(self) -> dict[str, str]:
-        """What decides which programs run and what is loaded: key -> its value, which all processes must have.
-
-        Paths may differ between hosts; what they lead to is compared when it is read.
-        """
-        keys = flatten(asdict(self))
-        return {name: str(value) for name, value in keys.items() if name.partition(".")[0] in SHARED_KEYS}
 
 
 @dataclass(frozen=True)
@@ -226,7 +226,7 @@ class VerifyCommand(ReportingConfig):
 
 
 @dataclass(frozen=True)
-class MonitoringConfig:
+class WatchConfig:
     """How a run is watched."""
 
     tracker: TrackerSection = field(default_factory=TrackerSection)
@@ -236,6 +236,12 @@ class MonitoringConfig:
     """Write a trace of a few steps, for xprof, to this folder."""
     profile_all: bool = False
     """Have every process write such a trace, not only process 0."""
+
+
+@dataclass(frozen=True)
+class MonitoringConfig(WatchConfig):
+    """How an evaluation is watched."""
+
     expert_statistics: bool = False
     """Measure how evenly experts are used, by layer, for summary.json and report."""
 

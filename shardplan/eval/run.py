@@ -30,19 +30,21 @@ from shardplan.eval.loop.inputs import InputsAhead
 from shardplan.eval.loop.lanes import Lanes, find_lanes
 from shardplan.eval.loop.loop import Loop, Scored, step_deadline
 from shardplan.eval.loop.shards import Shards
-from shardplan.eval.loop.statistics import LoopStatistics
-from shardplan.eval.run_monitor import RunMonitor, open_monitor
-from shardplan.eval.run_results.folder import EXPERTS, ResultsFolder, digest_of, read_windows
+from shardplan.eval.run_results.folder import EXPERTS, ResultsFolder, read_windows
 from shardplan.eval.task import EvaluationTask
 from shardplan.eval.texts.encoding import make_tokenizer
 from shardplan.eval.texts.reader import Source, SpecialTokens, make_source, special_tokens
 from shardplan.eval.texts.store import TextStore
 from shardplan.eval.texts.tokenizer import check_tokens, read_tokenizer
+from shardplan.eval.tracking import open_tracker, step_metrics
 from shardplan.eval.windows import Windows
 from shardplan.eval.workers import count_tokens, make_rows, open_workers
 from shardplan.execution import specialize
 from shardplan.execution.recorded_program import with_expert_records
 from shardplan.monitoring.memory import COMPILED, LOADED
+from shardplan.monitoring.run_folder import digest_of
+from shardplan.monitoring.run_monitor import RunMonitor, open_monitor
+from shardplan.monitoring.step_statistics import LoopStatistics
 from shardplan.plan.mapping import mesh_size
 from shardplan.plan.plan import Plan
 from shardplan.plan.serialization import json_bytes
@@ -140,7 +142,10 @@ def run_evaluation(
                 print_note("all windows have results already: nothing is loaded or computed")
             return _finish(results, store, task, plan, LoopStatistics(), None, windows, processes, experts)
         total = windows.count(windows.sequences).windows
-        with open_monitor(monitoring, output, plan, processes) as monitor:
+        with (
+            open_tracker(monitoring.tracker, output, plan) as tracker,
+            open_monitor(monitoring, output, plan, processes) as monitor,
+        ):
             started = time.perf_counter()
             module, _ = session.load(model.template, deadlines.loading)
             size = sum(array.nbytes for array in jax.tree.leaves(eqx.filter(module, eqx.is_array)))
@@ -169,7 +174,9 @@ def run_evaluation(
                     progress.update(step.count.windows)
                     advance(progress.done, f"step {loop.statistics.steps}")
                     metrics = {} if experts is None else experts.add(step.records)
-                    monitor.record_step(loop.statistics, progress.done, total, metrics)
+                    tracked = step_metrics(loop.statistics, plan, progress.done, total) | metrics
+                    tracker.log(tracked, step=loop.statistics.timed_steps)
+                    monitor.record_step(loop.statistics)
                     if experts is not None and step.ends_shard:
                         experts.end_shard(*ranges[step.shard])
                     _write(results, windows, shards, step.shard, step.lanes)
@@ -284,7 +291,7 @@ def _warn_of_padding(windows: Windows, plan: Plan) -> None:
 def _until_stopped(shards: Iterable[int], monitor: RunMonitor, stops: threading.Event) -> Iterator[int]:
     """Yield shards, in all processes the same ones, until a process is to stop or the run is too slow."""
     for shard in shards:
-        if not monitor.goes_on(shard, is_preempted() or stops.is_set()):
+        if not monitor.goes_on(f"shard {shard}", is_preempted() or stops.is_set()):
             return
         yield shard
 

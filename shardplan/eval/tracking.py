@@ -16,7 +16,7 @@ from levanter.tracker.wandb import WandbConfig
 
 from shardplan.config.sections import TrackerKind, TrackerSection
 from shardplan.errors import ConfigError, one_line
-from shardplan.eval.loop.statistics import LoopStatistics
+from shardplan.monitoring.step_statistics import LoopStatistics
 from shardplan.plan.plan import Plan
 
 METRICS_LOGGER = logging.getLogger("shardplan.metrics")

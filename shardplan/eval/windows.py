@@ -12,12 +12,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 import pyarrow as pa
 
 from shardplan.eval.texts.reader import TextReader
+from shardplan.monitoring.step_statistics import Count
 
 
 @dataclass(frozen=True)
@@ -39,14 +40,6 @@ class SequenceJob(Protocol):
 
     def make(self, texts: TextReader) -> Rows:
         """Make the sequences."""
-
-
-class Count(NamedTuple):
-    """Number of windows and of scored tokens in some sequences."""
-
-    windows: int
-    tokens: int
-    """Tokens that are scored."""
 
 
 class Windows(Protocol):

@@ -25,7 +25,7 @@ class Attempt:
     stalled: float = 0.0
     """Time of steps that took more than three times the usual, beyond the usual."""
     windows: int = 0
-    """Windows that were scored."""
+    """Windows that were scored, or sequences that were trained on."""
     is_completed: bool = False
 
     @property

@@ -8,14 +8,13 @@ import time
 import pytest
 
 from shardplan.config.sections import GateConfig
-from shardplan.eval.loop.statistics import LoopStatistics, StepTimer
-from shardplan.eval.windows import Count
 from shardplan.hardware import GIB
 from shardplan.monitoring import heartbeat
 from shardplan.monitoring.gate import describe_slowness, least_ratio
 from shardplan.monitoring.goodput import ATTEMPTS, Attempt, describe_goodput
 from shardplan.monitoring.memory import LOADED, STEPPED, MemoryUse, largest, warn_of_excess
 from shardplan.monitoring.records import HEARTBEAT, RunRecords
+from shardplan.monitoring.step_statistics import Count, LoopStatistics, StepTimer
 from shardplan.runtime.processes.watch.activity import Activity
 from shardplan.runtime.processes.watch.watch import Watch
 from shardplan.search.make_plan import make_plan

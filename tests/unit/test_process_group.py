@@ -183,12 +183,12 @@ def test_process_0_plans_for_hosts_with_other_memory(group, golden):
     processes, answers = group
     answers[Kind.AGREE, "test/own plan"] = {}
     plan = make_plan(parse_config([f"--model.ref={golden / 'llama'}", "--workload.position=64"]))
-    assert session._agree_on_plan(processes, None, lambda: plan, lambda _: None) == plan
+    assert session.agree_on_plan(processes, None, lambda: plan, lambda _: None) == plan
     answers[Kind.BROADCAST, "test/plan"] = json.loads(json.dumps(answers[Kind.BROADCAST, "test/plan"]))
     processes.process_index = 1
     checked = []
     make = lambda: pytest.fail("process 1 makes no plan")  # noqa: E731
-    assert session._agree_on_plan(processes, None, make, checked.append) == plan and checked == [plan]
+    assert session.agree_on_plan(processes, None, make, checked.append) == plan and checked == [plan]
 
 
 def test_another_plan_file_than_that_of_process_0(group, golden):
@@ -199,4 +199,4 @@ def test_another_plan_file_than_that_of_process_0(group, golden):
     answers[Kind.AGREE, "test/own plan"] = {"process": 1, "part": "attention", "values": ["b", "a"]}
     processes.process_index = 1
     with pytest.raises(ConfigError, match=r"^attention of the plan is b in process 1 and a in process 0; give all"):
-        session._agree_on_plan(processes, plan, lambda: pytest.fail("a plan is given"), lambda _: None)
+        session.agree_on_plan(processes, plan, lambda: pytest.fail("a plan is given"), lambda _: None)

@@ -10,7 +10,8 @@ import pyarrow as pa
 from shardplan.config.sections import StrideUnit
 from shardplan.errors import ConfigError
 from shardplan.eval.texts.reader import TextReader
-from shardplan.eval.windows import Count, Rows
+from shardplan.eval.windows import Rows
+from shardplan.monitoring.step_statistics import Count
 
 CHARACTERS_PER_WINDOW = 20
 """With a stride in characters: characters of text that are encoded for each token of a window."""

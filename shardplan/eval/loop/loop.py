@@ -19,11 +19,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardplan.eval.loop.inputs import InputsAhead
 from shardplan.eval.loop.lanes import Lanes
-from shardplan.eval.loop.statistics import LoopStatistics, StepTimer
-from shardplan.eval.windows import Count, Rows
+from shardplan.eval.windows import Rows
 from shardplan.execution.aot_program import Program
 from shardplan.execution.recorded_program import RecordedResults
 from shardplan.experts.statistics.layer_record import LayerRecord
+from shardplan.monitoring.step_statistics import Count, LoopStatistics, StepTimer
 
 STEPS_AHEAD = 2
 """Steps that are given to the devices before the results of an earlier one are fetched."""

@@ -12,7 +12,8 @@ import pyarrow as pa
 from shardplan.errors import ConfigError
 from shardplan.eval.packing import pack
 from shardplan.eval.texts.reader import SpecialTokens, TextReader
-from shardplan.eval.windows import Count, Rows
+from shardplan.eval.windows import Rows
+from shardplan.monitoring.step_statistics import Count
 
 SCHEMA = pa.schema(
     [

@@ -9,7 +9,8 @@ from typing import Any
 
 from shardplan.config.sections import EvaluationKind
 from shardplan.errors import ConfigError, nearest, one_line
-from shardplan.eval.run_results.folder import RUN, SUMMARY
+from shardplan.eval.run_results.folder import SUMMARY
+from shardplan.monitoring.run_folder import RUN
 from shardplan.storage import open_folder, read_bytes
 
 RUN_PARTS = {EvaluationKind.EXTRACTION: ("texts", "protocol", "tokenizer"), EvaluationKind.LOSS: ("texts", "tokenizer")}

@@ -14,86 +14,40 @@ A file appears under its name when it is complete. Runs on other devices may div
 may overlap then, and each window is taken from the first one that has it.
 """
 
-import hashlib
 import io
 import json
 import re
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from shardplan.errors import ConfigError, ShardplanError, one_line
+from shardplan.errors import ConfigError
+from shardplan.monitoring.run_folder import RUN, RunFolder
 from shardplan.plan.serialization import json_bytes
 from shardplan.storage import Folder, read_bytes
-from shardplan.storage.listing import list_files
 from shardplan.storage.stream import FileStream, Sink
-from shardplan.storage.writing import PARTIAL_SUFFIX, OutputFolder
+from shardplan.storage.writing import OutputFolder
 
-RUN, PARTS, WINDOWS, SUMMARY = "run.json", "parts", "windows.parquet", "summary.json"
+PARTS, WINDOWS, SUMMARY = "parts", "windows.parquet", "summary.json"
 EXPERTS = "experts"
 READ_BYTES = 2**20
 """Bytes that are read from a file of results at a time."""
-DIGESTS = ("texts", "checkpoint", "adapter")
-"""Determinants with a digest or version of each of several files."""
-DIGEST = re.compile("[0-9a-f]{64}")
-SHOWN = 5
-"""Most names in a message."""
 PART, EXPERT_RECORD = re.compile(r"(\d{12})-(\d{12})\.parquet"), re.compile(r"(\d{12})-(\d{12})\.json")
 
 
-class ResultsFolder:
+class ResultsFolder(RunFolder):
     """The results folder of one run."""
+
+    records = (EXPERTS,)
 
     def __init__(self, path: str, schema: pa.Schema):
         """Open the folder at `path` for results with the columns of `schema`."""
-        self._folder = OutputFolder(path)
-        self.ref = self._folder.ref
-        """Absolute path, or URL."""
+        super().__init__(path)
         self._schema = schema
-
-    def claim(self, determinants: Mapping[str, Any]) -> None:
-        """Take the folder for a run: an empty one, or that of an earlier run with the same determinants.
-
-        Incomplete files, which a run that was killed left behind, are removed.
-
-        Args:
-            determinants: what determines the results, by name.
-
-        Raises:
-            ConfigError: the folder holds something else, or cannot be written to.
-        """
-        try:
-            if not self._folder.has_file(RUN):
-                others = [name for name in self._names() if name != RUN + PARTIAL_SUFFIX]
-                if others:
-                    raise ConfigError(f"output {self.ref} holds {others[0]}, which is no run; name another folder")
-                self._write(RUN, json_bytes(determinants))
-            known = self._read_run()
-        except (ShardplanError, ValueError) as error:
-            raise ConfigError(f"output {self.ref} cannot be used: {one_line(error)}") from error
-        self._folder.remove_partial_files()
-        known.pop(EXPERTS, None)
-        wanted = json.loads(json.dumps(determinants))
-        for name in {**wanted, **known}:  # a setting that one of them does not name has its default there
-            if known.get(name) != wanted.get(name):
-                raise ConfigError(
-                    f"output {self.ref} holds the results of another run: "
-                    f"{_difference(name, known.get(name), wanted.get(name))}; name another folder, or remove it"
-                )
-
-    def check_shared(self) -> None:
-        """Check that this process sees the folder that process 0 has claimed: each may have a disk of its own.
-
-        Raises:
-            ConfigError: it does not.
-        """
-        if not self._folder.has_file(RUN):
-            raise ConfigError(f"output {self.ref} is not the same folder as for process 0; give all processes one")
 
     def finished(self, shards: Sequence[tuple[int, int]]) -> list[int]:
         """Return the shards whose windows are all in parts, whatever run wrote them.
@@ -175,18 +129,9 @@ class ResultsFolder:
         """Add the statistics of experts of the whole run to `run.json`."""
         self._write(RUN, json_bytes({**self._read_run(), EXPERTS: section}))
 
-    def _read_run(self) -> dict[str, Any]:
-        run: dict[str, Any] = json.loads(read_bytes(self._folder.open_for_reading(), RUN) or b"")
-        return run
-
     def _ranges(self, subfolder: str = PARTS, pattern: re.Pattern[str] = PART) -> list[tuple[int, int]]:
         """Return the first window of each part, and the one after its last, in order."""
         return sorted((int(m[1]), int(m[2])) for name in self._names(subfolder) if (m := pattern.fullmatch(name)))
-
-    def _names(self, subfolder: str = "") -> list[str]:
-        """Return the names of the files in the folder or a subfolder; none if it does not exist."""
-        ref = f"{self.ref}/{subfolder}".rstrip("/")
-        return list_files(ref) if "://" in ref or Path(ref).is_dir() else []
 
     def _write_table(self, name: str, tables: Iterable[pa.Table]) -> None:
         """Write each table as a row group of a file."""
@@ -196,10 +141,6 @@ class ResultsFolder:
         ):
             for table in tables:
                 writer.write_table(table)
-
-    def _write(self, name: str, data: bytes) -> None:
-        with self._folder.create(name) as file:
-            file.write(data)
 
 
 def read_windows(ref: str, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
@@ -225,36 +166,3 @@ def read_parquet(folder: Folder, name: str) -> pq.ParquetFile:
 def _part(first: int, last: int) -> str:
     """Return the name of the file of some windows."""
     return f"{PARTS}/{first:012d}-{last:012d}.parquet"
-
-
-def digest_of(data: bytes) -> str:
-    """Return the SHA-256 of some bytes, in hexadecimal."""
-    return hashlib.sha256(data).hexdigest()
-
-
-def differing_names(known: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
-    """Return the names whose values differ, or that only one of two mappings has, as a list for a message."""
-    names = [name for name in {**known, **wanted} if known.get(name) != wanted.get(name)]
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return f"{', '.join(names[:SHOWN])}{more}"
-
-
-def _difference(name: str, known: Any, wanted: Any) -> str:
-    """Return how a determinant of an earlier run differs from that of this run; digests say nothing to a reader."""
-    if isinstance(known, dict) and isinstance(wanted, dict):
-        values = [*known.values(), *wanted.values()]
-        if name in DIGESTS or all(_is_digest(value) for value in values):
-            noun = name if name.endswith("s") else f"files of the {name}"
-            return f"{noun} differ: {differing_names(known, wanted)}"
-    if _is_digest(known) and _is_digest(wanted):
-        return f"its {name} differs from this run's"
-    return f"its {name} is {_short(known)}, this run's is {_short(wanted)}"
-
-
-def _is_digest(value: Any) -> bool:
-    return isinstance(value, str) and DIGEST.fullmatch(value) is not None
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

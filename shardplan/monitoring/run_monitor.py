@@ -1,17 +1,15 @@
-"""What watches an evaluation: its records, its tracker, and whether memory, arrays and speed are those of the plan."""
+"""What watches a run: its records, and whether memory, arrays and speed are those of the plan."""
 
 import contextlib
 import json
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 
-from shardplan.config.command_flags import MonitoringConfig
-from shardplan.eval.loop.statistics import LoopStatistics
-from shardplan.eval.tracking import open_tracker, step_metrics
+from shardplan.config.command_flags import WatchConfig
 from shardplan.hardware import parse_slice
 from shardplan.monitoring.audit import audit, format_audit
 from shardplan.monitoring.environment_record import describe_process, describe_run
@@ -29,6 +27,7 @@ from shardplan.monitoring.memory import (
 )
 from shardplan.monitoring.profile import StepProfile
 from shardplan.monitoring.records import AUDIT, ENVIRONMENT, GOODPUT, MEMORY, STACKS, RunRecords
+from shardplan.monitoring.step_statistics import LoopStatistics
 from shardplan.plan.plan import Plan
 from shardplan.runtime.devices import is_first_process
 from shardplan.runtime.processes.group import ProcessGroup
@@ -43,13 +42,11 @@ GOODPUT_S = 60.0
 
 
 class RunMonitor:
-    """Watches one evaluation."""
+    """Watches one run."""
 
-    def __init__(
-        self, config: MonitoringConfig, plan: Plan, processes: ProcessGroup, records: RunRecords, tracker: Any
-    ):
+    def __init__(self, config: WatchConfig, plan: Plan, processes: ProcessGroup, records: RunRecords):
         """Begin an attempt; every process makes one."""
-        self._plan, self._processes, self._records, self._tracker = plan, processes, records, tracker
+        self._plan, self._processes, self._records = plan, processes, records
         self._least_ratio = least_ratio(config.gate, parse_slice(plan.hardware.slice).is_cpu)
         self._stops, self._started = config.gate.stop, now_text()
         is_profiled = config.profile_all or is_first_process()
@@ -60,7 +57,7 @@ class RunMonitor:
         self._stages: dict[str, MemoryUse] = {}
         self._written = time.monotonic()
         self._slowness: str | None = None
-        """Why the run is to be stopped, as process 0 has judged it and the others learn before the next shard."""
+        """Why the run is to be stopped, as process 0 has judged it and the others learn in `goes_on`."""
         self.is_stopped = False
         """Whether all processes have stopped the run before its end."""
         self.too_slow: str | None = None
@@ -91,18 +88,8 @@ class RunMonitor:
             warn_of_excess(self._plan, stage, use)
             self._records.write(MEMORY, describe_memory(self._plan, self._stages))
 
-    def record_step(
-        self, statistics: LoopStatistics, done: int, total: int, metrics: Mapping[str, Any] | None = None
-    ) -> None:
-        """Track a finished step, and judge the speed once the run is warm.
-
-        Args:
-            done: windows that have results, those of earlier runs included.
-            total: windows of the run.
-            metrics: further metrics of the step.
-        """
-        tracked = {**step_metrics(statistics, self._plan, done, total), **(metrics or {})}
-        self._tracker.log(tracked, step=statistics.timed_steps)
+    def record_step(self, statistics: LoopStatistics) -> None:
+        """Record a finished step, and judge the speed once the run is warm; every process calls this."""
         self._profile.on_step(statistics.timed_steps)
         if statistics.timed_steps == 0:
             self.record_memory(STEPPED)
@@ -113,15 +100,14 @@ class RunMonitor:
         if time.monotonic() - self._written > GOODPUT_S:
             self.record_time(statistics, is_completed=False)
 
-    def goes_on(self, shard: int, is_stopped: bool) -> bool:
-        """Return whether the run goes on with a shard: the same in all processes, which all call this.
+    def goes_on(self, part: str, is_stopped: bool) -> bool:
+        """Return whether the run goes on with its next part: the same in all processes, which all call this.
 
         Args:
+            part: such as `shard 3`, the name of each part.
             is_stopped: whether this process has been asked to stop.
         """
-        answer = self._processes.maximum(
-            f"before shard {shard}", TOO_SLOW if self._slowness is not None else int(is_stopped)
-        )
+        answer = self._processes.maximum(f"before {part}", TOO_SLOW if self._slowness is not None else int(is_stopped))
         if answer == TOO_SLOW:
             self.too_slow = self._processes.broadcast("too slow", lambda: self._slowness)
         self.is_stopped = answer != 0
@@ -153,23 +139,22 @@ class RunMonitor:
 
 
 @contextlib.contextmanager
-def open_monitor(config: MonitoringConfig, output: str, plan: Plan, processes: ProcessGroup) -> Iterator[RunMonitor]:
-    """Watch an evaluation until the block ends; every process enters it.
+def open_monitor(config: WatchConfig, output: str, plan: Plan, processes: ProcessGroup) -> Iterator[RunMonitor]:
+    """Watch a run until the block ends; every process enters it.
 
     Args:
         output: the results folder.
 
     Raises:
-        ConfigError: the tracker cannot be started, or the folder not be written to.
+        ConfigError: the folder cannot be written to.
     """
     with contextlib.ExitStack() as stack:
-        tracker = stack.enter_context(open_tracker(config.tracker, output, plan))
         records = RunRecords(output, jax.process_index())
         stack.callback(records.close)
         if records.is_local:  # a process that is stuck cannot upload them
             stack.enter_context(process_stacks().in_file(records.own_file(STACKS)))
         stack.enter_context(write_heartbeats(processes.watch, records))
-        monitor = RunMonitor(config, plan, processes, records, tracker)
+        monitor = RunMonitor(config, plan, processes, records)
         stack.callback(monitor.stop_profile)
         monitor.start()
         yield monitor

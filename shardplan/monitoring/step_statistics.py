@@ -1,11 +1,18 @@
 """Counts and durations of the steps of a run. Pure."""
 
 from dataclasses import dataclass
-
-from shardplan.eval.windows import Count
+from typing import NamedTuple
 
 MIN_REGULAR, STALL_FACTOR = 3, 3.0
 """A step is a stall if it takes more than `STALL_FACTOR` times the mean of at least `MIN_REGULAR` steps before it."""
+
+
+class Count(NamedTuple):
+    """Number of windows and of scored tokens in some sequences."""
+
+    windows: int
+    tokens: int
+    """Tokens that are scored."""
 
 
 @dataclass
@@ -14,7 +21,7 @@ class LoopStatistics:
 
     steps: int = 0
     windows: int = 0
-    """Windows that were scored."""
+    """Windows that were scored; in training, sequences."""
     tokens: int = 0
     """Tokens that were scored, without context and padding."""
     timed_windows: int = 0
