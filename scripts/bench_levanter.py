@@ -15,7 +15,7 @@ from pathlib import Path
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from shardplan import config as configuration
-from shardplan.config.command_flags import CompilingConfig
+from shardplan.config.plan_config import CompilingConfig
 from shardplan.config.sections import CompilerConfig
 from shardplan.hardware import GIB
 from shardplan.lint.file.lint_file import lint_file

@@ -16,6 +16,7 @@ COMMANDS = {
     "eval": "eval.eval",
     "eval compare": "eval.compare",
     "lm_eval": "eval.lm_eval",
+    "train": "train",
     "launch": "launch",
     "checkpoint": "checkpoint.checkpoint",
     "checkpoint inspect": "checkpoint.inspect",

@@ -8,7 +8,8 @@ import levanter.tracker
 from levanter.compat.hf_checkpoints import HFCheckpointConverter as LevanterConverter
 from levanter.models.lm_model import LmConfig
 
-import shardplan.decoder.section  # noqa: F401  # registers its type of `model` sections
+import shardplan.decoder.section  # registers its type of `model` sections
+import shardplan.synthetic_data  # noqa: F401  # registers its type of components of `data` sections
 from shardplan.checkpoint.load import HFCheckpointConverter
 from shardplan.errors import ConfigError, check_argument
 from shardplan.experts.levanter import HasExpertMethod, patch_blocks

@@ -9,8 +9,9 @@ from shardplan.checkpoint.saving.save import save_levanter, save_pretrained
 from shardplan.checkpoint.saving.save_orbax import save_orbax
 from shardplan.checkpoint.saving.target import CONFIG
 from shardplan.checkpoint.session import Session, prepare
-from shardplan.config.command_flags import Format, LoadingConfig
+from shardplan.config.command_flags import Format
 from shardplan.config.given_plan import load_given_plan
+from shardplan.config.plan_config import LoadingConfig
 from shardplan.model.bundled_configs import read_config_file
 from shardplan.model.huggingface.text_part import read_text_part
 from shardplan.model.model_class import LEVANTER

@@ -11,7 +11,7 @@ from shardplan.checkpoint.load import stream_checkpoint
 from shardplan.checkpoint.mapping.state_dict_program import StateDictProgram
 from shardplan.checkpoint.match import is_tied
 from shardplan.checkpoint.output_head import UNTIED, check_head, has_own_head
-from shardplan.config.command_flags import LoadingConfig
+from shardplan.config.plan_config import LoadingConfig
 from shardplan.errors import ConfigError
 from shardplan.execution.device_mesh import make_mesh
 from shardplan.hardware import GIB, parse_slice

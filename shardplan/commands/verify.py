@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, TextIO
 from shardplan.commands.inputs import input_paths
 from shardplan.commands.output import check_outputs, write_json, write_report
 from shardplan.config import parse_config
-from shardplan.config.command_flags import CompilingConfig, PlanCommand, VerifyCommand
+from shardplan.config.command_flags import PlanCommand, VerifyCommand
 from shardplan.config.model_config import check_model_config
+from shardplan.config.plan_config import CompilingConfig
 from shardplan.config.sections import CompilerConfig
 from shardplan.errors import InfeasibleError, UndecidedError
 from shardplan.plan.plan import Plan

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from shardplan.config.command_flags import PlanConfig
+from shardplan.config.plan_config import PlanConfig
 from shardplan.errors import check_argument
 
 

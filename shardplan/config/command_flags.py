@@ -1,115 +1,26 @@
 """The keys and flags of each command: those of planning, which all commands share, and its own."""
 
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from shardplan.config.keys import NO_KEY
+from shardplan.config.plan_config import CompilingConfig, LoadingConfig, PlanConfig, ReportingConfig
 from shardplan.config.sections import (
-    CompilerConfig,
     DataConfig,
     DeadlineConfig,
     EvaluationKind,
     GateConfig,
-    HardwareConfig,
     LaunchConfig,
     LoadConfig,
-    MeshConfig,
-    ModelConfig,
     Target,
     TaskConfig,
     TrackerSection,
     check_minimum,
 )
 from shardplan.errors import ConfigError
-from shardplan.model.model_class import LEVANTER
-from shardplan.plan.serialization import flatten
-from shardplan.plan.workload.token_counts import parse_token_count, parse_token_range
-from shardplan.plan.workload.workload import AUTO_BATCH, AUTO_POSITION, Workload, raise_first
-
-SHARED_KEYS = (
-    "hardware", "mesh", "workload", "pin", "forbid", "step_tokens", "load", "checksum", "task", "tracker", "gate",
-    "deadline", "verify", "precision_study", "expert_statistics",
-)  # fmt: skip
-"""Sections and keys that all processes of a run must have alike."""
-
-
-@dataclass(frozen=True)
-class PlanConfig:
-    """A model, a slice, a mesh and a workload to plan for, and what the plan must keep to."""
-
-    model: ModelConfig = field(default_factory=ModelConfig)
-    hardware: HardwareConfig = field(default_factory=HardwareConfig)
-    mesh: MeshConfig = field(default_factory=MeshConfig)
-    workload: Workload = field(default_factory=Workload)
-    load: LoadConfig = field(default_factory=LoadConfig)
-    plan: str | None = None
-    """A Plan written with --json, to use instead of planning again."""
-    pin: tuple[str, ...] = ()
-    """What the plan must keep: mlp=model, params.embed=replica+data (stored parameters), position= (replicated), or of
-    one tensor q_proj.weight:kv_head=model,embed=data."""
-    forbid: tuple[str, ...] = ()
-    """What the plan must not shard: vocab, params.vocab (as stored), or mlp=replica."""
-    step_tokens: str | None = None
-    """Of batch auto: fewest and most tokens of a step, as 4M-16M; needed to train."""
-    given: frozenset[str] = field(default=frozenset(), repr=False, compare=False, metadata={NO_KEY: True})
-    """Keys that a file or the command line set, by dotted name; not a key itself."""
-    files: tuple[str, ...] = field(default=(), repr=False, compare=False, metadata={NO_KEY: True})
-    """The YAML files that were read; not a key itself."""
-    takes_ref: ClassVar[bool] = False
-    """Whether an argument without a flag names the checkpoint, `model.ref`."""
-
-    @property
-    def model_class(self) -> str | None:
-        """The class that computes the model, see `shardplan.model.model_class`; None for the decoder."""
-        return self.model.levanter_class or (LEVANTER if self.workload.is_training else None)
-
-    def __post_init__(self) -> None:
-        work = self.workload
-        if work.position == AUTO_POSITION and work.window is not None:
-            from shardplan.plan.workload.packing import packed_length  # imports numpy
-
-            object.__setattr__(self, "workload", replace(work, position=packed_length(work.window)))
-        elif work.position == AUTO_POSITION and not self.makes_windows:
-            raise ConfigError("workload.position auto is the length that packed windows fill best; set workload.window")
-        raise_first(self.workload.problems())
-        if self.step_tokens is not None:
-            parse_token_range("step_tokens", self.step_tokens)
-            if work.batch != AUTO_BATCH:
-                raise ConfigError(
-                    f"step_tokens is for workload.batch auto, and the batch is {work.batch}; leave it out"
-                )
-        if self.load.keep_dtype and work.is_training:
-            raise ConfigError(
-                f"load.keep_dtype is for evaluation, and workload.kind is {work.kind}, which updates weights; leave it "
-                "out"
-            )
-        if self.plan is None:  # a given plan decides these values
-            raise_first(self.workload.microbatch_problems())
-            if not self.model.ref and not self.model.config and not self.has_other_model:
-                raise ConfigError(
-                    "no model: name one with --model, or set model.ref to a Hugging Face folder, or model.config to a "
-                    "config.json"
-                )
-
-    @property
-    def facts(self) -> dict[str, str]:
-        """What decides which programs run and what is loaded: key -> its value, which all processes must have.
-
-        Paths may differ between hosts; what they lead to is compared when it is read.
-        """
-        keys = flatten(asdict(self))
-        return {name: str(value) for name, value in keys.items() if name.partition(".")[0] in SHARED_KEYS}
-
-    @property
-    def has_other_model(self) -> bool:
-        """Whether a file that is read later may name the model."""
-        return False
-
-    @property
-    def makes_windows(self) -> bool:
-        """Whether windows are made later, whose length is known then."""
-        return self.plan is not None
+from shardplan.plan.workload.token_counts import parse_token_count
 
 
 class OptionSets(StrEnum):
@@ -130,34 +41,6 @@ class Format(StrEnum):
     """Levanter's tensorstore checkpoint."""
     ORBAX = "orbax"
     """Orbax's sharded checkpoint, in the layout of MaxText's parameters."""
-
-
-@dataclass(frozen=True)
-class CompilingConfig(PlanConfig):
-    """What is planned, and how its program is compiled."""
-
-    compiler: CompilerConfig = field(default_factory=CompilerConfig)
-
-
-@dataclass(frozen=True)
-class ReportingConfig(CompilingConfig):
-    """What is planned, and the page that shows it."""
-
-    report: str | None = None
-    """Write a page that shows the plan to this path: one HTML file."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.report is not None and not self.report.endswith(".html"):
-            raise ConfigError(f"report is {self.report!r}; it must be a file that ends in .html")
-
-
-@dataclass(frozen=True)
-class LoadingConfig(PlanConfig):
-    """What is planned, and how its checkpoint is loaded."""
-
-    checksum: bool = False
-    """Compare the checkpoint's files with the checksums of their store."""
 
 
 @dataclass(frozen=True)
@@ -291,6 +174,42 @@ class LaunchCommand(EvalCommand):
 
 
 @dataclass(frozen=True)
+class TrainCommand(WatchConfig, ReportingConfig):
+    """Plan, and run Levanter's training with the plan, watched; the same command goes on with it.
+
+    A file may have Levanter's own sections trainer, optimizer, data and adapter, and the other keys of its train_lm;
+    they are set on the command line by the same names, such as --trainer.num_train_steps 1000.
+    """
+
+    verify: bool = False
+    """Have the TPU compiler check the plan before anything is loaded."""
+    output: str = "results/train"
+    """Folder of checkpoints and records, the same for all hosts; a run goes on there."""
+    dry_run: bool = False
+    """Write plan.json and levanter.yaml to the output folder and stop: needs no accelerator and no weights."""
+    json: str | None = None
+    """Write the Plan as JSON to this path, or to stdout with `-`."""
+    levanter: Mapping[str, Any] = field(default_factory=dict, repr=False, metadata={NO_KEY: True})
+    """Levanter's keys by dotted name; not a key itself."""
+    has_levanter_keys: ClassVar[bool] = True
+    own_defaults: ClassVar[Mapping[str, Any]] = {"workload.kind": "train"}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.model.adapter is not None:
+            raise ConfigError("model.adapter is for evaluation; to train a LoRA adapter, set Levanter's adapter.type")
+        if self.load != LoadConfig():
+            raise ConfigError("the section load is for evaluation, and Levanter's training loads weights by itself")
+        if self.tracker.kind is not None and any(name.startswith("trainer.tracker") for name in self.levanter):
+            raise ConfigError("tracker and trainer.tracker both say where metrics go; leave one of them out")
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """What all processes must have alike; Levanter's keys too."""
+        return {**super().facts, **{name: str(value) for name, value in self.levanter.items()}}
+
+
+@dataclass(frozen=True)
 class CheckpointCommand(PlanConfig):
     """Print which process reads what of the checkpoint, and for how long; needs no weights."""
 
@@ -375,6 +294,7 @@ COMMANDS: dict[str, type[PlanConfig]] = {
     "plan": PlanCommand,
     "verify": VerifyCommand,
     "eval": EvalCommand,
+    "train": TrainCommand,
     "launch": LaunchCommand,
     "checkpoint": CheckpointCommand,
     "checkpoint inspect": InspectCommand,

@@ -3,8 +3,8 @@
 from dataclasses import replace
 from typing import TypeVar
 
-from shardplan.config.command_flags import PlanConfig
 from shardplan.config.keys import keys_of
+from shardplan.config.plan_config import PlanConfig
 from shardplan.config.sections import HardwareConfig, MeshConfig
 from shardplan.errors import ConfigError
 from shardplan.model.model_class import resolve_class

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from itertools import groupby
 from typing import Any, NoReturn
 
-from shardplan.config.command_flags import PlanConfig
 from shardplan.config.keys import Key
+from shardplan.config.plan_config import PlanConfig
 from shardplan.errors import ConfigError
 
 LOGGING_FLAGS = {"quiet": "log errors only, and show no progress", "verbose": "log what the libraries log, too"}

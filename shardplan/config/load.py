@@ -10,10 +10,12 @@ from typing import Any, NoReturn, TypeVar
 import yaml
 from draccus.utils import deflatten
 
-from shardplan.config.command_flags import COMMANDS, PlanConfig
+from shardplan.config.command_flags import COMMANDS
 from shardplan.config.help import LOGGING_FLAGS, add_config, add_key, add_keys, make_parser
 from shardplan.config.key_names import nearest_key, synonym_of
 from shardplan.config.keys import Key, keys_of
+from shardplan.config.levanter_keys import check_undecided, closest_value, split_arguments, split_sections
+from shardplan.config.plan_config import PlanConfig
 from shardplan.config.reading.python_values import plain_value
 from shardplan.config.reading.variables import check_variables
 from shardplan.config.reading.yaml_file import read_yaml
@@ -49,11 +51,11 @@ def load_command[C: PlanConfig](cls: type[C], files: Sequence[str], sections: Ma
     for file in files:
         check_argument(function, "its argument", file, (str, os.PathLike), YAML_FILES)
     files, keys = [os.fspath(file) for file in files], keys_of(cls)
-    values = _read_files(files, keys)
+    values, levanter = _read_files(files, cls)
     given = {name: plain_value(value) for name, value in flatten(sections).items()}
     overrides = {name: _interpret(keys.get(name), value) for name, value in _spell_out_model(given).items()}
     _check(overrides, keys, where="keyword arguments")
-    return _build(cls, {**values, **overrides}, files)
+    return _build(cls, {**values, **overrides}, files, levanter)
 
 
 def parse_config[C: PlanConfig](argv: Sequence[str], cls: type[C] = PlanConfig) -> C:  # type: ignore[assignment]
@@ -73,6 +75,10 @@ def parse_config[C: PlanConfig](argv: Sequence[str], cls: type[C] = PlanConfig) 
     parser = make_parser(command)
     add_keys(parser, cls, keys)
     known, rest = parser.parse_known_args([_normalize(token) for token in argv])
+    levanter: dict[str, Any] = {}
+    if cls.has_levanter_keys:
+        levanter, rest = split_arguments(rest)
+        check_undecided(levanter, "command line")
     if rest:
         _refuse(rest[0], keys, command)
     arguments = {name: value for name, value in vars(known).items() if value is not None and name not in LOGGING_FLAGS}
@@ -83,7 +89,8 @@ def parse_config[C: PlanConfig](argv: Sequence[str], cls: type[C] = PlanConfig) 
         raise ConfigError(f"command line: it names two checkpoints, {ref} and {arguments['model.ref']}; leave one out")
     overrides = {name: _interpret(keys[name], _value(keys[name], text)) for name, text in arguments.items()}
     _check(overrides, keys, where="command line")
-    return _build(cls, {**_read_files(files, keys), **overrides}, files)
+    values, of_files = _read_files(files, cls)
+    return _build(cls, {**values, **overrides}, files, {**of_files, **levanter})
 
 
 def other_arguments(argv: Sequence[str], cls: type[PlanConfig], own: Container[str]) -> list[str]:
@@ -101,20 +108,33 @@ def command_of(cls: type[PlanConfig]) -> str:
     return next((name for name, each in COMMANDS.items() if each is cls), "")
 
 
-def _build[C: PlanConfig](cls: type[C], values: Mapping[str, Any], files: Sequence[str]) -> C:
-    decoded = decode(cls, deflatten(dict(values), sep="."))
-    return dataclasses.replace(decoded, given=frozenset(values), files=tuple(files))
+def _build[C: PlanConfig](
+    cls: type[C], values: Mapping[str, Any], files: Sequence[str], levanter: Mapping[str, Any]
+) -> C:
+    """Make the configuration.
+
+    Args:
+        levanter: Levanter's keys, for a command that has them.
+    """
+    decoded = decode(cls, deflatten({**cls.own_defaults, **values}, sep="."))
+    keys: dict[str, Any] = {"levanter": dict(levanter)} if cls.has_levanter_keys else {}
+    return dataclasses.replace(decoded, given=frozenset(values), files=tuple(files), **keys)
 
 
-def _read_files(files: Sequence[str], keys: Mapping[str, Key]) -> dict[str, Any]:
-    """The values of `keys` in some files, by dotted name."""
-    every = {name: key for cls in COMMANDS.values() for name, key in keys_of(cls).items()} | dict(keys)
+def _read_files(files: Sequence[str], cls: type[PlanConfig]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The values of the keys of `cls` in some files, by dotted name, and those of Levanter's keys."""
+    keys = keys_of(cls)
+    every = {name: key for each in COMMANDS.values() for name, key in keys_of(each).items()} | keys
     values: dict[str, Any] = {}
+    levanter: dict[str, Any] = {}
     for path in map(os.path.expanduser, files):
-        read = {name: _interpret(every.get(name), value) for name, value in _read_yaml(path).items()}
+        content, passed = _split(path, _load_yaml(path), cls.has_levanter_keys)
+        check_undecided(passed, path)
+        levanter.update(passed)
+        read = {name: _interpret(every.get(name), value) for name, value in content.items()}
         _check(read, every, where=path)
         values.update({name: value for name, value in read.items() if name in keys})
-    return values
+    return values, levanter
 
 
 def _model_key(model: str) -> str:
@@ -160,9 +180,12 @@ def _unknown_message(name: str, keys: Collection[str]) -> str:
     if any(key.startswith(f"{name}.") for key in keys):
         return f"{name} is a section, not a value; set a key in it"
     meant = nearest_key(name, keys)
+    section, dot, rest = name.partition(".")
+    levanters = None if any(key.startswith(f"{section}.") for key in keys) else closest_value(section)
+    if meant is None and levanters is not None:
+        meant = f"{levanters}{dot}{rest}"
     if meant is not None:
         return f"unknown key {name!r}; did you mean {meant!r}?"
-    section = name.partition(".")[0]
     siblings = sorted(key for key in keys if key.startswith(f"{section}."))
     return f"unknown key {name!r}" + (f"; valid: {', '.join(siblings)}" if siblings else "; `--help` lists the keys")
 
@@ -196,8 +219,8 @@ def _interpret(key: Key | None, value: Any) -> Any:
             return value
 
 
-def _read_yaml(path: str) -> dict[str, Any]:
-    """Read a YAML file of configuration: its values by dotted name.
+def _load_yaml(path: str) -> dict[str, Any]:
+    """Read the sections of a YAML file of configuration.
 
     Raises:
         ConfigError: the file does not exist, cannot be read, is not YAML, has a key twice, holds no mapping, or is
@@ -209,16 +232,30 @@ def _read_yaml(path: str) -> dict[str, Any]:
     loaded = read_yaml(path)
     if not isinstance(loaded, dict):
         raise ConfigError(f"config file {path} contains {value_kind(loaded)}, not keys with values")
-    if "trainer" in loaded:
+    if "trainer" in loaded and not {"hardware", "workload"} & loaded.keys():
         raise ConfigError(
             f"config file {path} is one of Levanter: it has a section trainer; check it with `plan --lint {path}`"
         )
+    return loaded
+
+
+def _split(path: str, loaded: dict[str, Any], is_training: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the values of the file `path` by dotted name: those of shardplan's keys, and those of Levanter's.
+
+    Args:
+        loaded: its sections.
+        is_training: whether the command trains, so that a section `data` is Levanter's.
+
+    Raises:
+        ConfigError: a section contains itself.
+    """
     try:
-        values = _spell_out_model(flatten(loaded))
+        own, levanter = split_sections(loaded, is_training)
+        values = _spell_out_model(flatten(own))
     except RecursionError as error:
         raise ConfigError(f"config file {path}: a section contains itself, through an alias") from error
     sections = {name.partition(".")[0] for cls in COMMANDS.values() for name in keys_of(cls) if "." in name}
-    return {name: value for name, value in values.items() if value is not None or name not in sections}
+    return {name: value for name, value in values.items() if value is not None or name not in sections}, levanter
 
 
 def _check(values: Mapping[str, Any], keys: Mapping[str, Key], where: str) -> None:

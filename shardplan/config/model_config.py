@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from shardplan.config.command_flags import PlanConfig
+from shardplan.config.plan_config import PlanConfig
 
 
 def check_model_config(config: PlanConfig) -> None:

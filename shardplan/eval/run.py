@@ -22,13 +22,14 @@ import numpy as np
 from shardplan.checkpoint.adapter.adapter import read_adapter
 from shardplan.checkpoint.format.index import read_tensor_index
 from shardplan.checkpoint.session import Session, prepare
-from shardplan.config.command_flags import LoadingConfig, MonitoringConfig
+from shardplan.config.command_flags import MonitoringConfig
 from shardplan.config.given_plan import load_given_plan
+from shardplan.config.plan_config import LoadingConfig
 from shardplan.errors import ConfigError, SlowError
 from shardplan.eval.experts.run_records import ExpertRecords, check_has_experts
 from shardplan.eval.loop.inputs import InputsAhead
 from shardplan.eval.loop.lanes import Lanes, find_lanes
-from shardplan.eval.loop.loop import Loop, Scored, step_deadline
+from shardplan.eval.loop.loop import Loop, Scored
 from shardplan.eval.loop.shards import Shards
 from shardplan.eval.run_results.folder import EXPERTS, ResultsFolder, read_windows
 from shardplan.eval.task import EvaluationTask
@@ -44,7 +45,7 @@ from shardplan.execution.recorded_program import with_expert_records
 from shardplan.monitoring.memory import COMPILED, LOADED
 from shardplan.monitoring.run_folder import digest_of
 from shardplan.monitoring.run_monitor import RunMonitor, open_monitor
-from shardplan.monitoring.step_statistics import LoopStatistics
+from shardplan.monitoring.step_statistics import LoopStatistics, step_deadline
 from shardplan.plan.mapping import mesh_size
 from shardplan.plan.plan import Plan
 from shardplan.plan.serialization import json_bytes

@@ -4,15 +4,18 @@ An array that is replicated though it was planned sharded may be a hundred times
 fails: JAX runs the same program, slowly or until memory is full.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import equinox as eqx
 import haliax as hax
-from jax.sharding import NamedSharding, PartitionSpec
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardplan.errors import ConfigError, check_argument
 from shardplan.hardware import GIB
+from shardplan.hardware.mesh_axes import DCN_AXES
 from shardplan.model.inspect import axes_of, named_leaves
 from shardplan.plan.arguments import check_plan
 from shardplan.plan.displayed import Displayed
@@ -82,31 +85,52 @@ def _audit_array(path: str, leaf: Any, planned: ParameterPlan | None, plan: Plan
     nbytes = array.dtype.itemsize
     for size in sharding.shard_shape(array.shape):
         nbytes *= size
-    difference = "" if planned is None else _difference(array, axes, spec, nbytes, planned, plan)
+    difference = "" if planned is None else _difference(array, axes, planned, plan)
     return AuditedArray(path, axes, str(array.dtype), spec, nbytes, difference)
 
 
-def _difference(
-    array: Any, axes: dict[str, int], spec: PartitionSpec | None, nbytes: int, planned: ParameterPlan, plan: Plan
-) -> str:
+def _difference(array: Any, axes: dict[str, int], planned: ParameterPlan, plan: Plan) -> str:
     """Return what is not as planned of an array; empty if all is."""
     if axes and axes != planned.axes:
         return f"has the axes {axes}, planned are {planned.axes}"
     if str(array.dtype) != planned.dtype:
         return f"is {array.dtype}, planned is {planned.dtype}"
-    expected = PartitionSpec(*(tuple(each) if each else None for each in planned.spec))
+    return _sharding_difference(array, planned, plan)
+
+
+def _sharding_difference(array: Any, planned: ParameterPlan, plan: Plan) -> str:
+    """Return how the sharding of an array is not that of a parameter; empty if it is."""
     sharding = array.sharding
     mesh = getattr(sharding, "mesh", None)
-    if mesh is not None and dict(mesh.shape) != plan.mesh:
+    names = _axis_names(mesh, plan)
+    if mesh is not None and not names:
         return f"is on the mesh {dict(mesh.shape)}, planned is {plan.mesh}"
+    spec = [tuple(name for axis in each or () for name in names.get(axis, (axis,))) or None for each in planned.spec]
+    expected = PartitionSpec(*spec)
     if mesh is None or not sharding.is_equivalent_to(NamedSharding(mesh, expected), array.ndim):
-        actual = "replicated" if sharding.is_fully_replicated else f"sharded by {spec or sharding}"
+        actual = "replicated" if sharding.is_fully_replicated else f"sharded by {getattr(sharding, 'spec', sharding)}"
+        nbytes = math.prod(sharding.shard_shape(array.shape)) * array.dtype.itemsize
         planned_text = "replicated" if not any(planned.spec) else f"sharded by {expected}"
         return (
             f"is {actual}, planned is {planned_text} ({nbytes / GIB:.2f} instead of "
             f"{planned.bytes_per_device / GIB:.2f} GiB per device)"
         )
     return ""
+
+
+def _axis_names(mesh: Mesh | None, plan: Plan) -> dict[str, tuple[str, ...]]:
+    """Return the axes of `mesh` that are each axis of the plan's mesh; empty if it is another mesh.
+
+    Levanter's meshes have a second axis for what crosses slices.
+    """
+    sizes = {} if mesh is None else dict(mesh.shape)
+    names = {}
+    for axis, size in plan.mesh.items():
+        both = tuple(name for name in (DCN_AXES.get(axis, ""), axis) if name in sizes)
+        if math.prod(sizes.pop(name) for name in both) != size:
+            return {}
+        names[axis] = both
+    return names if math.prod(sizes.values()) == 1 else {}
 
 
 def format_audit(arrays: list[AuditedArray]) -> str:
@@ -125,3 +149,25 @@ def format_audit(arrays: list[AuditedArray]) -> str:
     ]
     total = sum(each.bytes_per_device for each in arrays)
     return "\n".join([*(line.rstrip() for line in lines), f"{total:,} bytes per device", ""])
+
+
+def check_like_parameters(state: Any, model_class: type, plan: Plan) -> None:
+    """Check that what an optimizer keeps for each parameter is sharded like the parameter.
+
+    Args:
+        state: the state of an optimizer of optax, in which there are trees of the class of the model.
+
+    Raises:
+        ConfigError: an array is sharded otherwise.
+    """
+    planned = {parameter.path: parameter for parameter in plan.parameters}
+    trees = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, model_class))
+    for tree in trees:
+        for path, leaf in named_leaves(tree) if isinstance(tree, model_class) else ():
+            parameter = planned.get(path)
+            array = leaf.array if isinstance(leaf, hax.NamedArray) else leaf
+            if parameter is None or array.shape != tuple(parameter.axes.values()):
+                continue  # of lower rank, as in Adafactor
+            difference = _sharding_difference(array, parameter, plan)
+            if difference:
+                raise ConfigError(f"not as planned: the optimizer's state of {path} {difference}")

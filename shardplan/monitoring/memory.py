@@ -64,7 +64,7 @@ def describe_memory(plan: Plan, stages: dict[str, MemoryUse]) -> dict[str, Any]:
 
 def warn_of_excess(plan: Plan, stage: str, use: MemoryUse) -> None:
     """Log if a stage uses clearly more memory of a device than was planned."""
-    planned = {LOADED: plan.memory.parameters, STEPPED: plan.memory.peak}.get(stage)
+    planned = {LOADED: plan.memory.parameters + plan.memory.optimizer, STEPPED: plan.memory.peak}.get(stage)
     measured = use.in_use if stage == LOADED else use.peak
     if planned is not None and measured is not None and measured > EXCESS * planned and measured - planned > GIB / 10:
         logger.warning(

@@ -26,6 +26,8 @@ class RunFolder:
 
     records: ClassVar[tuple[str, ...]] = ()
     """Elements of `run.json` that the run adds and that determine nothing."""
+    prepared: ClassVar[tuple[str, ...]] = ()
+    """Files that may be in the folder before the first run."""
 
     def __init__(self, path: str):
         """Open the folder at `path`."""
@@ -46,7 +48,7 @@ class RunFolder:
         """
         try:
             if not self._folder.has_file(RUN):
-                others = [name for name in self._names() if name != RUN + PARTIAL_SUFFIX]
+                others = [name for name in self._names() if name not in (*self.prepared, RUN + PARTIAL_SUFFIX)]
                 if others:
                     raise ConfigError(f"output {self.ref} holds {others[0]}, which is no run; name another folder")
                 self._write(RUN, json_bytes(determinants))

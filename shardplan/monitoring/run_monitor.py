@@ -80,9 +80,13 @@ class RunMonitor:
         if is_first_process():
             self._records.write(AUDIT, format_audit(audited.arrays))
 
-    def record_memory(self, stage: str) -> None:
-        """Record the memory in use after a stage of the run; every process calls this."""
-        uses = self._processes.exchange(f"memory {stage}", {0: vars(measure_memory())})
+    def record_memory(self, stage: str, measured: MemoryUse | None = None) -> None:
+        """Record the memory in use after a stage of the run; every process calls this.
+
+        Args:
+            measured: the memory of this process, if the stage has ended before; default: as it is now.
+        """
+        uses = self._processes.exchange(f"memory {stage}", {0: vars(measured or measure_memory())})
         if is_first_process():
             use = self._stages[stage] = largest(MemoryUse(**each) for each in uses.values())
             warn_of_excess(self._plan, stage, use)

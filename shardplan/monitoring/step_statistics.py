@@ -7,6 +7,19 @@ MIN_REGULAR, STALL_FACTOR = 3, 3.0
 """A step is a stall if it takes more than `STALL_FACTOR` times the mean of at least `MIN_REGULAR` steps before it."""
 
 
+MIN_DEADLINE_S, DEADLINE_FACTOR = 300.0, 30.0
+"""A run is stuck if no step ends within `MIN_DEADLINE_S` seconds and `DEADLINE_FACTOR` times the predicted time."""
+
+
+def step_deadline(predicted_s: float) -> float:
+    """Return the seconds without the results of a step after which a run counts as stuck.
+
+    Args:
+        predicted_s: seconds that a step takes by the plan.
+    """
+    return max(MIN_DEADLINE_S, DEADLINE_FACTOR * predicted_s)
+
+
 class Count(NamedTuple):
     """Number of windows and of scored tokens in some sequences."""
 

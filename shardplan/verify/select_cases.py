@@ -9,8 +9,9 @@ from typing import Any
 import yaml
 
 from shardplan.config import parse_config
-from shardplan.config.command_flags import CompilingConfig, OptionSets
+from shardplan.config.command_flags import OptionSets
 from shardplan.config.given_plan import load_given_plan
+from shardplan.config.plan_config import CompilingConfig
 from shardplan.errors import ConfigError, one_line
 from shardplan.levanter_config.levanter_file import is_levanter_config
 from shardplan.lint.findings import FindingKind

@@ -1,6 +1,6 @@
 """verify_plan: the verdict on one plan, for programs and notebooks."""
 
-from shardplan.config.command_flags import CompilingConfig
+from shardplan.config.plan_config import CompilingConfig
 from shardplan.config.sections import CompilerConfig, ModelConfig
 from shardplan.errors import check_argument
 from shardplan.plan.arguments import check_plan

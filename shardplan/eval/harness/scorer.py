@@ -13,14 +13,14 @@ from shardplan.errors import ConfigError
 from shardplan.eval.harness.requests import PackedRequests
 from shardplan.eval.loop.inputs import InputsAhead
 from shardplan.eval.loop.lanes import find_lanes
-from shardplan.eval.loop.loop import Loop, step_deadline
+from shardplan.eval.loop.loop import Loop
 from shardplan.eval.loop.shards import Shards
 from shardplan.eval.texts.tokenizer import check_tokens
 from shardplan.eval.windows import Rows
 from shardplan.execution import specialize, step_program
 from shardplan.model.inspect import inspect_model
 from shardplan.model.logits.token_scores import TokenScores
-from shardplan.monitoring.step_statistics import Count, LoopStatistics
+from shardplan.monitoring.step_statistics import Count, LoopStatistics, step_deadline
 from shardplan.plan.mapping import mesh_size
 from shardplan.runtime.process_progress import shared_progress
 from shardplan.runtime.processes.group import open_process_group

@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from shardplan.config import parse_config
-from shardplan.config.command_flags import LoadingConfig
 from shardplan.config.given_plan import load_given_plan
 from shardplan.config.keys import keys_of
+from shardplan.config.plan_config import LoadingConfig
 from shardplan.errors import ConfigError, nearest
 from shardplan.eval.harness.hf_arguments import (
     AUTO_DTYPE,

@@ -27,17 +27,6 @@ from shardplan.monitoring.step_statistics import Count, LoopStatistics, StepTime
 
 STEPS_AHEAD = 2
 """Steps that are given to the devices before the results of an earlier one are fetched."""
-MIN_DEADLINE_S, DEADLINE_FACTOR = 300.0, 30.0
-"""A run is stuck if no step ends within `MIN_DEADLINE_S` seconds and `DEADLINE_FACTOR` times the predicted time."""
-
-
-def step_deadline(predicted_s: float) -> float:
-    """Return the seconds without the results of a step after which a run counts as stuck.
-
-    Args:
-        predicted_s: seconds that a step takes by the plan.
-    """
-    return max(MIN_DEADLINE_S, DEADLINE_FACTOR * predicted_s)
 
 
 class Scored(NamedTuple):

@@ -70,11 +70,12 @@ def parse(text: str, inside: Sequence[str], module: str, config_class: str) -> P
     values = load_config(text) or {}
     for key in inside:
         values = values[key]
-    return ParserVerdict(tuple(_problems(copy.deepcopy(values), target)))
+    return ParserVerdict(tuple(find_problems(values, target)))
 
 
-def _problems(values: Any, target: type) -> Iterator[Problem]:
-    """Yield every problem, and take the key of each out of `values`."""
+def find_problems(values: Any, target: type) -> Iterator[Problem]:
+    """Yield every problem of sections that are parsed into the configuration class `target`."""
+    values = copy.deepcopy(values)
     for _ in range(MAX_PROBLEMS):
         error = _error(values, target)
         if error is None:

@@ -1,0 +1,120 @@
+"""Levanter's Trainer with a plan: what is watched is added at its methods, and what it computes is unchanged.
+
+`levanter.main.train_lm` makes its Trainer by the name `Trainer` of its module. `planned_trainer` puts a subclass in
+place of this name while a training runs. The subclass extends methods that are public, but for three: the two cached
+properties with the compiled step, which get the compiler options of the plan, and the checkpointer, which is made to
+save when the process is to stop.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cached_property
+from typing import Any
+from unittest import mock
+
+from haliax.partitioning import named_jit
+from levanter.callbacks import StepInfo
+from levanter.checkpoint import CheckpointRetention
+from levanter.main import train_lm
+from levanter.trainer import Trainer
+
+from shardplan.train.watch import EventTimes, TrainingWatch
+
+
+class PlannedTrainer(Trainer):
+    """Levanter's Trainer, watched."""
+
+    def __init__(self, watch: TrainingWatch, compiler_options: Mapping[str, Any], *arguments: Any, **settings: Any):
+        """Make the Trainer of `arguments` and `settings`.
+
+        Args:
+            compiler_options: those of the plan.
+        """
+        self._watch, self._compiler_options = watch, dict(compiler_options)
+        super().__init__(*arguments, **settings)
+        self.add_hook(EventTimes(watch))
+        assert self._checkpointer is not None
+        save = self._checkpointer.save_checkpoint
+
+        def watched_save(*arguments: Any, **settings: Any) -> None:
+            with watch.other_work("saving a checkpoint"):
+                save(*arguments, **settings)
+
+        self._checkpointer.save_checkpoint = watched_save
+
+    def initial_state(self, *arguments: Any, **settings: Any) -> Any:
+        """Make or load the state as Levanter does, and check that it is as planned."""
+        with self._watch.loading():
+            state = super().initial_state(*arguments, **settings)
+            self._watch.check_state(state)
+            return state
+
+    def training_steps(self, state: Any, train_loader: Iterable[Any]) -> Iterator[StepInfo[Any]]:
+        """Yield steps until the last one, or until the training is to stop."""
+        with self._watch.training(int(state.step)):
+            for info in super().training_steps(state, train_loader):
+                yield info
+                if self._watch.is_stopped:
+                    return
+
+    def run_hooks(self, info: StepInfo[Any], force: bool = False) -> None:
+        """Run all hooks after a step; those of the end not if the training was stopped before."""
+        if not force:
+            super().run_hooks(info)
+            self._watch.finish_step(info)
+            if self._watch.is_stopped:
+                self._save_and_wait(info)
+        elif not self._watch.is_stopped:
+            with self._watch.other_work("finishing"):
+                super().run_hooks(info, force=True)
+
+    def _save_and_wait(self, info: StepInfo[Any]) -> None:
+        """Save a checkpoint of this step, unless there is one; it is removed once there is a later one."""
+        assert self._checkpointer is not None
+        self._checkpointer.request_checkpoint(CheckpointRetention.TEMPORARY)
+        self._checkpointer.on_step(tree=info.state.saveable_state, step=info.step)
+        with self._watch.other_work("saving a checkpoint"):
+            self._checkpointer.wait_until_finished()
+
+    @cached_property
+    def _jit_train_step_fn(self) -> Callable[..., Any]:
+        return self._compiled_step(self._train_step)
+
+    @cached_property
+    def _jit_train_step_fn_no_hook(self) -> Callable[..., Any]:
+        return self._compiled_step(functools.partial(self._train_step, _no_hooks=True))
+
+    def _compiled_step(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        mapping = self.parameter_axis_mapping
+        options = {"compiler_options": self._compiler_options} if self._compiler_options else {}
+        program = named_jit(
+            function, axis_resources=mapping, out_axis_resources=mapping, donate_args=(True,), **options
+        )
+        return _WatchedProgram(program, self._watch)
+
+
+class _WatchedProgram:
+    """A program whose first run is watched as that which compiles it."""
+
+    def __init__(self, program: Any, watch: TrainingWatch):
+        self._program, self._watch = program, watch
+        self._is_compiled = False
+
+    def __call__(self, *arguments: Any) -> Any:
+        if self._is_compiled:
+            return self._program(*arguments)
+        self._is_compiled = True
+        with self._watch.compiling():
+            return self._program(*arguments)
+
+    def lower(self, *arguments: Any) -> Any:
+        return self._program.lower(*arguments)
+
+
+@contextlib.contextmanager
+def planned_trainer(watch: TrainingWatch, compiler_options: Mapping[str, Any]) -> Iterator[None]:
+    """Have `levanter.main.train_lm` use the watched Trainer, and log to its file alone, until the block ends."""
+    make = functools.partial(PlannedTrainer, watch, compiler_options)
+    with mock.patch.object(train_lm, "Trainer", make):
+        yield

@@ -1,0 +1,160 @@
+"""What a training reports while it runs: its phases, the time of its steps, and whether it goes on."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from levanter.callbacks import Callback, ProgressEvent, StepInfo
+
+from shardplan.config.sections import DeadlineConfig
+from shardplan.monitoring.audit import check_like_parameters
+from shardplan.monitoring.memory import COMPILED, LOADED, MemoryUse, measure_memory
+from shardplan.monitoring.run_monitor import RunMonitor
+from shardplan.monitoring.step_statistics import Count, LoopStatistics, StepTimer, step_deadline
+from shardplan.plan.plan import Plan
+from shardplan.runtime.devices import is_first_process
+from shardplan.runtime.processes.group import Advance, ProcessGroup
+from shardplan.runtime.progress import Progress, show_progress
+from shardplan.runtime.signals.preemption import is_preempted
+
+STEP_FUNCTION = "train_step"
+"""Part of the name of the function that JAX compiles for a step."""
+COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+"""What JAX reports when a program has been compiled."""
+
+
+class TrainingWatch:
+    """Watches one training."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        deadlines: DeadlineConfig,
+        processes: ProcessGroup,
+        monitor: RunMonitor,
+        total: int,
+        stops: threading.Event,
+    ):
+        """Begin with no step.
+
+        Args:
+            total: steps of the whole training.
+            stops: once this is set in any process, the training stops after the step under way.
+        """
+        self._plan, self._deadlines, self._processes = plan, deadlines, processes
+        self._monitor, self._stops = monitor, stops
+        self._total, self._progress = total, Progress("training", "steps")
+        self.statistics = LoopStatistics()
+        self._timer = StepTimer(self.statistics)
+        self._advance: Advance | None = None
+        self._other_seconds = 0.0
+        """Time that is not that of steps: of compiling, evaluating and saving."""
+        self.is_stopped = False
+        """Whether all processes have stopped the training before its end."""
+        self.last_step: int | None = None
+        """The last step that was computed, from 0 on."""
+        self.last_loss: float | None = None
+
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        """Make, load or resume the state until the block ends."""
+        with self._processes.phase("loading", self._deadlines.loading):
+            yield
+
+    def check_state(self, state: Any) -> None:
+        """Record that the parameters and the state of the optimizer are as planned, and their memory.
+
+        Raises:
+            ConfigError: an array is not.
+        """
+        model = state.model
+        self._monitor.audit(model)
+        check_like_parameters(state.opt_state, type(model), self._plan)
+        self._monitor.record_memory(LOADED)
+
+    @contextlib.contextmanager
+    def training(self, first_step: int) -> Iterator[None]:
+        """Compute steps until the block ends."""
+        self._progress = Progress("training", "steps", self._total - first_step)
+        deadline_s = self._deadlines.step or step_deadline(self._plan.cost.step_seconds)
+        with (
+            show_progress(self._progress, is_first_process()),
+            self._processes.phase("training", deadline_s) as self._advance,
+        ):
+            yield
+        self._advance = None
+
+    @contextlib.contextmanager
+    def other_work(self, phase: str) -> Iterator[None]:
+        """Compile, evaluate, save or export until the block ends, which is not the time of a step."""
+        started = time.perf_counter()
+        try:
+            with self._processes.phase(phase, self._deadlines.compiling):
+                yield
+        finally:
+            self._other_seconds += time.perf_counter() - started
+
+    @contextlib.contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Run a program of a step for the first time; the phase ends when JAX has compiled it."""
+        measured: list[MemoryUse] = []
+        with contextlib.ExitStack() as phase:
+            phase.enter_context(self.other_work("compiling"))
+
+            def on_duration(event: str, seconds: float, **values: Any) -> None:
+                if event == COMPILE_EVENT and STEP_FUNCTION in str(values.get("fun_name")) and not measured:
+                    measured.append(measure_memory())
+                    phase.close()
+
+            jax.monitoring.register_event_duration_secs_listener(on_duration)
+            try:
+                yield
+            finally:
+                jax.monitoring.unregister_event_duration_listener(on_duration)
+        self._monitor.record_memory(COMPILED, measured[0] if measured else None)
+
+    def finish_step(self, info: StepInfo[Any]) -> None:
+        """Record a step, and decide whether the training goes on: in all processes the same."""
+        work = self._plan.workload
+        self._timer.add(Count(work.batch, work.tokens), time.perf_counter() - self._other_seconds)
+        self.last_step, self.last_loss = info.step, info.loss
+        self._progress.update(1)
+        self._progress.set_note(f"step {info.next_step} of {self._total}, loss {info.loss:.4f}")
+        if self._advance is not None:
+            self._advance(info.next_step, f"step {info.next_step}")
+        self._monitor.record_step(self.statistics)
+        self.is_stopped = not self._monitor.goes_on(f"step {info.next_step}", is_preempted() or self._stops.is_set())
+
+
+class EventTimes(Callback[Any]):
+    """Measures from Levanter's events how long devices compute and wait, and watches evaluations."""
+
+    def __init__(self, watch: TrainingWatch):
+        """Add the times to the statistics of `watch`."""
+        self._watch = watch
+        self._began: float | None = None
+        self._ended: float | None = None
+        self._evaluation = contextlib.ExitStack()
+
+    def on_step(self, info: StepInfo[Any], force: bool = False) -> None:
+        """Note the end of a step: what follows is the wait for the next batch."""
+        self._ended = time.perf_counter()
+
+    def on_event(self, event: ProgressEvent) -> None:
+        """Take an event of Levanter's Trainer."""
+        now, statistics = time.perf_counter(), self._watch.statistics
+        match event:
+            case ProgressEvent.TRAIN_STEP_STARTED:
+                self._began = now
+                statistics.steps += 1
+                if self._ended is not None:
+                    statistics.waiting_seconds += now - self._ended
+            case ProgressEvent.TRAIN_STEP_FINISHED if self._began is not None and statistics.steps > 1:
+                statistics.blocked_seconds += now - self._began
+            case ProgressEvent.EVALUATION_STARTED:
+                self._evaluation.enter_context(self._watch.other_work("evaluating"))
+            case ProgressEvent.EVALUATION_FINISHED:
+                self._evaluation.close()

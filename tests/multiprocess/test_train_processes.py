@@ -1,0 +1,47 @@
+"""Trainings of two processes: their losses, a hang in the backward pass, and a run that is too slow."""
+
+import json
+import re
+
+from conftest import ROOT
+from test_faults import HERE, finish, line_of, start
+
+CONFIG = str(ROOT / "configs" / "tiny-train.yaml")
+
+
+def arguments(output, *argv):
+    return ["--config", CONFIG, "--output", str(output), "--trainer.steps_per_eval=1000", *argv]
+
+
+def test_a_hang_in_the_backward_pass_is_named(tmp_path):
+    """The other process waits in a collective for the gradients of the one that is stuck."""
+    argv = ["3", *arguments(tmp_path / "r", "--trainer.num_train_steps=8", "--deadline.step=20")]
+    codes, errors = finish(start(argv, 2, module="stuck_train", PYTHONPATH=HERE))
+    assert codes == [5, 5], errors
+    reason = (
+        r"process 1 is stuck while training \(step 2\), without progress for \d+ s, at faulty_eval\.py:\d+ in "
+        r"read_pipe; process 0 only waits for it; start the run again; what this process was doing is in "
+    )
+    for process, error in enumerate(errors):
+        file = tmp_path / "r" / f"stacks-{process}.txt"
+        assert re.search(f"{reason}{file}$", line_of(error)), error
+        assert "most recent call first" in file.read_text()
+
+
+def test_a_run_below_the_gate_says_where_the_time_went(tmp_path):
+    argv = arguments(tmp_path / "r", "--trainer.num_train_steps=30", "--gate.factor=1000", "--gate.stop=true")
+    codes, errors = finish(start(argv, 2, module="shardplan.train"))
+    assert codes == [7, 7], errors
+    for error in errors:
+        assert re.search(
+            r"tokens/s is \S+ of the \S+ that the plan predicts, below gate.factor 1000; in \d+\.\d s of steps the "
+            r"host waited \d+\.\d s for the devices, and these \d+\.\d s for inputs; its own work took .* compiling "
+            r"took \d+\.\d s before; the same command goes on from here",
+            line_of(error),
+        )
+    audit = (tmp_path / "r" / "audit.txt").read_text()
+    assert audit.count("as planned") == 12
+    [attempt] = json.loads((tmp_path / "r" / "goodput.json").read_text())["attempts"]
+    assert attempt["windows"] == 11 * 24 and not attempt["is_completed"]
+    stages = json.loads((tmp_path / "r" / "memory.json").read_text())["measured"]
+    assert [*stages] == ["started", "loaded", "compiled", "first step"]
