@@ -70,13 +70,16 @@ class RunMonitor:
             self._records.write(ENVIRONMENT, describe_run(self._plan, described))
         self.record_memory(STARTED)
 
-    def audit(self, module: Any) -> None:
+    def audit(self, module: Any, plan: Plan | None = None) -> None:
         """Record that the arrays of a model are as planned.
+
+        Args:
+            plan: what to compare them with, if it is not the plan of the run.
 
         Raises:
             ConfigError: one is not.
         """
-        audited = audit(module, self._plan)
+        audited = audit(module, plan or self._plan)
         if is_first_process():
             self._records.write(AUDIT, format_audit(audited.arrays))
 

@@ -58,7 +58,7 @@ def levanter_sections(config: TrainCommand, plan: Plan, model: Model, files: Tra
     given = nested_sections(config.levanter)
     trainer = {**_trainer_defaults(config, plan, files), **trainer_section(plan)}
     return {
-        "model": _model_section(plan, model, files.reference),
+        "model": _model_section(config, plan, model, files),
         "data": _data_section(config, plan, model, files),
         "initialize_from_hf": initial_checkpoint(config) or False,
         **{name: value for name, value in given.items() if name not in ("trainer", "data", "initialize_from_hf")},
@@ -141,7 +141,7 @@ def _tracker(config: TrainCommand, files: TrainingFiles) -> dict[str, Any]:
             return {"type": "json_logger", "logger_name": METRICS_LOGGER}
 
 
-def _model_section(plan: Plan, model: Model, reference: str) -> dict[str, Any]:
+def _model_section(config: TrainCommand, plan: Plan, model: Model, files: TrainingFiles) -> dict[str, Any]:
     """Return the model as a section of Levanter, with what the plan decides of it.
 
     Raises:
@@ -156,7 +156,9 @@ def _model_section(plan: Plan, model: Model, reference: str) -> dict[str, Any]:
     defaults = _plain(draccus.encode(type(model.config)(), LmConfig)) if not model.is_decoder else {}
     kept = {name: value for name, value in section.items() if name == "type" or defaults.get(name, ...) != value}
     if "reference_checkpoint" in section:
-        kept["reference_checkpoint"] = reference
+        kept["reference_checkpoint"] = files.reference
+    if "tokenizer" in section and is_synthetic(config):
+        kept["tokenizer"] = files.folder  # or Levanter would read that of the checkpoint
     if POLICY in section:
         policy = plan.workload.checkpoint_policy
         kept[POLICY] = True if policy == CheckpointPolicy() else policy.levanter_value

@@ -19,6 +19,7 @@ from shardplan.runtime.devices import is_first_process
 from shardplan.runtime.processes.group import Advance, ProcessGroup
 from shardplan.runtime.progress import Progress, show_progress
 from shardplan.runtime.signals.preemption import is_preempted
+from shardplan.train.adapted import with_frozen_parameters, without_adapter
 
 STEP_FUNCTION = "train_step"
 """Part of the name of the function that JAX compiles for a step."""
@@ -70,9 +71,11 @@ class TrainingWatch:
         Raises:
             ConfigError: an array is not.
         """
-        model = state.model
-        self._monitor.audit(model)
-        check_like_parameters(state.opt_state, type(model), self._plan)
+        plan, model = self._plan, without_adapter(state.model)
+        if model is not state.model:
+            plan = with_frozen_parameters(plan)
+        self._monitor.audit(model, plan)
+        check_like_parameters(state.opt_state, type(state.model), plan)
         self._monitor.record_memory(LOADED)
 
     @contextlib.contextmanager

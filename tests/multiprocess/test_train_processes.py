@@ -1,12 +1,22 @@
-"""Trainings of two processes: their losses, a hang in the backward pass, and a run that is too slow."""
+"""Trainings of two processes: a hang in the backward pass, a run that is too slow, and SIGTERM to one of them."""
 
 import json
 import re
+import signal
 
+import pytest
 from conftest import ROOT
-from test_faults import HERE, finish, line_of, start
+from test_faults import HERE, line_of, read_until, start
 
 CONFIG = str(ROOT / "configs" / "tiny-train.yaml")
+TIMEOUT = 300
+"""Seconds after which a process that has not ended counts as hung: compiling alone takes half a minute."""
+
+
+def finish(processes):
+    """Exit codes and errors of processes, which must end."""
+    errors = [process.communicate(timeout=TIMEOUT)[1] for process in processes]
+    return [process.returncode for process in processes], errors
 
 
 def arguments(output, *argv):
@@ -45,3 +55,23 @@ def test_a_run_below_the_gate_says_where_the_time_went(tmp_path):
     assert attempt["windows"] == 11 * 24 and not attempt["is_completed"]
     stages = json.loads((tmp_path / "r" / "memory.json").read_text())["measured"]
     assert [*stages] == ["started", "loaded", "compiled", "first step"]
+
+
+@pytest.mark.whole
+def test_sigterm_to_one_process_stops_both_after_the_same_step(tmp_path):
+    """The checkpoint is that of all; one process goes on with it."""
+    output = tmp_path / "r"
+    argv = arguments(output, "--trainer.num_train_steps=30")
+    processes = start(argv, 2, module="shardplan.train")
+    read_until(processes[0], r"step [3-9] of 30")
+    processes[1].send_signal(signal.SIGTERM)
+    codes, errors = finish(processes)
+    assert codes == [0, 0], errors
+    assert "the same command goes on from there" in errors[0]
+    [saved] = (output / "checkpoints").glob("step-*")
+    step = int(saved.name.removeprefix("step-"))
+    processes = start(argv, 1, module="shardplan.train")
+    codes, [error] = finish(processes)
+    assert codes == [0], error
+    steps = [json.loads(line).get("step") for line in (output / "metrics.jsonl").read_text().splitlines()]
+    assert step + 1 in steps and max(each for each in steps if each is not None) == 29

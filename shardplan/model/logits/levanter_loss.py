@@ -69,10 +69,14 @@ def one_block_of_tokens() -> Iterator[None]:
     """Let Levanter's loss take all tokens of a device at once, and divide only the vocabulary into blocks.
 
     Tracing needs this: a traced program has the tokens of all devices, so that the number of tokens on a device, which
-    decides the size of blocks, is not known.
+    decides the size of blocks, is not known. Nor does it compare its choice of a kernel with those of other processes,
+    which do not trace: process 0 alone makes a plan.
     """
-    kernel = import_module(f"{KERNELS}.xla")
-    with _replaced(kernel, "_resolve_xla_batch_block_size", lambda tokens, *_, **__: tokens):
+    kernel, choice = (import_module(f"{KERNELS}.{name}") for name in ("xla", "api"))
+    with (
+        _replaced(kernel, "_resolve_xla_batch_block_size", lambda tokens, *_, **__: tokens),
+        _replaced(choice, "_autotune_process_ids", lambda *_: (jax.process_index(),)),
+    ):
         yield
 
 
