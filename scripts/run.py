@@ -5,7 +5,7 @@ in uv, and says which it takes. Makes an environment for that Python, such as .v
 scripts/constraints.txt. Then
 
   demo   trains a small Llama on the text CPython ships, evaluates it with shardplan on 8 virtual CPU devices, and finds
-         the text that it has memorised
+         the text that it has memorised; then trains another one with shardplan, stops it, and goes on
   docs   builds the documentation into build/docs, with warnings as errors
   checks runs the linters, the type checker and the import contracts, and builds package and documentation
   test   runs the tests, and the checks beside them
@@ -37,6 +37,7 @@ DEMO = (
     ("python", "scripts/make_demo_checkpoint.py", "--output", "build/demo"),
     ("python", "-m", "shardplan.eval", "--config", "configs/tiny.yaml"),
     ("python", "-m", "shardplan.eval", "--config", "configs/tiny-extraction.yaml"),
+    ("python", "scripts/train_demo.py"),
 )
 DOCS = (
     ("python", "scripts/make_reference.py", "--check"),

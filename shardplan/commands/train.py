@@ -48,7 +48,8 @@ def main(argv: Sequence[str]) -> None:
     if summary is None:
         print_note(f"stopped; the same command goes on from there (checkpoints in {config.output})")
         return
-    print_note(f"loss {summary['loss']:.4f} after {summary['steps']} steps; all is in {config.output}")
+    loss = "" if summary["loss"] is None else f", loss {summary['loss']:.4f}"  # none where only the export was missing
+    print_note(f"{summary['steps']} steps are done{loss}; all is in {config.output}")
 
 
 def dry_run(config: TrainCommand) -> None:

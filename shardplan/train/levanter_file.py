@@ -122,7 +122,7 @@ def _trainer_defaults(config: TrainCommand, plan: Plan, files: TrainingFiles) ->
         "id": files.run_id,
         "tracker": _tracker(config, files),
         "checkpointer": {"base_path": f"{files.output}/checkpoints", "append_run_id_to_base_path": False},
-        "log_dir": f"{files.output}/logs",
+        **({} if "://" in files.output else {"log_dir": f"{files.output}/logs"}),
         "log_jaxprs": False,
         "log_xla_hlo": False,
         "require_accelerator": not parse_slice(plan.hardware.slice).is_cpu,

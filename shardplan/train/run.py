@@ -252,7 +252,8 @@ def _log_to_files(prepared: PreparedTraining) -> Iterator[None]:
     """
     output, handlers = prepared.files.output, []
     if "://" not in output:
-        parts = [(METRICS_LOGGER, METRICS), ("levanter", LOG)] if is_first_process() else []
+        is_json = METRICS_LOGGER in str(prepared.sections["trainer"]["tracker"])
+        parts = [*([(METRICS_LOGGER, METRICS)] if is_json else []), ("levanter", LOG)] if is_first_process() else []
         for name, file in parts:
             handler = logging.FileHandler(Path(output) / file)
             handler.setLevel(logging.INFO)

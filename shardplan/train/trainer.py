@@ -33,7 +33,8 @@ class PlannedTrainer(Trainer):
         """
         self._watch, self._compiler_options = watch, dict(compiler_options)
         super().__init__(*arguments, **settings)
-        self.add_hook(EventTimes(watch))
+        self._times = EventTimes(watch)
+        self.add_hook(self._times)
         assert self._checkpointer is not None
         save = self._checkpointer.save_checkpoint
 
@@ -65,6 +66,7 @@ class PlannedTrainer(Trainer):
             self._watch.finish_step(info)
             if self._watch.is_stopped:
                 self._save_and_wait(info)
+            self._times.end_step()
         elif not self._watch.is_stopped:
             with self._watch.other_work("finishing"):
                 super().run_hooks(info, force=True)

@@ -17,7 +17,7 @@ from shardplan.monitoring.step_statistics import Count, LoopStatistics, StepTime
 from shardplan.plan.plan import Plan
 from shardplan.runtime.devices import is_first_process
 from shardplan.runtime.processes.group import Advance, ProcessGroup
-from shardplan.runtime.progress import Progress, show_progress
+from shardplan.runtime.progress import Progress, print_note, show_progress
 from shardplan.runtime.signals.preemption import is_preempted
 from shardplan.train.adapted import with_frozen_parameters, without_adapter
 
@@ -82,6 +82,8 @@ class TrainingWatch:
     def training(self, first_step: int) -> Iterator[None]:
         """Compute steps until the block ends."""
         self._progress = Progress("training", "steps", self._total - first_step)
+        if first_step and is_first_process():
+            print_note(f"going on after step {first_step}")
         deadline_s = self._deadlines.step or step_deadline(self._plan.cost.step_seconds)
         with (
             show_progress(self._progress, is_first_process()),
@@ -143,7 +145,10 @@ class EventTimes(Callback[Any]):
         self._evaluation = contextlib.ExitStack()
 
     def on_step(self, info: StepInfo[Any], force: bool = False) -> None:
-        """Note the end of a step: what follows is the wait for the next batch."""
+        """Do nothing: other hooks of the step come later."""
+
+    def end_step(self) -> None:
+        """Note that all hooks of a step have run: what follows is the wait for the next batch."""
         self._ended = time.perf_counter()
 
     def on_event(self, event: ProgressEvent) -> None:

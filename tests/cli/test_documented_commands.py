@@ -11,6 +11,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from processes import fork_python
 from unit.test_docs import LAUNCH_FILE, PARSED
 
 from shardplan.__main__ import main
@@ -40,8 +41,13 @@ RUN = {
 }
 
 
+def is_training(arguments):
+    return arguments[0] == "train" and "--dry_run" not in arguments
+
+
 def marked(command):
-    marks = [pytest.mark.whole] if any(word in RUN[command] for word in TAKES_LONG) else []
+    takes_long = is_training(RUN[command]) or any(word in RUN[command] for word in TAKES_LONG)
+    marks = [pytest.mark.whole] if takes_long else []
     return pytest.param(RUN[command], marks=marks, id=command)
 
 
@@ -72,6 +78,11 @@ def folder(checkpoint, tmp_path_factory):
 def test_it_runs(arguments, folder, capsys, monkeypatch):
     monkeypatch.chdir(folder)
     monkeypatch.setitem(os.environ, "JAX_PLATFORMS", "cpu")
+    if is_training(arguments):  # which changes Levanter
+        process = fork_python(["-m", "shardplan", *arguments], folder)
+        error = process.communicate()[1]
+        assert process.returncode == 0, error
+        return
     code = main(None, arguments)
     printed = capsys.readouterr()
     if arguments[-1] in HAS_ERRORS:

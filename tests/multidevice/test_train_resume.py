@@ -100,4 +100,6 @@ def test_the_same_mesh_has_the_same_losses_to_the_bit(uninterrupted, tmp_path, s
 def test_other_meshes_have_the_same_losses_but_for_rounding(uninterrupted, tmp_path, seed):
     losses = interrupted_run(tmp_path / "r", (8, 4, 6, 8), seed)
     assert {*losses} == {*range(STEPS)}
+    error = finish(start(tmp_path / "r", 8, "--workload.batch=48"), 2)
+    assert "holds the results of another run: its batch is 24, this run's is 48; name another folder" in error
     assert 0 < largest_difference(losses, uninterrupted) < OTHER_MESH
