@@ -179,7 +179,8 @@ def run_training(
             processes.agree("shown", lambda: on_plan(plan), lambda _: {})
         _claim(prepared, folder, processes)
         if processes.broadcast("finished", folder.is_finished):
-            print_note(f"all {prepared.steps} steps are done already: nothing is computed")
+            if is_first_process():
+                print_note(f"all {prepared.steps} steps are done already: nothing is computed")
             return folder.read_summary()
         if is_first_process():
             _print_notes(prepared)
@@ -231,7 +232,7 @@ def _run_levanter(prepared: PreparedTraining, watch: TrainingWatch, processes: P
     # the processes are connected already
     levanter_config.trainer.distributed = DistributedConfig(initialize_jax_distributed=False)
     tokens, vocab = len(levanter_config.data.the_tokenizer), prepared.training.model.vocab.size
-    if tokens != vocab:
+    if tokens > vocab:
         raise ConfigError(
             f"data.tokenizer {levanter_config.data.tokenizer} has {tokens} tokens, and the model {vocab}; name the "
             "tokenizer of the model, or set vocab_size in its config.json"
@@ -239,7 +240,7 @@ def _run_levanter(prepared: PreparedTraining, watch: TrainingWatch, processes: P
     with (
         processes.phase("preparing the data", prepared.config.deadline.loading),
         _log_to_files(prepared),
-        planned_trainer(watch, prepared.plan.compiler_options),
+        planned_trainer(watch, prepared.plan.compiler_options, vocab),
     ):
         train_lm.main(levanter_config)
 

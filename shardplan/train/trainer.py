@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any
 from unittest import mock
 
+from haliax import Axis
 from haliax.partitioning import named_jit
 from levanter.callbacks import StepInfo
 from levanter.checkpoint import CheckpointRetention
@@ -115,8 +116,19 @@ class _WatchedProgram:
 
 
 @contextlib.contextmanager
-def planned_trainer(watch: TrainingWatch, compiler_options: Mapping[str, Any]) -> Iterator[None]:
-    """Have `levanter.main.train_lm` use the watched Trainer, and log to its file alone, until the block ends."""
+def planned_trainer(watch: TrainingWatch, compiler_options: Mapping[str, Any], vocab_size: int) -> Iterator[None]:
+    """Have `levanter.main.train_lm` use the watched Trainer until the block ends.
+
+    Its model has `vocab_size` tokens, as planned. Levanter would take the length of the tokenizer, which has fewer
+    tokens than some checkpoints, such as those of Qwen: such a training could not be resumed.
+    """
+
+    def planned_axis(axis: Axis, *_: Any) -> Axis:
+        return axis.resize(vocab_size) if axis.name == "vocab" else axis
+
     make = functools.partial(PlannedTrainer, watch, compiler_options)
-    with mock.patch.object(train_lm, "Trainer", make):
+    with (
+        mock.patch.object(train_lm, "Trainer", make),
+        mock.patch.object(train_lm, "round_axis_for_partitioning", planned_axis),
+    ):
         yield

@@ -51,12 +51,11 @@ class TrainingWatch:
         self.statistics = LoopStatistics()
         self._timer = StepTimer(self.statistics)
         self._advance: Advance | None = None
+        self._has_compiled = False
         self._other_seconds = 0.0
         """Time that is not that of steps: of compiling, evaluating and saving."""
         self.is_stopped = False
         """Whether all processes have stopped the training before its end."""
-        self.last_step: int | None = None
-        """The last step that was computed, from 0 on."""
         self.last_loss: float | None = None
 
     @contextlib.contextmanager
@@ -102,6 +101,10 @@ class TrainingWatch:
         finally:
             self._other_seconds += time.perf_counter() - started
 
+    def step_clock(self) -> float:
+        """Return the seconds of a clock that stands still during other work."""
+        return time.perf_counter() - self._other_seconds
+
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:
         """Run a program of a step for the first time; the phase ends when JAX has compiled it."""
@@ -119,13 +122,15 @@ class TrainingWatch:
                 yield
             finally:
                 jax.monitoring.unregister_event_duration_listener(on_duration)
-        self._monitor.record_memory(COMPILED, measured[0] if measured else None)
+        if not self._has_compiled:  # a step with statistics is another program
+            self._has_compiled = True
+            self._monitor.record_memory(COMPILED, measured[0] if measured else None)
 
     def finish_step(self, info: StepInfo[Any]) -> None:
         """Record a step, and decide whether the training goes on: in all processes the same."""
         work = self._plan.workload
-        self._timer.add(Count(work.batch, work.tokens), time.perf_counter() - self._other_seconds)
-        self.last_step, self.last_loss = info.step, info.loss
+        self._timer.add(Count(work.batch, work.tokens), self.step_clock())
+        self.last_loss = info.loss
         self._progress.update(1)
         self._progress.set_note(f"step {info.next_step} of {self._total}, loss {info.loss:.4f}")
         if self._advance is not None:
@@ -149,11 +154,11 @@ class EventTimes(Callback[Any]):
 
     def end_step(self) -> None:
         """Note that all hooks of a step have run: what follows is the wait for the next batch."""
-        self._ended = time.perf_counter()
+        self._ended = self._watch.step_clock()
 
     def on_event(self, event: ProgressEvent) -> None:
         """Take an event of Levanter's Trainer."""
-        now, statistics = time.perf_counter(), self._watch.statistics
+        now, statistics = self._watch.step_clock(), self._watch.statistics
         match event:
             case ProgressEvent.TRAIN_STEP_STARTED:
                 self._began = now

@@ -3,13 +3,15 @@
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardplan import audit, load_pretrained, make_plan
+from shardplan import audit, load_pretrained, make_mesh, make_plan
 from shardplan.errors import ConfigError
 from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.registry import build_model
+from shardplan.monitoring.audit import check_like_parameters
 
 
 @pytest.fixture(scope="module")
@@ -70,3 +72,38 @@ def test_other_types_and_devices_are_named(loaded, change, message):
     model, plan = loaded
     with pytest.raises(ConfigError, match=message):
         audit(eqx.tree_at(gate_proj, model, change(gate_proj(model))), plan)
+
+
+def test_what_an_optimizer_keeps_is_sharded_like_the_parameters(loaded):
+    """Adam's moments, and not what has another shape, such as its count."""
+    model, plan = loaded
+    state = optax.adam(1e-3).init(eqx.filter(model, eqx.is_inexact_array))
+    check_like_parameters(state, type(model), plan)
+    array = gate_proj(state[0].mu)
+    replicated = jax.device_put(array, NamedSharding(array.sharding.mesh, PartitionSpec()))
+    moments = eqx.tree_at(gate_proj, state[0].mu, replicated)
+    message = r"^not as planned: the optimizer's state of segments.*gate_proj\.weight is replicated, planned is sharded"
+    with pytest.raises(ConfigError, match=message):
+        check_like_parameters((state[0]._replace(mu=moments), *state[1:]), type(model), plan)
+
+
+def test_a_mesh_of_levanter_has_axes_across_slices(loaded):
+    """A sharding is as planned if the axes of a mesh axis, within and across slices, have its devices together."""
+    model, plan = loaded
+    planned = make_mesh(plan)
+    axes = ("replica_dcn", "data_dcn", *planned.axis_names)
+    sizes = (1, 2, *(1 if axis == "data" else size for axis, size in plan.mesh.items()))
+    mesh = Mesh(planned.devices.reshape(sizes), axes)
+
+    def move(array):
+        spec = [tuple("data_dcn" if axis == "data" else axis for axis in each or ()) or None for each in spec_of(array)]
+        return jax.device_put(array, NamedSharding(mesh, PartitionSpec(*spec)))
+
+    def spec_of(array):
+        return [(each,) if isinstance(each, str) else each for each in array.sharding.spec]
+
+    audit(jax.tree.map(move, model), plan)
+    other = Mesh(planned.devices.reshape((2, 1, *sizes[2:])), axes)
+    moved = jax.tree.map(lambda array: jax.device_put(array, NamedSharding(other, PartitionSpec())), model)
+    with pytest.raises(ConfigError, match=r"is on the mesh \{'replica_dcn': 2, .*\}, planned is \{"):
+        audit(moved, plan)
