@@ -85,6 +85,22 @@ def interrupted_run(output, devices, seed):
     return losses_of(output)
 
 
+def test_a_training_goes_on_on_other_devices(tmp_path):
+    """In short: SIGTERM saves the step under way, and nothing is computed twice."""
+    argv = ("--trainer.num_train_steps=8", "--trainer.steps_per_eval=100")
+    finish(start(tmp_path / "whole", 8, *argv))
+    expected, output = losses_of(tmp_path / "whole"), tmp_path / "r"
+    error = stop_at(start(output, 8, *argv), output, 3, signal.SIGTERM, 0.1)
+    assert "the same command goes on from there" in error
+    stopped = losses_of(output)
+    assert stopped == {step: expected[step] for step in stopped} and 4 <= len(stopped) < 8
+    error = finish(start(output, 4, *argv))
+    assert f"going on after step {len(stopped)}" in error
+    losses = losses_of(output)
+    assert [*losses] == [*range(8)] and all(len(losses[step]) == 1 for step in range(7))
+    assert largest_difference(losses, expected) < OTHER_MESH
+
+
 @pytest.mark.whole
 @pytest.mark.parametrize("seed", [0, 1])
 def test_the_same_mesh_has_the_same_losses_to_the_bit(uninterrupted, tmp_path, seed):

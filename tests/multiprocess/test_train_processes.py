@@ -38,6 +38,7 @@ def test_a_hang_in_the_backward_pass_is_named(tmp_path):
         assert "most recent call first" in file.read_text()
 
 
+@pytest.mark.whole
 def test_a_run_below_the_gate_says_where_the_time_went(tmp_path):
     argv = arguments(tmp_path / "r", "--trainer.num_train_steps=30", "--gate.factor=1000", "--gate.stop=true")
     codes, errors = finish(start(argv, 2, module="shardplan.train"))
