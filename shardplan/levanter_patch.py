@@ -14,7 +14,7 @@ from shardplan.checkpoint.load import HFCheckpointConverter
 from shardplan.errors import ConfigError, check_argument
 from shardplan.experts.levanter import HasExpertMethod, patch_blocks
 from shardplan.experts.method import ExpertMethod
-from shardplan.model.activation_names import name_splash_residuals, named_as_configured
+from shardplan.model.activation_names import named_as_configured
 from shardplan.model.logits.levanter_loss import FUSED_LOSS, LEVANTERS_FUSED_LOSS, fused_loss
 from shardplan.model.soft_cap import cap_gemma2_logits
 
@@ -45,7 +45,6 @@ def patch_levanter(experts: ExpertMethod | HasExpertMethod | None = None) -> Non
     LevanterConverter.load_pretrained = HFCheckpointConverter.load_pretrained
     LevanterConverter.save_pretrained = HFCheckpointConverter.save_pretrained
     LmConfig.build = _build_with_names
-    name_splash_residuals()
     cap_gemma2_logits()
     if LEVANTERS_FUSED_LOSS is None:
         raise ConfigError(

@@ -5,7 +5,7 @@ calls a function of attention itself, and that call is replaced while the model 
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from haliax import NamedArray
 
@@ -13,7 +13,7 @@ from haliax import NamedArray
 from shardplan.attention.dot_product import dot_product_attention as sharded_attention
 from shardplan.attention.levanter import has_parallel_modules
 from shardplan.errors import ConfigError
-from shardplan.model.activation_names import context_named_by_kernel, name_splash_residuals
+from shardplan.model.activation_names import context_named_by_kernel
 from shardplan.model.attention.attention_calls import Arguments, replace_attention
 from shardplan.model.registry import Model
 from shardplan.plan.attention_plan import KernelName
@@ -45,11 +45,9 @@ def planned_attention(model: Model, plan: Plan) -> Iterator[None]:
             yield
         return
     if not (plan.attention.is_sequence_parallel or model.is_decoder):
-        if plan.attention.kernel != KernelName.SPLASH:
-            yield
-            return
-        name_splash_residuals()
-        with context_named_by_kernel():
+        # of Levanter's own attention, only this kernel can name its context
+        uses_splash = plan.attention.kernel == KernelName.SPLASH
+        with context_named_by_kernel() if uses_splash else nullcontext():
             yield
         return
     layout: str | SequenceLayout = SequenceOrder.CONTIGUOUS

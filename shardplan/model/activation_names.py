@@ -15,6 +15,7 @@ from dataclasses import replace
 from enum import StrEnum
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import equinox as eqx
 import haliax as hax
@@ -66,21 +67,16 @@ _KERNEL_NAMES_CONTEXT = ContextVar("kernel_names_context", default=False)
 def context_named_by_kernel() -> Iterator[None]:
     """Leave it to the kernels of attention to name the context: with two names, it would be saved twice.
 
-    Levanter's splash attention does it where `name_splash_residuals` was called.
+    Levanter's splash attention then names its output and its log-sum-exp, as shardplan's attention always does.
     """
+    kernels, name = levanter_attention.splash_attention_kernel, ActivationName.CONTEXT.value
+    make_named = partial(kernels.make_splash_mha, residual_checkpoint_name=name)
     token = _KERNEL_NAMES_CONTEXT.set(True)
     try:
-        yield
+        with mock.patch.object(kernels, "make_splash_mha", make_named):
+            yield
     finally:
         _KERNEL_NAMES_CONTEXT.reset(token)
-
-
-def name_splash_residuals() -> None:
-    """Let Levanter's splash attention name its output and its log-sum-exp; a policy without the name ignores it."""
-    kernels = levanter_attention.splash_attention_kernel
-    made_by = kernels.make_splash_mha
-    if "residual_checkpoint_name" not in getattr(made_by, "keywords", {}):
-        kernels.make_splash_mha = partial(made_by, residual_checkpoint_name=ActivationName.CONTEXT.value)
 
 
 def with_activation_names(module: Any) -> Any:

@@ -28,7 +28,9 @@ from shardplan.config.given_plan import load_given_plan
 from shardplan.config.levanter_keys import TEXT_KEYS
 from shardplan.errors import ConfigError, SlowError
 from shardplan.levanter_patch import patch_levanter
+from shardplan.model.activation_names import context_named_by_kernel
 from shardplan.monitoring.run_monitor import open_monitor
+from shardplan.plan.attention_plan import KernelName
 from shardplan.plan.plan import Plan
 from shardplan.plan.serialization import json_bytes
 from shardplan.runtime.devices import is_first_process
@@ -237,9 +239,11 @@ def _run_levanter(prepared: PreparedTraining, watch: TrainingWatch, processes: P
             f"data.tokenizer {levanter_config.data.tokenizer} has {tokens} tokens, and the model {vocab}; name the "
             "tokenizer of the model, or set vocab_size in its config.json"
         )
+    uses_splash = prepared.plan.attention.kernel == KernelName.SPLASH
     with (
         processes.phase("preparing the data", prepared.config.deadline.loading),
         _log_to_files(prepared),
+        context_named_by_kernel() if uses_splash else contextlib.nullcontext(),
         planned_trainer(watch, prepared.plan.compiler_options, vocab),
     ):
         train_lm.main(levanter_config)
