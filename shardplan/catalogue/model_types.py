@@ -18,7 +18,7 @@ from shardplan.model.registry import Model, build_model
 from shardplan.plan.workload.kinds import KINDS
 from shardplan.plan.workload.workload import MIN_POSITION, Workload
 from shardplan.program.step_trace import plan_step
-from shardplan.search.compute_sharding import AttentionMethod
+from shardplan.search.components.compute_sharding import AttentionMethod
 from shardplan.search.search_configuration import attention_methods
 from shardplan.steps.kinds import STEP_KINDS
 

@@ -25,9 +25,6 @@ from shardplan.model.parameter_dtypes import with_dtypes
 from shardplan.model.registry import Model
 from shardplan.plan.workload.checkpointing import DEFAULT, CheckpointPolicy
 from shardplan.plan.workload.workload import Workload
-from shardplan.program.checkpointed import is_rewritable, with_policy
-from shardplan.program.gradient_kernels import mark_gradient_kernels
-from shardplan.program.kept_activations import KeptActivations, kept_activations
 from shardplan.program.layer_attention import attention_calls
 from shardplan.program.layer_flops import with_layer_flops
 from shardplan.program.marked.marked_attention import mark_attention
@@ -35,10 +32,13 @@ from shardplan.program.marked.marked_conversions import mark_conversions
 from shardplan.program.marked.marked_experts import mark_experts
 from shardplan.program.named_arrays import is_parameter_like, traced_mesh_axis
 from shardplan.program.operations import all_operations
-from shardplan.program.resized import Resizer, TracedBatch, traced_batch
 from shardplan.program.tasks import Step, Task, TaskKind
 from shardplan.program.trace import Argument, ArrayClass, Trace, trace_jaxpr
 from shardplan.program.unrolled_blocks import trace_equal_blocks_once
+from shardplan.program.variants.checkpointed import is_rewritable, with_policy
+from shardplan.program.variants.gradient_kernels import mark_gradient_kernels
+from shardplan.program.variants.kept_activations import KeptActivations, kept_activations
+from shardplan.program.variants.resized import Resizer, TracedBatch, traced_batch
 from shardplan.program.walk import build_step
 from shardplan.steps.checkpointing import checkpoint_policy
 from shardplan.steps.forward import SequenceForward

@@ -9,7 +9,7 @@ from shardplan.cost.sharding import ShardingAssignment
 from shardplan.experts.method import ExpertStrategy
 from shardplan.plan.mapping import MeshAxes
 from shardplan.plan.workload.checkpointing import CheckpointPolicy
-from shardplan.search.compute_sharding import KindMethods
+from shardplan.search.components.compute_sharding import KindMethods
 from shardplan.search.space import Space
 from shardplan.search.tolerances import LEFT_OUT, TIME_RESOLUTION
 

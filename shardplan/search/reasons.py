@@ -18,7 +18,7 @@ from shardplan.plan.mapping import AxisMapping, MeshAxes, mesh_size, mesh_text
 from shardplan.plan.plan import Caveat
 from shardplan.program.marked.attention_kind import AttentionKind
 from shardplan.program.tasks import Step
-from shardplan.search.compute_sharding import AttentionMethod
+from shardplan.search.components.compute_sharding import AttentionMethod
 from shardplan.search.other_form import OtherForm
 from shardplan.search.ranking import Candidate
 from shardplan.search.tolerances import TIME_RESOLUTION

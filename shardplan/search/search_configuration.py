@@ -19,12 +19,12 @@ from shardplan.plan.pins import Rules, parse_rules
 from shardplan.plan.workload.checkpointing import DEFAULT, OPEN_CHECKPOINTING
 from shardplan.plan.workload.workload import BATCH_AXIS
 from shardplan.positions.sequence_order import SequenceOrder
-from shardplan.program.kept_activations import KeptActivations
 from shardplan.program.marked.attention_kind import AttentionKind
 from shardplan.program.step_trace import plan_kept_activations, plan_step
+from shardplan.program.variants.kept_activations import KeptActivations
 from shardplan.runtime.garbage import without_garbage_collection
 from shardplan.search.branch_and_bound import find_smallest, search_meshes
-from shardplan.search.compute_sharding import METHODS, AttentionMethod
+from shardplan.search.components.compute_sharding import METHODS, AttentionMethod
 from shardplan.search.open_choices import WorkloadVariant, enumerate_variants
 from shardplan.search.ranking import Candidate, Ranking
 from shardplan.search.reasons import SearchStatistics, describe_indivisible

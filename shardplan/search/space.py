@@ -39,13 +39,13 @@ from shardplan.plan.attention_plan import AttentionPlan, Strategy
 from shardplan.plan.mapping import AxisMapping, MeshAxes, MeshShape, mesh_size
 from shardplan.plan.pins import Rules
 from shardplan.positions.sequence_order import SequenceOrder
-from shardplan.program.kept_activations import KeptActivations, Option
 from shardplan.program.live_buffers import ProgramPoint
 from shardplan.program.named_arrays import TracedArray
 from shardplan.program.tasks import Step, Task, TaskKind
-from shardplan.search.component_cost import ComponentCost, ProgramCosts, axis_names, component_cost, on_host
-from shardplan.search.compute_sharding import METHODS, AttentionMethod, KindMethods
-from shardplan.search.keeping import Keeping
+from shardplan.program.variants.kept_activations import KeptActivations, Option
+from shardplan.search.components.component_cost import ComponentCost, ProgramCosts, axis_names, component_cost, on_host
+from shardplan.search.components.compute_sharding import METHODS, AttentionMethod, KindMethods
+from shardplan.search.components.keeping import Keeping
 
 MINOR_PART = 0.01
 """Part of the bytes of a model's parameters below which those with a logical axis are small."""

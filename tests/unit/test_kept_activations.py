@@ -19,9 +19,9 @@ from shardplan.model.model_class import LEVANTER
 from shardplan.model.registry import build_model
 from shardplan.plan.workload.checkpointing import CheckpointPolicy
 from shardplan.plan.workload.workload import Workload
-from shardplan.program.checkpointed import is_rewritable, with_policy
-from shardplan.program.resized import Resizer, TracedBatch
 from shardplan.program.step_trace import plan_kept_activations, plan_step, trace_step
+from shardplan.program.variants.checkpointed import is_rewritable, with_policy
+from shardplan.program.variants.resized import Resizer, TracedBatch
 from shardplan.program.walk import build_step
 from shardplan.search.make_plan import make_plan
 from shardplan.search.tolerances import LEFT_OUT, TIME_RESOLUTION

@@ -27,7 +27,7 @@ from shardplan.program.named_arrays import TracedArray
 from shardplan.program.trace import Argument, trace_jaxpr
 from shardplan.program.walk import build_step
 from shardplan.search.branch_and_bound import find_smallest, search_meshes
-from shardplan.search.compute_sharding import METHODS
+from shardplan.search.components.compute_sharding import METHODS
 from shardplan.search.given_plan import plan_given_mappings
 from shardplan.search.make_plan import make_plan, model_from_config
 from shardplan.search.ranking import Candidate, Ranking

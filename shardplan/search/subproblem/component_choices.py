@@ -2,7 +2,7 @@
 
 The times of components add up, and so do their bytes at every point of the program. To combine them is a
 multiple-choice knapsack problem with one capacity per point; a branch and bound over the components solves it exactly.
-What becomes of activations is chosen last, when the shardings of all components are (`shardplan.search.keeping`).
+What becomes of activations (`shardplan.search.components.keeping`) is chosen last, after the shardings of components.
 """
 
 import math
@@ -13,8 +13,8 @@ from typing import NamedTuple
 import numpy as np
 
 from shardplan.plan.mapping import MeshAxes
-from shardplan.search.compute_sharding import ComputeSharding
-from shardplan.search.keeping import Amount, Keeping, Kept
+from shardplan.search.components.compute_sharding import ComputeSharding
+from shardplan.search.components.keeping import Amount, Keeping, Kept
 from shardplan.search.tolerances import TIME_RESOLUTION
 
 
@@ -78,7 +78,7 @@ class Combination:
     seconds: float
     """Time of a step."""
     handicapped_seconds: float
-    """See `shardplan.search.keeping.Kept`."""
+    """See `shardplan.search.components.keeping.Kept`."""
     copies: int
     peak_bytes: float
     """Peak memory of a device."""

@@ -17,9 +17,9 @@ from shardplan.plan.mapping import MeshAxes
 from shardplan.program.live_buffers import LiveBuffer
 from shardplan.program.named_arrays import TracedArray
 from shardplan.program.tasks import Task, TaskKind
-from shardplan.search.component_cost import ComponentCost, TaskGroup
-from shardplan.search.compute_sharding import ComputeSharding, KindMethods
-from shardplan.search.keeping import Amount
+from shardplan.search.components.component_cost import ComponentCost, TaskGroup
+from shardplan.search.components.compute_sharding import ComputeSharding, KindMethods
+from shardplan.search.components.keeping import Amount
 from shardplan.search.space import Space
 from shardplan.search.subproblem.component_choices import ComponentChoice, pareto_optimal
 

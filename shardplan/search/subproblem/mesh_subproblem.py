@@ -17,8 +17,8 @@ from shardplan.experts.method import ExpertStrategy
 from shardplan.hardware import CollectiveKind, place_mesh
 from shardplan.hardware.mesh_axes import BATCH_CHOICES, EXPERT_CHOICES, STORAGE_CHOICES, TENSOR_CHOICES
 from shardplan.plan.mapping import AxisMapping, MeshAxes, mesh_size
-from shardplan.search.component_cost import ComponentCost
-from shardplan.search.compute_sharding import ComputeSharding, KindMethods
+from shardplan.search.components.component_cost import ComponentCost
+from shardplan.search.components.compute_sharding import ComputeSharding, KindMethods
 from shardplan.search.ranking import Candidate, Ranking
 from shardplan.search.reasons import Indivisible, Rejection, SearchStatistics
 from shardplan.search.space import Space

@@ -2,8 +2,8 @@
 
 Under the default policy of gradient checkpointing, layers keep their carries alone. Here every other thing that can
 become of an activation (kept on the device, or copied to the host and back) is an `Option`: the tasks that it adds and
-removes, and the buffers that it adds and removes at every point of the program. Each is the difference between the step
-under a policy that has this option alone, made by `shardplan.program.checkpointed`, and the step under the default one.
+removes, and the buffers that it adds and removes at every point of the program. Each is the difference between two
+steps: under a policy that has this option alone (`shardplan.program.variants.checkpointed`), and under the default one.
 
 The options of several activations add up: what is computed again for one is hardly ever needed for another. The search
 combines them so, and its results are priced anew by the step of their policy. Only copies to and from the host do not
@@ -16,12 +16,12 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from shardplan.plan.workload.checkpointing import CheckpointPolicy
-from shardplan.program.checkpointed import with_policy
 from shardplan.program.layer_flops import MATMULS
 from shardplan.program.live_buffers import LiveBuffer, ProgramPoint
 from shardplan.program.operations import REMATERIALIZED_SCOPE, Operation, all_operations
 from shardplan.program.tasks import Task, TaskKind
 from shardplan.program.trace import Trace
+from shardplan.program.variants.checkpointed import with_policy
 from shardplan.program.walk import Walk, walk
 
 TOGETHER = (("key_proj", "value_proj"),)

@@ -18,11 +18,11 @@ from shardplan.cost.gspmd import depends_on_params
 from shardplan.cost.memory import stored_buffers
 from shardplan.experts.method import ExpertStrategy
 from shardplan.plan.mapping import AxisMapping, MeshAxes
-from shardplan.program.kept_activations import Option
 from shardplan.program.live_buffers import LiveBuffer, ProgramPoint
 from shardplan.program.named_arrays import TracedArray
 from shardplan.program.tasks import ExpertAxes, Step, Task, TaskKind
-from shardplan.search.compute_sharding import ComputeSharding, KindMethods
+from shardplan.program.variants.kept_activations import Option
+from shardplan.search.components.compute_sharding import ComputeSharding, KindMethods
 
 Choice = MeshAxes | KindMethods | ExpertStrategy | None
 """What is chosen of a component: mesh axes of a logical axis, methods of attention, or the strategy of experts."""

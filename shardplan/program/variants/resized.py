@@ -9,10 +9,10 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
-from shardplan.program.kept_activations import HostCopies, KeptActivations, Option
 from shardplan.program.live_buffers import LiveBuffer, ProgramPoint
 from shardplan.program.named_arrays import Dim, TracedArray
 from shardplan.program.tasks import Step, Task
+from shardplan.program.variants.kept_activations import HostCopies, KeptActivations, Option
 
 SEQUENCES = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049)
 """Primes for the number of sequences of a microbatch."""

@@ -1,0 +1,1 @@
+"""What is chosen of components of logical axes and of activations, and what it costs."""
