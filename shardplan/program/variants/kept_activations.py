@@ -27,6 +27,8 @@ from shardplan.program.walk import Walk, walk
 TOGETHER = (("key_proj", "value_proj"),)
 """Activations for which the same is chosen: both are small, and gradients of attention need both."""
 
+MAX_ACTIVATIONS = 8
+"""Largest number of activations, beside the carries of layers, about which something is chosen."""
 Place = tuple[int, bool]
 """`PlacedPoint.place`."""
 Buffers = Mapping[LiveBuffer, int]
@@ -91,13 +93,14 @@ def kept_activations(
         finish: completes the tasks of a step, after the walk.
     """
     base = _Walked(walk(trace), finish)
-    variants: list[list[tuple[CheckpointPolicy, _Walked]]] = []
+    variants: list[list[_Variant]] = []
     for policies in _policies(trace, with_host):
-        of_activation = [(policy, _Walked(walk(with_policy(trace, policy)), finish)) for policy in policies]
+        of_activation = [_Variant(policy, _Walked(walk(with_policy(trace, policy)), finish)) for policy in policies]
         # an activation that no gradient needs is never kept
-        of_activation = [each for each in of_activation if each[1].tasks != base.tasks]
+        of_activation = [each for each in of_activation if each.walked.tasks != base.tasks]
         if of_activation:
             variants.append(of_activation)
+    variants = _most_saving(variants, base)
     every = [walked for of_activation in variants for _, walked in of_activation]
     places = _merge_places([base.places, *(walked.places for walked in every)])
     loops = sorted({loop for walked in every for loop, _ in walked.copies})
@@ -154,6 +157,27 @@ class _Walked:
             following = self.points.get(place, following)
             found.append(following)
         return found[::-1]
+
+
+class _Variant(NamedTuple):
+    """A step under another policy."""
+
+    policy: CheckpointPolicy
+    walked: _Walked
+
+
+def _most_saving(variants: list[list[_Variant]], base: _Walked) -> list[list[_Variant]]:
+    """Return the activations whose computation takes most FLOPs, at most `MAX_ACTIVATIONS`, and the carries.
+
+    The search considers all their combinations. The models of shardplan and of Levanter have no more.
+    """
+
+    def saved_flops(of_activation: list[_Variant]) -> float:
+        return sum(base.flops.values()) - sum(of_activation[0].walked.flops.values())
+
+    named = [each for each in variants if each[0].policy.names]
+    most = sorted(named, key=saved_flops, reverse=True)[:MAX_ACTIVATIONS]
+    return [each for each in variants if each in most or not each[0].policy.names]
 
 
 def _policies(trace: Trace, with_host: bool) -> Iterator[list[CheckpointPolicy]]:
