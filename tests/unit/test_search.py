@@ -32,6 +32,7 @@ from shardplan.search.given_plan import plan_given_mappings
 from shardplan.search.make_plan import make_plan, model_from_config
 from shardplan.search.ranking import Candidate, Ranking
 from shardplan.search.reasons import SearchStatistics
+from shardplan.search.result.compiler_options import planned_options
 from shardplan.search.search_configuration import search_configuration
 from shardplan.search.space import Space, mesh_shapes
 from shardplan.search.subproblem.mesh_subproblem import enumerate_subproblems
@@ -386,6 +387,16 @@ def test_405b_on_v4_256(make_config):
     assert 1.5 < plan.cost.compute_seconds < plan.cost.step_seconds < 3
     assert plan.search.proven_optimal and plan.search.runner_up is not None
     assert plan.compiler_options["xla_jf_spmd_threshold_for_windowed_einsum_mib"] == "1000000"
+
+
+@pytest.mark.parametrize(
+    ("name", "has_experts", "is_training", "tiles"),
+    [("v6e-8", False, True, "98304"), ("v6e-8", False, False, None), ("v6e-8", True, True, None),
+     ("v5p-16", False, True, None)],
+)  # fmt: skip
+def test_tiles_are_larger_where_that_was_faster(name, has_experts, is_training, tiles):
+    options = planned_options(parse_slice(name), has_experts, is_training)
+    assert options.get("xla_tpu_scoped_vmem_limit_kib") == tiles
 
 
 @pytest.mark.parametrize(

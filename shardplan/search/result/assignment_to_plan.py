@@ -113,7 +113,7 @@ def build_plan(
         search=search,
         attention=with_kernels(step, assignment),
         experts=assignment.experts if step.expert_blocks else None,
-        compiler_options=planned_options(hardware, has_experts=bool(step.expert_blocks)),
+        compiler_options=planned_options(hardware, bool(step.expert_blocks), workload.is_training),
         versions=_versions(),
     )
 
