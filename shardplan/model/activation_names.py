@@ -13,18 +13,17 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from enum import StrEnum
-from functools import partial
 from typing import Any
-from unittest import mock
 
 import equinox as eqx
 import haliax as hax
 import jax
-import levanter.layers.attention as levanter_attention
 from haliax import NamedArray
 from haliax.nn import Linear
 from haliax.nn.scan import ScanCheckpointPolicy
 from jax.ad_checkpoint import checkpoint_name
+
+from shardplan.runtime.private_jax import named_splash_residuals
 
 
 class ActivationName(StrEnum):
@@ -69,11 +68,9 @@ def context_named_by_kernel() -> Iterator[None]:
 
     Levanter's splash attention then names its output and its log-sum-exp, as shardplan's attention always does.
     """
-    kernels, name = levanter_attention.splash_attention_kernel, ActivationName.CONTEXT.value
-    make_named = partial(kernels.make_splash_mha, residual_checkpoint_name=name)
     token = _KERNEL_NAMES_CONTEXT.set(True)
     try:
-        with mock.patch.object(kernels, "make_splash_mha", make_named):
+        with named_splash_residuals(ActivationName.CONTEXT.value):
             yield
     finally:
         _KERNEL_NAMES_CONTEXT.reset(token)

@@ -6,8 +6,11 @@ one line that says what differs, and not in the middle of a run.
 
 import ctypes
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import jax
 from jax._src import distributed, hardware_utils
@@ -48,7 +51,7 @@ def _check() -> None:
     Raises:
         ConfigError: something is missing, or has other parameters.
     """
-    names = (*EXPECTED_PARAMETERS, "BlockSizes", "SegmentIds", "DEFAULT_MASK_VALUE")
+    names = (*EXPECTED_PARAMETERS, "BlockSizes", "SegmentIds", "DEFAULT_MASK_VALUE", "make_splash_mha")
     problems = [f"splash attention has no {name}" for name in names if not hasattr(splash, name)]
     for name, expected in EXPECTED_PARAMETERS.items():
         actual = tuple(inspect.signature(getattr(splash, name)).parameters) if hasattr(splash, name) else expected
@@ -87,6 +90,14 @@ MASKED_SCORE: float = splash.DEFAULT_MASK_VALUE
 splash_forward: Callable[..., Any] = splash._splash_attention_forward
 splash_query_gradient: Callable[..., Any] = splash._splash_attention_bwd_dq
 splash_key_value_gradients: Callable[..., Any] = splash._splash_attention_bwd_dkv
+
+
+@contextmanager
+def named_splash_residuals(name: str) -> Iterator[None]:
+    """Let splash attention, by whoever calls it, give its output and its log-sum-exp a name, until the block ends."""
+    make_named = partial(splash.make_splash_mha, residual_checkpoint_name=name)
+    with mock.patch.object(splash, "make_splash_mha", make_named):
+        yield
 
 
 def detect_cluster() -> tuple[str, int, int] | None:
