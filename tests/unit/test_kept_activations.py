@@ -19,6 +19,7 @@ from shardplan.model.model_class import LEVANTER
 from shardplan.model.registry import build_model
 from shardplan.plan.workload.checkpointing import CheckpointPolicy
 from shardplan.plan.workload.workload import Workload
+from shardplan.program.operations import all_operations
 from shardplan.program.step_trace import plan_kept_activations, plan_step, trace_step
 from shardplan.program.variants.checkpointed import is_rewritable, with_policy
 from shardplan.program.variants.resized import Resizer, TracedBatch
@@ -68,10 +69,14 @@ def test_a_policy_is_that_of_its_own_trace(name, microbatches):
     """The program that JAX makes of a policy has the same tasks, and the same live buffers at every point."""
     model = model_of(name)
     base = trace_step(model, training(microbatches=microbatches))
+    names = {operation.activation for operation in all_operations(base.operations)}
     for text in POLICIES:
         policy = CheckpointPolicy.parse(text)
+        # Levanter's Mixtral has no output of an MLP with a name
+        kept, offloaded = (tuple(filter(names.__contains__, each)) for each in (policy.kept, policy.offloaded))
+        policy = replace(policy, kept=kept, offloaded=offloaded)
         assert is_rewritable(base, policy)
-        expected = build_step(trace_step(model, training(8, microbatches, text)))
+        expected = build_step(trace_step(model, training(8, microbatches, str(policy))))
         assert facts(build_step(with_policy(base, policy))) == facts(expected), text
 
 

@@ -392,7 +392,7 @@ def test_405b_on_v4_256(make_config):
 @pytest.mark.parametrize(
     ("name", "has_experts", "is_training", "tiles"),
     [("v6e-8", False, True, "98304"), ("v6e-8", False, False, None), ("v6e-8", True, True, None),
-     ("v5p-16", False, True, None)],
+     ("v5p-16", False, True, "65536"), ("v4-16", False, True, None)],
 )  # fmt: skip
 def test_tiles_are_larger_where_that_was_faster(name, has_experts, is_training, tiles):
     options = planned_options(parse_slice(name), has_experts, is_training)

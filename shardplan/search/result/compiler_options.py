@@ -28,9 +28,10 @@ OVERLAPPED_EXPERTS = {
 }
 """Of models with routed experts: collectives run beside the kernels of grouped matmuls."""
 
-TRAINING_VMEM_KIB = {"v6e": 98304}
+TRAINING_VMEM_KIB = {"v5p": 65536, "v6e": 98304}
 """Generation -> vector memory that one operation of a training step may use, KiB: larger tiles of matmuls. Llama 3.1 8B
-on v6e-8 takes 2.13 s a step with it, and 2.72 s without (docs/log.md); other generations were not tried."""
+on v6e-8 takes 2.13 s a step with it, and 2.72 s without; 405B on v5p-1024 takes 125 s, where 146 s were the best
+without (docs/log.md). Other generations were not tried."""
 
 CURATED: dict[str, dict[str, str]] = {
     "default options": {},
