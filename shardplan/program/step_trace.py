@@ -146,8 +146,9 @@ def _training_trace(model: Model, workload: Workload) -> Trace:
 
 def _with_traced_batch(model: Model, workload: Workload) -> tuple[Workload, Resizer]:
     """Return a workload of training with the batch that is traced, and what turns its step into the wanted one."""
-    parts = workload.num_microbatches
-    sizes = {axis.size for _, leaf in named_leaves(model.template) for axis in axes_of(leaf)} | {workload.position}
+    parts, sizes = workload.num_microbatches, {workload.position}
+    for _, leaf in named_leaves(model.template):
+        sizes.update(axis.size for axis in axes_of(leaf))
     traced, wanted = traced_batch(sizes, parts > 1), TracedBatch(workload.batch // parts, parts)
     batch = traced.sequences * traced.microbatches
     return replace(workload, batch=batch, microbatches=traced.microbatches), Resizer(traced, wanted)

@@ -90,12 +90,11 @@ class _Rewriter:
         backward = self._read_stacks(backward, stacks, carry_stack)
         # JAX keeps nothing that no gradient needs, such as the output of an MLP that is only added
         read = {stack for stack, _ in backward.slices}
-        return self._write_stacks(
-            forward, [stack if stack in read else None for stack in stacks], carry_stack
-        ), backward
+        kept = [stack if stack in read else None for stack in stacks]
+        return self._write_stacks(forward, kept, carry_stack), backward
 
     def _make_stack(self, operation: Operation, carry_stack: int) -> int:
-        """Return the stack for the activation that an operation names: that of carries, or a new one."""
+        """Return the stack for the activation that an operation names; carries have one already."""
         on_host, carries = bool(self._is_on_host(operation)), self.arrays[carry_stack]
         if operation.activation.endswith(CARRY):
             self.arrays[carry_stack] = replace(carries, is_on_host=on_host)
