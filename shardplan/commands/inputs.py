@@ -1,7 +1,9 @@
 """The files and folders that a command reads."""
 
+from pathlib import Path
+
 from shardplan.config import PlanConfig
-from shardplan.config.command_flags import DoctorCommand, EvalCommand, PlanCommand, VerifyCommand
+from shardplan.config.command_flags import DoctorCommand, EvalCommand, PlanCommand, TrainCommand, VerifyCommand
 
 
 def input_paths(config: PlanConfig) -> list[str]:
@@ -19,14 +21,37 @@ def input_paths(config: PlanConfig) -> list[str]:
 
 def local_inputs(config: EvalCommand) -> dict[str, str]:
     """Return what an evaluation reads from the disk of each host, beside its configuration and plan: key -> path."""
-    from shardplan.model.bundled_configs import BUNDLED
     from shardplan.storage import is_local
 
-    ref, adapter, model, texts = config.model.ref, config.model.adapter, config.model.config, config.data.path
+    adapter, texts = config.model.adapter, config.data.path
     inputs = {
-        "model.ref": ref if is_local(ref) else None,
+        **_local_model(config),
         "model.adapter": adapter if adapter and is_local(adapter) else None,
-        "model.config": model if model not in BUNDLED else None,
         "data.path": texts if texts and "://" not in texts else None,
     }
     return {key: path for key, path in inputs.items() if path}
+
+
+def local_training_inputs(config: TrainCommand) -> dict[str, str]:
+    """Return what a training reads from the disk of each host, beside its configuration and plan: key -> path.
+
+    Of Levanter's keys those whose value is a file or folder of this machine.
+    """
+    inputs = {key: path for key, path in _local_model(config).items() if path}
+    for key, value in config.levanter.items():
+        for each in value if isinstance(value, list) else [value]:
+            if isinstance(each, str) and each and Path(each).exists():
+                inputs[key] = each
+    return inputs
+
+
+def _local_model(config: PlanConfig) -> dict[str, str | None]:
+    """Return the paths of the model on the disk of each host."""
+    from shardplan.model.bundled_configs import BUNDLED
+    from shardplan.storage import is_local
+
+    ref, model = config.model.ref, config.model.config
+    return {
+        "model.ref": ref if is_local(ref) else None,
+        "model.config": model if model not in BUNDLED else None,
+    }

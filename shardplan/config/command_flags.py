@@ -210,6 +210,15 @@ class TrainCommand(WatchConfig, ReportingConfig):
 
 
 @dataclass(frozen=True)
+class LaunchTrainCommand(TrainCommand):
+    """Print what starts train on every host of the slice, for a launcher; needs no accelerator and no weights."""
+
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    to: Target | None = None
+    """The launcher: gcloud, queued, xpk, skypilot, slurm or ray."""
+
+
+@dataclass(frozen=True)
 class CheckpointCommand(PlanConfig):
     """Print which process reads what of the checkpoint, and for how long; needs no weights."""
 
@@ -296,6 +305,7 @@ COMMANDS: dict[str, type[PlanConfig]] = {
     "eval": EvalCommand,
     "train": TrainCommand,
     "launch": LaunchCommand,
+    "launch train": LaunchTrainCommand,
     "checkpoint": CheckpointCommand,
     "checkpoint inspect": InspectCommand,
     "checkpoint convert": ConvertCommand,

@@ -1,1 +1,1 @@
-"""Scripts and manifests that start one evaluation on every host, for launchers that people have already."""
+"""Scripts and manifests that start one evaluation or training on every host, for launchers that people have already."""

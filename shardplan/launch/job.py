@@ -13,7 +13,7 @@ class EmbeddedFile:
     """A file that is part of the script, which writes it to every host."""
 
     flag: str
-    """The flag of eval that names it."""
+    """The flag of the command that names it."""
     name: str
     text: str
 
@@ -22,13 +22,15 @@ class EmbeddedFile:
 class Job:
     """What runs on which hosts: the same command on each of them, one process a host."""
 
+    program: str
+    """Command of shardplan: eval or train."""
     settings: LaunchConfig
     hardware: Slice
     hosts: int
     """Number of hosts of all slices."""
     files: Sequence[EmbeddedFile]
     arguments: Sequence[str]
-    """What follows the files among the arguments of eval."""
+    """What follows the files among the arguments of the command."""
     inputs: Mapping[str, str]
     """Configuration key -> its path, which every host must have."""
     output: str
@@ -57,10 +59,10 @@ class Job:
 
 
 def describe_job(
-    settings: LaunchConfig, hardware: Slice, files: Sequence[EmbeddedFile], arguments: Sequence[str],
+    program: str, settings: LaunchConfig, hardware: Slice, files: Sequence[EmbeddedFile], arguments: Sequence[str],
     inputs: Mapping[str, str], output: str,
 ) -> Job:  # fmt: skip
-    """Describe the job of an evaluation on a slice.
+    """Describe the job of an evaluation or of a training on a slice.
 
     Raises:
         ConfigError: `launch.hosts` is not the number of hosts that the TPU slice has, or does not divide the virtual
@@ -74,4 +76,4 @@ def describe_job(
             near = min(divisors(hardware.devices), key=lambda n: abs(n - given))
             raise ConfigError(f"launch.hosts {given} does not divide the devices of {hardware.name}; use {near}")
         hosts = given
-    return Job(settings, hardware, hosts, files, arguments, inputs, output)
+    return Job(program, settings, hardware, hosts, files, arguments, inputs, output)

@@ -1,4 +1,4 @@
-"""`shardplan launch`: the scripts run with stand-ins for the launchers, and start the evaluation with its arguments."""
+"""`shardplan launch`: the scripts run with stand-ins for the launchers, and start a run with its arguments."""
 
 import ast
 import json
@@ -91,8 +91,8 @@ def config(tmp_path) -> Path:
     return path
 
 
-def launch(target: str, *arguments: str) -> str:
-    done = run("launch", "--to", target, *arguments)
+def launch(target: str, *arguments: str, command: tuple[str, ...] = ("launch",)) -> str:
+    done = run(*command, "--to", target, *arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -157,6 +157,27 @@ def test_several_files_and_a_plan(make_config, stand_ins, tmp_path):
     assert "# Every host must have:\n#   shardplan, for its command python: launch.setup" in script
     parsed = run("eval", *configs, "--plan", str(tmp_path / "copy.json"), "--model.ref=org/model", "--dry_run")
     assert parsed.returncode == 0, parsed.stderr
+
+
+def test_a_script_starts_a_training(stand_ins, tmp_path):
+    """With Levanter's keys of the file and of the command line; files that these name must be on every host."""
+    (tmp_path / "tokens.jsonl").write_text("")
+    (tmp_path / "train.yaml").write_text("workload: {kind: train}\ntrainer: {num_train_steps: 5}\n")
+    given = [
+        "--model=llama-3.1-8b", "--hardware.slice=v5e-16", "--trainer.seed", "3",
+        f"--data.cache_dir={tmp_path}/tokens.jsonl",
+    ]  # fmt: skip
+    files = ["--config", str(tmp_path / "train.yaml")]
+    script = launch("gcloud", *files, *given, *CLOUD, command=("launch", "train"))
+    done = stand_ins.run("gcloud", script)
+    assert done.returncode == 0, done.stderr
+    (started,) = stand_ins.calls("python")
+    assert started["arguments"][:3] == ["-m", "shardplan.train", "--config"] and started["arguments"][4:] == given
+    assert "trainer: {num_train_steps: 5}" in started["files"][0]
+    assert f"#   {tmp_path}/tokens.jsonl (data.cache_dir)\n" in script
+    assert "shardplan train on v5e-16, 4 hosts" in script and "[s]hardplan.train" in script
+    fails(run("launch", "train", *given), 2, "shardplan launch train: launch needs a launcher: --to TARGET")
+    fails(run("launch", "train", *given, "--to=ray", "--data.path=x"), 2, "data.path is a key of")
 
 
 def create_flags(stand_ins, target, slice_name):

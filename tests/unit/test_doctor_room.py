@@ -4,7 +4,9 @@ import errno
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import GOLDEN, run
@@ -38,6 +40,19 @@ def test_a_model_on_virtual_devices_is_in_host_memory(tmp_path):
     per_device = sum(parameter["bytes_per_device"] for parameter in json.loads(Path(path).read_text())["parameters"])
     assert memory.model_bytes(subject(f"--plan={path}")) == 8 * per_device >= once
     assert memory.model_bytes(subject("--model.ref=nowhere/at/all", CPU_8)) == 0
+
+
+def test_memory_of_a_training(monkeypatch):
+    """Activations that a plan moves to the hosts count, once for each of their devices; load.gib does not."""
+    training = subject("--model=pythia-70m", "--hardware.slice=v6e-16", "--workload.kind=train")
+    plan = SimpleNamespace(memory=SimpleNamespace(host=3 * GIB))
+    monkeypatch.setattr(memory, "available_bytes", lambda: (8 * GIB, ""))
+    found = next(memory.check(replace(training, plan=plan)))
+    assert found.level is Level.ERROR
+    assert found.required == "13.00 GiB: 1 GiB for the process, 12.00 GiB for activations of the devices"
+    assert found.remedy == "end other processes, or plan with a smaller hardware.host_gib"
+    without = next(memory.check(training))
+    assert without.level is Level.OK and without.required == "1.00 GiB: 1 GiB for the process"
 
 
 def test_the_limit_of_a_container(tmp_path, monkeypatch):

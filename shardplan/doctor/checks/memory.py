@@ -10,7 +10,7 @@ from shardplan.doctor.findings import HostFinding, Level
 from shardplan.doctor.host_memory import available_bytes
 from shardplan.doctor.subject import HostSubject
 from shardplan.errors import ShardplanError
-from shardplan.hardware import GIB
+from shardplan.hardware import GIB, chips_per_host
 from shardplan.plan.workload.dtypes import itemsize
 from shardplan.runtime.progress import size_text
 from shardplan.storage import open_folder
@@ -38,15 +38,23 @@ def check(subject: HostSubject) -> Iterator[HostFinding]:
 
 def _check_memory(subject: HostSubject) -> HostFinding:
     available, source = available_bytes()
-    model, budget = model_bytes(subject), subject.config.load.gib
-    needed = int((budget + PROCESS_GIB) * GIB) + model
-    parts = f"load.gib {budget:g}, {PROCESS_GIB:g} GiB for the process"
+    model, activations = model_bytes(subject), activation_bytes(subject)
+    needed, parts = int(PROCESS_GIB * GIB) + model + activations, [f"{PROCESS_GIB:g} GiB for the process"]
+    remedy = "end other processes"
+    if not subject.config.workload.is_training:  # Levanter's training loads weights by itself
+        budget = subject.config.load.gib
+        needed += int(budget * GIB)
+        parts.insert(0, f"load.gib {budget:g}")
+        remedy += ", or set a smaller load.gib"
     if model:
-        parts += f", at least {size_text(model)} for the model, whose devices are CPUs"
-    required = f"{size_text(needed)}: {parts}"
+        parts.append(f"at least {size_text(model)} for the model, whose devices are CPUs")
+    if activations:
+        parts.append(f"{size_text(activations)} for activations of the devices")
+        remedy += ", or plan with a smaller hardware.host_gib"
+    required = f"{size_text(needed)}: {', '.join(parts)}"
     measured = f"{size_text(available)} available{source}"
     if available < needed:
-        return HostFinding(Level.ERROR, measured, required, "end other processes, or set a smaller load.gib")
+        return HostFinding(Level.ERROR, measured, required, remedy)
     return HostFinding(Level.OK, measured, required)
 
 
@@ -80,3 +88,11 @@ def model_bytes(subject: HostSubject) -> int:
         return 0
     elements = sum(math.prod(tensor.shape) for tensor in tensors.values())
     return elements * itemsize(config.workload.param_dtype) // subject.processes.count
+
+
+def activation_bytes(subject: HostSubject) -> int:
+    """Return what the plan moves from the devices of this host to its memory; 0 without a plan."""
+    if subject.plan is None or subject.tpu_slice is None:
+        return 0
+    hardware = subject.tpu_slice
+    return subject.plan.memory.host * chips_per_host(hardware) * hardware.generation.devices_per_chip

@@ -1,0 +1,1 @@
+"""`launch` and `launch train`, and what they share."""

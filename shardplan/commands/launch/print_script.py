@@ -1,0 +1,59 @@
+"""What `launch` and `launch train` share: the script of a launcher, with the configuration and the plan in it."""
+
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from shardplan.config.command_flags import EvalCommand, LaunchCommand, LaunchTrainCommand, TrainCommand
+from shardplan.config.given_plan import load_given_plan
+from shardplan.config.keys import keys_of
+from shardplan.config.load import other_arguments
+from shardplan.config.sections import LaunchConfig, Target
+from shardplan.errors import ConfigError, nearest
+from shardplan.hardware import parse_slice
+from shardplan.launch.job import EmbeddedFile, describe_job
+from shardplan.launch.script import write_script
+
+STARTED = {LaunchCommand: EvalCommand, LaunchTrainCommand: TrainCommand}
+"""Command -> the one that its script starts on every host."""
+PROGRAMS = {EvalCommand: "eval", TrainCommand: "train"}
+"""Command -> the name that it is started by."""
+
+
+def check_target(target: Target | None) -> Target:
+    """Return the launcher, after checking that one is named."""
+    if target is None:
+        raise ConfigError(f"launch needs a launcher: --to TARGET; {nearest('', Target)}")
+    return target
+
+
+def print_script(
+    target: Target, argv: Sequence[str], config: LaunchCommand | LaunchTrainCommand, settings: LaunchConfig,
+    output: str, inputs: Mapping[str, str],
+) -> None:  # fmt: skip
+    """Print what starts the command that `config` extends on every host.
+
+    Args:
+        argv: the arguments of the launching command; what is not its own is passed on.
+        inputs: configuration key -> its path, which every host must have.
+    """
+    command = type(config)
+    started = STARTED[command]
+    files = [
+        EmbeddedFile("--config", f"{number}-{os.path.basename(path)}", Path(path).read_text(encoding="utf-8"))
+        for number, path in enumerate(map(os.path.expanduser, config.files), 1)
+    ]
+    config, plan = load_given_plan(config)
+    if plan is not None:
+        values = replace(plan, details=None).to_json()
+        files.append(EmbeddedFile("--plan", "plan.json", json.dumps(values, separators=(",", ":"))))
+    # the keys of launching are not among the arguments that are passed on, and the plan is embedded
+    own_keys = {*keys_of(command).keys() - keys_of(started).keys(), "plan"}
+    arguments = other_arguments(argv, command, own_keys)
+    hardware = parse_slice(config.hardware.slice)
+    sys.stdout.write(
+        write_script(target, describe_job(PROGRAMS[started], settings, hardware, files, arguments, inputs, output))
+    )
