@@ -1,0 +1,17 @@
+"""Gates of the three branches: a sigmoid for each branch and head of queries, not normalised. Paper: equation 5."""
+
+import jax
+import jax.numpy as jnp
+
+
+def mix(gates: jax.Array, branches: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+    """Return the sum of the branches, each multiplied by its gate, in float32.
+
+    Args:
+        gates: float32[b, t, g, r, 3], in the order of the branches.
+        branches: [b, t, g, r, d] each: compressed, selected, window.
+    """
+    mixed = jnp.zeros(branches[0].shape, jnp.float32)
+    for number, branch in enumerate(branches):
+        mixed += gates[..., number, None] * branch
+    return mixed

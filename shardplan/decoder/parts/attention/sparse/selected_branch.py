@@ -1,0 +1,118 @@
+"""Attention to the tokens of the selected blocks, up to the query's own. Paper: section 3.3.2, equations 11 and 12.
+
+Entries that are `UNUSED` stand for no token, so that neither the output nor any gradient has a part of them.
+"""
+
+from enum import StrEnum
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from shardplan.decoder.parts.attention.sparse.config import NativeSparseConfig
+from shardplan.decoder.parts.attention.sparse.masked_softmax import masked_softmax
+from shardplan.decoder.parts.attention.sparse.selection import is_forced
+
+
+class SelectedMethod(StrEnum):
+    """How attention to the selected blocks is computed."""
+
+    DENSE_MASK = "dense_mask"
+    """Scores of all tokens, most of them masked: the fastest for short sequences."""
+    GATHERED_BLOCKS = "gathered_blocks"
+    """Scores of gathered tokens, which are copied for each query: work does not grow with the sequence."""
+
+
+class SelectedAttention(NamedTuple):
+    """Attention to the selected blocks."""
+
+    output: jax.Array
+    """[b, t, g, r, d]."""
+    free_mass: jax.Array | None
+    """float32[b, t, g], attention weights of tokens outside forced blocks, summed over r; None if not requested."""
+
+
+def attend_to_selected(
+    config: NativeSparseConfig,
+    method: SelectedMethod,
+    positions: jax.Array,
+    queries: jax.Array,
+    blocks: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    with_free_mass: bool = False,
+) -> SelectedAttention:
+    """Attend to the tokens of the selected blocks that are not after the query.
+
+    Args:
+        positions: int[t], of the queries.
+        queries: [b, t, g, r, d].
+        blocks: int32[b, t, g, n], as `select` returns them.
+        keys: [b, s, g, d], of the whole sequence, in order.
+        values: [b, s, g, d].
+        with_free_mass: whether the result has `free_mass`, for statistics.
+    """
+    match method:
+        case SelectedMethod.DENSE_MASK:
+            return _attend_with_dense_mask(config, positions, queries, blocks, keys, values, with_free_mass)
+        case SelectedMethod.GATHERED_BLOCKS:
+            return _attend_to_gathered_blocks(config, positions, queries, blocks, keys, values, with_free_mass)
+
+
+def _attend_with_dense_mask(
+    config: NativeSparseConfig,
+    positions: jax.Array,
+    queries: jax.Array,
+    blocks: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    with_free_mass: bool,
+) -> SelectedAttention:
+    count = keys.shape[1]
+    tokens = jnp.arange(count)
+    is_selected = (blocks[..., None] == jnp.arange(config.selection_blocks(count))).any(axis=-2)
+    of_tokens = jnp.repeat(is_selected, config.selection_block, axis=-1)[..., :count]
+    is_visible = of_tokens & (tokens <= positions[:, None])[:, None]
+    scores = jnp.einsum("btgrd,bsgd->btgrs", queries, keys, preferred_element_type=jnp.float32) * config.scale
+    weights = masked_softmax(scores, is_visible[:, :, :, None])
+    output = jnp.einsum("btgrs,bsgd->btgrd", weights.astype(values.dtype), values)
+    if not with_free_mass:
+        return SelectedAttention(output, None)
+    is_free = ~is_forced(config, tokens // config.selection_block, positions[:, None])
+    return SelectedAttention(output, jnp.where(is_free[:, None, None], weights, 0.0).sum(axis=(-2, -1)))
+
+
+def _attend_to_gathered_blocks(
+    config: NativeSparseConfig,
+    positions: jax.Array,
+    queries: jax.Array,
+    blocks: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    with_free_mass: bool,
+) -> SelectedAttention:
+    tokens = blocks[..., None] * config.selection_block + jnp.arange(config.selection_block)
+    is_visible = (blocks >= 0)[..., None] & (tokens <= positions[:, None, None, None])
+    is_visible = is_visible.reshape(*blocks.shape[:3], -1)  # [b, t, g, tokens of the selected blocks]
+    gathered_keys, gathered_values = (_gather_blocks(config, x, blocks) for x in (keys, values))
+    scores = jnp.einsum("btgrd,btgsd->btgrs", queries, gathered_keys, preferred_element_type=jnp.float32) * config.scale
+    weights = masked_softmax(scores, is_visible[:, :, :, None])
+    output = jnp.einsum("btgrs,btgsd->btgrd", weights.astype(values.dtype), gathered_values)
+    if not with_free_mass:
+        return SelectedAttention(output, None)
+    is_free = jnp.repeat(~is_forced(config, blocks, positions[:, None, None]), config.selection_block, axis=-1)
+    return SelectedAttention(output, jnp.where(is_free[:, :, :, None], weights, 0.0).sum(axis=(-2, -1)))
+
+
+def _gather_blocks(config: NativeSparseConfig, x: jax.Array, blocks: jax.Array) -> jax.Array:
+    """Return the tokens of selected blocks: [b, s, g, d], int32[b, t, g, n] -> [b, t, g, n * selection_block, d].
+
+    In place of `UNUSED` block 0 is read, which callers mask.
+    """
+    batch, positions, groups, size = x.shape
+    count = config.selection_blocks(positions)
+    padded = jnp.pad(x, [(0, 0), (0, count * config.selection_block - positions), (0, 0), (0, 0)])
+    by_block = padded.reshape(batch, count, config.selection_block, groups, size)
+    # over batch and groups by vmap, so that both stay batch dimensions of the gather and can be sharded
+    take = jax.vmap(jax.vmap(lambda of_head, indices: of_head[indices], (2, 1), 1))
+    return take(by_block, jnp.maximum(blocks, 0)).reshape(*blocks.shape[:3], -1, size)

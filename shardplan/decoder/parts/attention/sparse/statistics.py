@@ -1,0 +1,194 @@
+"""What is recorded of the selection of a layer: sums, which can be added, and the figures that follow from them.
+
+A row is one query position of one head of keys in one sequence. `k`, the keys of a row in the selected branch, depends
+on no weight, because a query's own block is forced: `closed_form` gives its figures, which prove causality and the
+number of blocks. What training changes is in the gates, and in the free choices: selected blocks that are not forced.
+
+Sums are computed in the step, in int32 and float32, and no gradient flows through them. Those of several layers, steps
+or devices are added by `add_sums`; `figures` turns them into numbers on the host.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.scipy.special import entr
+
+from shardplan.decoder.parts.attention.sparse.config import NativeSparseConfig
+from shardplan.decoder.parts.attention.sparse.selection import UNUSED, is_forced
+
+BRANCHES = ("cmp", "slc", "win")
+"""The branches in the order of their gates: compressed, selected, window."""
+
+
+class SelectionSums(NamedTuple):
+    """Sums over the rows of a layer; scalars, where no shape is given."""
+
+    rows: jax.Array
+    """int32."""
+    whole_blocks: jax.Array
+    """int32, sum of k // selection_block; apart from the rest, so that int32 holds the sum of k for long sequences."""
+    rest: jax.Array
+    """int32, sum of k % selection_block."""
+    k_max: jax.Array
+    """int32, the largest k."""
+    rows_at_max: jax.Array
+    """int32, rows whose k is `k_max`."""
+    head_rows: jax.Array
+    """int32, rows * q_heads_per_group."""
+    gates: jax.Array
+    """float32[3], sum of the gates of each branch over heads."""
+    gate_entropy: jax.Array
+    """float32[3], sum of the entropy of each gate, taken as a probability, in nats."""
+    importance: jax.Array
+    """float32, the importance of all blocks."""
+    free_importance: jax.Array
+    """float32, the importance of blocks that are not forced."""
+    free_mass: jax.Array
+    """float32, attention weights of the selected branch outside forced blocks, over heads."""
+    jaccard: jax.Array
+    """float32, sum over pairs of |A and B| / |A or B|; A and B are the free choices of a query and of the next one."""
+    pairs: jax.Array
+    """int32, pairs of neighbouring rows that have a free choice."""
+    tile_blocks: jax.Array
+    """int32, sum over tiles of the number of different blocks that the queries of a tile select."""
+    tiles: jax.Array
+    """int32, tiles of neighbouring rows."""
+    load: jax.Array
+    """int32[j], rows that select each block."""
+
+
+def selection_sums(
+    config: NativeSparseConfig,
+    positions: jax.Array,
+    blocks: jax.Array,
+    importance: jax.Array,
+    free_mass: jax.Array,
+    gates: jax.Array,
+    query_tile: int,
+) -> SelectionSums:
+    """Return the sums of a layer.
+
+    Args:
+        positions: int[t], of the queries.
+        blocks: int32[b, t, g, n], the selected blocks.
+        importance: float32[b, t, g, j].
+        free_mass: float32[b, t, g], of the selected branch.
+        gates: float32[b, t, g, r, 3].
+        query_tile: queries of a tile, which a kernel computes together.
+    """
+    importance, free_mass, gates = jax.lax.stop_gradient((importance, free_mass, gates))
+    by_row = positions[:, None, None]
+    numbers = jnp.arange(importance.shape[-1])
+    keys_of_blocks = jnp.clip(by_row + 1 - blocks * config.selection_block, 0, config.selection_block)
+    k = jnp.where(blocks == UNUSED, 0, keys_of_blocks).sum(axis=-1)
+    is_free_block = ~is_forced(config, numbers, positions[:, None])
+    jaccard, pairs = _jaccard(config, positions, blocks)
+    tile_blocks, tiles = _tile_unions(blocks, numbers, query_tile)
+    return SelectionSums(
+        rows=jnp.int32(k.size),
+        whole_blocks=(k // config.selection_block).sum(),
+        rest=(k % config.selection_block).sum(),
+        k_max=k.max(),
+        rows_at_max=(k == k.max()).sum(),
+        head_rows=jnp.int32(k.size * config.heads_per_group),
+        gates=gates.sum(axis=(0, 1, 2, 3)),
+        gate_entropy=(entr(gates) + entr(1 - gates)).sum(axis=(0, 1, 2, 3)),
+        importance=importance.sum(),
+        free_importance=jnp.where(is_free_block[:, None], importance, 0.0).sum(),
+        free_mass=free_mass.sum(),
+        jaccard=jaccard,
+        pairs=pairs,
+        tile_blocks=tile_blocks,
+        tiles=tiles,
+        load=(blocks[..., None] == numbers).sum(axis=(0, 1, 2, 3)),
+    )
+
+
+def _jaccard(config: NativeSparseConfig, positions: jax.Array, blocks: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the sum of the Jaccard indices of free choices of neighbouring rows, and the number of pairs."""
+    is_free = (blocks != UNUSED) & ~is_forced(config, blocks, positions[:, None, None])
+    one, other = blocks[:, :-1, :, :, None], blocks[:, 1:, :, None, :]
+    is_shared = (one == other) & is_free[:, :-1, :, :, None] & is_free[:, 1:, :, None, :]
+    shared, free = is_shared.sum(axis=(-2, -1)), is_free.sum(axis=-1)
+    either = free[:, :-1] + free[:, 1:] - shared
+    is_next = positions[1:] == positions[:-1] + 1  # False where a sequence is sharded in another order
+    is_pair = (either > 0) & is_next[:, None]
+    return jnp.where(is_pair, shared / jnp.maximum(either, 1), 0.0).sum(), is_pair.sum()
+
+
+def _tile_unions(blocks: jax.Array, numbers: jax.Array, query_tile: int) -> tuple[jax.Array, jax.Array]:
+    """Return the sum of the sizes of the unions of tiles, and the number of tiles; the last tile may be shorter."""
+    batch, positions, groups, selected = blocks.shape
+    tiles = -(-positions // query_tile)
+    missing = tiles * query_tile - positions
+    padded = jnp.pad(blocks, [(0, 0), (0, missing), (0, 0), (0, 0)], constant_values=UNUSED)
+    by_tile = padded.reshape(batch, tiles, query_tile, groups, selected)
+    is_in_tile = (by_tile[..., None] == numbers).any(axis=(2, 4))
+    return is_in_tile.sum(), jnp.int32(batch * tiles * groups)
+
+
+def add_sums(first: SelectionSums, second: SelectionSums) -> SelectionSums:
+    """Return the sums over the rows of both, which may be of several layers or steps for equally long sequences."""
+    k_max = jnp.maximum(first.k_max, second.k_max)
+    at_max = [jnp.where(each.k_max == k_max, each.rows_at_max, 0) for each in (first, second)]
+    added = SelectionSums(*(one + other for one, other in zip(first, second, strict=True)))
+    return added._replace(k_max=k_max, rows_at_max=at_max[0] + at_max[1])
+
+
+def figures(config: NativeSparseConfig, sums: SelectionSums) -> dict[str, Any]:
+    """Return the figures by name, on the host; a share or mean of nothing is 0.
+
+    | name | figure |
+    |---|---|
+    | rows | number of rows |
+    | k_mean, k_max | mean and largest number of keys of a row in the selected branch |
+    | pct_at_max | share of rows whose k is k_max, a fraction |
+    | gate_mean_cmp, _slc, _win | mean of the gates of a branch |
+    | gate_entropy_cmp, _slc, _win | mean entropy of the gates of a branch, each taken as a probability, in nats |
+    | free_importance | share of the importance outside forced blocks |
+    | free_attention | share of the selected branch's attention outside forced blocks |
+    | jaccard_next_query | share of the free choices of two neighbouring queries that both have, mean over pairs |
+    | tile_union | mean number of different blocks that a tile of queries selects |
+    | load | float[j], share of rows that select each block |
+
+    Args:
+        sums: as `selection_sums` or `add_sums` returns them.
+    """
+    host = jax.tree.map(lambda each: np.asarray(each, np.float64), sums)
+    keys = host.whole_blocks * config.selection_block + host.rest
+    result: dict[str, Any] = {
+        "rows": int(host.rows),
+        "k_mean": float(keys / host.rows),
+        "k_max": int(host.k_max),
+        "pct_at_max": float(host.rows_at_max / host.rows),
+        "free_importance": _ratio(host.free_importance, host.importance),
+        "free_attention": _ratio(host.free_mass, host.head_rows),
+        "jaccard_next_query": _ratio(host.jaccard, host.pairs),
+        "tile_union": _ratio(host.tile_blocks, host.tiles),
+        "load": host.load / host.rows,
+    }
+    for number, branch in enumerate(BRANCHES):
+        result[f"gate_mean_{branch}"] = _ratio(host.gates[number], host.head_rows)
+        result[f"gate_entropy_{branch}"] = _ratio(host.gate_entropy[number], host.head_rows)
+    return result
+
+
+def _ratio(part: Any, whole: Any) -> float:
+    return float(part / whole) if whole else 0.0
+
+
+def closed_form(config: NativeSparseConfig, positions: int) -> dict[str, float]:
+    """Return k_mean, k_max and pct_at_max of a sequence, which depend on no weight.
+
+    k(t) = min(selected - 1, t // selection_block) * selection_block + t % selection_block + 1
+
+    >>> config = NativeSparseConfig(768, 2, 6, 64, 64, block=32, stride=16, selection_block=64, selected=16, window=512)
+    >>> closed_form(config, 2048)
+    {'k_mean': 752.5, 'k_max': 1024, 'pct_at_max': 0.00830078125}
+    """
+    t = np.arange(positions)
+    k = np.minimum(config.selected - 1, t // config.selection_block) * config.selection_block
+    k += t % config.selection_block + 1
+    return {"k_mean": float(k.mean()), "k_max": int(k.max()), "pct_at_max": float((k == k.max()).mean())}

@@ -1,0 +1,67 @@
+"""Attention to the last tokens: the window of each query, with its own token. Paper: section 3.3.3.
+
+`attend_to_window` computes one tile of queries, with the keys of the tile and the window before it. Where positions are
+sharded, those are the device's own keys and a halo of window - 1 tokens.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from shardplan.decoder.parts.attention.sparse.config import NativeSparseConfig
+from shardplan.decoder.parts.attention.sparse.masked_softmax import masked_softmax
+from shardplan.decoder.parts.attention.sparse.query_chunks import map_query_chunks
+
+
+def attend_to_window(
+    config: NativeSparseConfig,
+    positions: jax.Array,
+    queries: jax.Array,
+    key_positions: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+) -> jax.Array:
+    """Attend to the tokens t - window + 1 .. t for a query at t.
+
+    Args:
+        positions: int[t], of the queries.
+        queries: [b, t, g, r, d].
+        key_positions: int[s], of the keys; negative for padding.
+        keys: [b, s, g, d], all that queries see, in any order.
+        values: [b, s, g, d].
+
+    Returns:
+        [b, t, g, r, d].
+    """
+    is_before = key_positions <= positions[:, None]
+    is_visible = is_before & (key_positions > positions[:, None] - config.window) & (key_positions >= 0)
+    scores = jnp.einsum("btgrd,bsgd->btgrs", queries, keys, preferred_element_type=jnp.float32) * config.scale
+    weights = masked_softmax(scores, is_visible[:, None, None])
+    return jnp.einsum("btgrs,bsgd->btgrd", weights.astype(values.dtype), values)
+
+
+def attend_to_windows(
+    config: NativeSparseConfig, queries: jax.Array, keys: jax.Array, values: jax.Array, queries_per_chunk: int
+) -> jax.Array:
+    """Attend to the windows of all queries of a sequence, a chunk of queries at a time.
+
+    Scores per chunk = queries_per_chunk * (queries_per_chunk + window - 1), whatever the length of the sequence is.
+
+    Args:
+        queries: [b, t, g, r, d], of the whole sequence, in order.
+        keys: [b, t, g, d].
+        values: [b, t, g, d].
+
+    Returns:
+        [b, t, g, r, d].
+    """
+    count = queries.shape[1]
+    size, halo = min(queries_per_chunk, count), min(config.window, count) - 1
+    # a chunk of padding at the end, because the slice of the last chunk may begin late
+    padding = [(0, 0), (halo, size), (0, 0), (0, 0)]
+    padded_keys, padded_values = jnp.pad(keys, padding), jnp.pad(values, padding)
+
+    def attend_chunk(positions: jax.Array, chunk: jax.Array) -> jax.Array:
+        near = (jax.lax.dynamic_slice_in_dim(x, positions[0], size + halo, 1) for x in (padded_keys, padded_values))
+        return attend_to_window(config, positions, chunk, positions[0] - halo + jnp.arange(size + halo), *near)
+
+    return map_query_chunks(attend_chunk, queries_per_chunk, jnp.arange(count), queries)
