@@ -230,7 +230,7 @@ def gradients(nsa: Nsa, p: Arrays, x: np.ndarray, blocks: np.ndarray, cotangent:
         return (layer_for_blocks(nsa, values, values["x"], blocks, jax.numpy) * cotangent).sum()
 
     with jax.enable_x64(True):
-        return {name: np.asarray(value) for name, value in jax.grad(loss)({**p, "x": x}).items()}
+        return {name: np.asarray(value) for name, value in jax.jit(jax.grad(loss))({**p, "x": x}).items()}
 
 
 def equation_9(nsa: Nsa, p: np.ndarray, j: int) -> float:

@@ -1,5 +1,6 @@
 """Native Sparse Attention against an oracle in NumPy and float64: outputs, blocks, statistics, gradients."""
 
+import itertools
 from dataclasses import replace
 
 import haliax as hax
@@ -17,6 +18,7 @@ from shardplan.decoder.parts.attention.sparse.selected_branch import attend_to_s
 from shardplan.decoder.parts.attention.sparse.selection import select
 from shardplan.decoder.parts.attention.sparse.statistics import add_sums, closed_form, figures
 from shardplan.model.activation_names import ActivationName
+from shardplan.runtime.private_jax import scan_counts
 
 BASE = Nsa(24, 2, 3, 8, 6, block=8, stride=4, selection_block=16, selected=4, window=10)
 DENSE, GATHERED = SelectedMethod
@@ -199,10 +201,11 @@ def test_queries_before_the_first_compressed_block(method):
 
 
 def test_equal_scores_select_the_first_blocks():
+    """All compressed keys are 0."""
     nsa = replace(BASE, selection_block=8, selected=5)
     parameters, x, _ = make(nsa, 100)
-    parameters["k_cmp"] *= 0
-    parameters["phi_k_w2"] *= 0
+    for name in ("phi_k_w2", "phi_k_b2"):
+        parameters[name] *= 0
     layer = NativeSparseAttention.from_arrays(NativeSparseConfig(**vars(nsa)), parameters)
     blocks = np.asarray(jax.jit(lambda x: layer(x, with_details=True).blocks.array)(named(x)))
     expected = np.full((100, nsa.selected), -1)
@@ -290,6 +293,28 @@ def test_bfloat16():
     assert result.output.array.dtype == jnp.bfloat16
     assert result.sums.importance.dtype == jnp.float32
     assert result.sums.k_max.dtype == result.blocks.array.dtype == jnp.int32
+
+
+def loops(jaxpr):
+    """The loops of a program, also within its functions."""
+    for operation in jaxpr.eqns:
+        if operation.primitive.name == "scan":
+            yield operation
+        for value in operation.params.values():
+            if hasattr(value, "eqns") or hasattr(value, "jaxpr"):
+                yield from loops(getattr(value, "jaxpr", value))
+
+
+@pytest.mark.parametrize("method", SelectedMethod)
+def test_gradients_of_chunks_are_added_in_float32(method):
+    """In bfloat16, a sum stops growing at 256 times what is added."""
+    _, x, layer = make(BASE, 75)
+    narrow = jax.tree.map(lambda array: array.astype(jnp.bfloat16), layer)
+    compute = jax.grad(lambda x: narrow(x, method, queries_per_chunk=32).array.astype(jnp.float32).sum())
+    program = jax.make_jaxpr(compute)(named(x).astype(jnp.bfloat16))
+    carries = [operation.outvars[: scan_counts(operation.params)[1]] for operation in loops(program.jaxpr)]
+    assert sorted(map(len, carries)) == [0, 0, 0, 2, 2, 2]  # forward and backward loops of three branches
+    assert {carry.aval.dtype for carry in itertools.chain(*carries)} == {jnp.dtype("float32")}
 
 
 def test_selection_of_few_blocks():

@@ -5,7 +5,10 @@ of its own; sigmoid gates weigh their outputs. A query selects the blocks of tok
 compressed branch, so that scores of single tokens are computed for few blocks only.
 
 Each part is a module of functions of arrays, so that it can be sharded or replaced by a kernel without the others. They
-share one notation for the axes of arrays:
+share one notation for the axes of arrays, below.
+
+Keys and values are multiplied in the dtype of queries. They may be float32 while queries are bfloat16, so that
+gradients of many queries are added in float32.
 
 | letter | axis | size |
 |---|---|---|

@@ -35,6 +35,7 @@ def attend_to_compressed(
     """
     last_tokens = jnp.arange(keys.shape[1]) * config.stride + config.block - 1
     is_visible = last_tokens <= positions[:, None]
+    keys, values = keys.astype(queries.dtype), values.astype(queries.dtype)
     scores = jnp.einsum("btgrd,bcgd->btgrc", queries, keys, preferred_element_type=jnp.float32) * config.scale
     weights = masked_softmax(scores, is_visible[:, None, None])
     output = jnp.einsum("btgrc,bcgd->btgrd", weights.astype(values.dtype), values)

@@ -55,13 +55,17 @@ class DetailedOutput(NamedTuple):
 class NativeSparseAttention(eqx.Module):
     """A layer of Native Sparse Attention, for causal sequences that are one text each.
 
-    >>> config = NativeSparseConfig(8, 1, 2, 4, 4, block=4, stride=2, selection_block=4, selected=3, window=4)
+    >>> config = NativeSparseConfig(
+    ...     embed=8, groups=1, heads_per_group=2, key_size=4, value_size=4, block=4, stride=2, selection_block=4,
+    ...     selected=3, window=4, compression="mean",
+    ... )
     >>> layer = NativeSparseAttention.init(config, key=jax.random.key(0))
     >>> x = hax.random.normal(jax.random.key(1), (Axis("batch", 1), Axis("position", 16), config.Embed))
-    >>> layer(x).shape
+    >>> result = eqx.filter_jit(layer)(x, with_details=True)
+    >>> result.output.shape
     {'batch': 1, 'position': 16, 'embed': 8}
-    >>> layer(x, with_details=True).blocks["position", 15].array.tolist()[0][0][1:]
-    [2, 3]
+    >>> result.blocks["position", 15].array.tolist()
+    [[[0, 2, 3]]]
     """
 
     parameters: dict[str, NamedArray]
@@ -170,21 +174,25 @@ class NativeSparseAttention(eqx.Module):
         return self.config.rotary(x, self.config.HeadSize, Positions.of(named)).rearrange(x.axes)
 
     def _keys_and_values(self, x: NamedArray, branch: str) -> tuple[jax.Array, jax.Array]:
-        """Return the keys, rotated, and values of the selected (slc) or window (win) branch: [b, s, g, d]."""
+        """Return the keys, rotated, and values of the selected (slc) or window (win) branch: float32[b, s, g, d].
+
+        They are float32 so that gradients of all queries and chunks are added in float32.
+        """
         Pos = x.resolve_axis(POSITION)
         keys = self._rotate(ActivationName.KEYS(self._project(f"k_{branch}", x)), Pos, jnp.arange(Pos.size))
-        return keys.array, ActivationName.VALUES(self._project(f"v_{branch}", x)).array
+        values = ActivationName.VALUES(self._project(f"v_{branch}", x))
+        return keys.array.astype(jnp.float32), values.array.astype(jnp.float32)
 
     def _compressed_keys_and_values(self, x: NamedArray) -> tuple[jax.Array, jax.Array]:
-        """Return the keys, rotated, and values of the compressed branch: [b, c, g, d]."""
+        """Return the keys, rotated, and values of the compressed branch: float32[b, c, g, d]."""
         config = self.config
         keys = compress(config, ActivationName.KEYS(self._project("k_cmp", x)).array, self._phi("phi_k_"))
         values = compress(config, ActivationName.VALUES(self._project("v_cmp", x)).array, self._phi("phi_v_"))
         Blocks = Axis("compressed_block", keys.shape[1])
-        if config.compressed_rope is CompressedRope.NONE or Blocks.size == 0:
-            return keys, values
-        named = hax.named(keys, (x.resolve_axis(BATCH), Blocks, config.KVHeads, config.HeadSize))
-        return self._rotate(named, Blocks, jnp.arange(Blocks.size) * config.stride).array, values
+        if config.compressed_rope is CompressedRope.BLOCK_START and Blocks.size > 0:
+            named = hax.named(keys, (x.resolve_axis(BATCH), Blocks, config.KVHeads, config.HeadSize))
+            keys = self._rotate(named, Blocks, jnp.arange(Blocks.size) * config.stride).array
+        return keys.astype(jnp.float32), values.astype(jnp.float32)
 
     def _phi(self, prefix: str) -> dict[str, jax.Array]:
         """Return the parameters of the compression of keys or of values, without the prefix of their names."""

@@ -73,6 +73,7 @@ def _attend_with_dense_mask(
     is_selected = (blocks[..., None] == jnp.arange(config.selection_blocks(count))).any(axis=-2)
     of_tokens = jnp.repeat(is_selected, config.selection_block, axis=-1)[..., :count]
     is_visible = of_tokens & (tokens <= positions[:, None])[:, None]
+    keys, values = keys.astype(queries.dtype), values.astype(queries.dtype)
     scores = jnp.einsum("btgrd,bsgd->btgrs", queries, keys, preferred_element_type=jnp.float32) * config.scale
     weights = masked_softmax(scores, is_visible[:, :, :, None])
     output = jnp.einsum("btgrs,bsgd->btgrd", weights.astype(values.dtype), values)
@@ -94,10 +95,11 @@ def _attend_to_gathered_blocks(
     tokens = blocks[..., None] * config.selection_block + jnp.arange(config.selection_block)
     is_visible = (blocks >= 0)[..., None] & (tokens <= positions[:, None, None, None])
     is_visible = is_visible.reshape(*blocks.shape[:3], -1)  # [b, t, g, tokens of the selected blocks]
-    gathered_keys, gathered_values = (_gather_blocks(config, x, blocks) for x in (keys, values))
+    # converted after they are gathered, so that gradients of all queries that select a block are added in its dtype
+    gathered_keys, gathered_values = (_gather_blocks(config, x, blocks).astype(queries.dtype) for x in (keys, values))
     scores = jnp.einsum("btgrd,btgsd->btgrs", queries, gathered_keys, preferred_element_type=jnp.float32) * config.scale
     weights = masked_softmax(scores, is_visible[:, :, :, None])
-    output = jnp.einsum("btgrs,btgsd->btgrd", weights.astype(values.dtype), gathered_values)
+    output = jnp.einsum("btgrs,btgsd->btgrd", weights.astype(queries.dtype), gathered_values)
     if not with_free_mass:
         return SelectedAttention(output, None)
     is_free = jnp.repeat(~is_forced(config, blocks, positions[:, None, None]), config.selection_block, axis=-1)

@@ -34,6 +34,7 @@ def attend_to_window(
     """
     is_before = key_positions <= positions[:, None]
     is_visible = is_before & (key_positions > positions[:, None] - config.window) & (key_positions >= 0)
+    keys, values = keys.astype(queries.dtype), values.astype(queries.dtype)
     scores = jnp.einsum("btgrd,bsgd->btgrs", queries, keys, preferred_element_type=jnp.float32) * config.scale
     weights = masked_softmax(scores, is_visible[:, None, None])
     return jnp.einsum("btgrs,bsgd->btgrd", weights.astype(values.dtype), values)
