@@ -16,7 +16,7 @@ from shardplan.decoder.parts.attention.sparse import native_sparse_attention
 from shardplan.decoder.parts.attention.sparse.compressed_branch import importance_of
 from shardplan.decoder.parts.attention.sparse.selected_branch import attend_to_selected
 from shardplan.decoder.parts.attention.sparse.selection import select
-from shardplan.decoder.parts.attention.sparse.statistics import add_sums, closed_form, figures
+from shardplan.decoder.parts.attention.sparse.statistics import SelectionSums, add_sums, closed_form, figures
 from shardplan.model.activation_names import ActivationName
 from shardplan.runtime.private_jax import scan_counts
 
@@ -153,7 +153,7 @@ def test_statistics(method):
 
 def test_sums_of_other_lengths():
     """Of rows that have fewer keys, none is at the maximum."""
-    sums = native_sparse_attention.SelectionSums(*np.ones(16, np.int32))
+    sums = SelectionSums(*np.ones(len(SelectionSums._fields), np.int32))
     added = add_sums(sums._replace(k_max=np.int32(3)), sums._replace(k_max=np.int32(5), rows_at_max=np.int32(2)))
     assert (int(added.k_max), int(added.rows_at_max), int(added.rows)) == (5, 2, 2)
 

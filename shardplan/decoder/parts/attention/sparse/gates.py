@@ -4,6 +4,16 @@ import jax
 import jax.numpy as jnp
 
 
+def compute_gates(products: jax.Array, biases: jax.Array) -> jax.Array:
+    """Return the gates float32[b, t, g, r, 3], in the order compressed, selected, window.
+
+    Args:
+        products: [b, t, g, r, 3], of the layer's input and the weight of the gates.
+        biases: [g, r, 3].
+    """
+    return jax.nn.sigmoid(products.astype(jnp.float32) + biases.astype(jnp.float32))
+
+
 def mix(gates: jax.Array, branches: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
     """Return the sum of the branches, each multiplied by its gate, in float32.
 

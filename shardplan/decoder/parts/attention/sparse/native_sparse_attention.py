@@ -21,7 +21,7 @@ from shardplan.decoder.parts.attention.rotary import Positions
 from shardplan.decoder.parts.attention.sparse.compressed_branch import attend_to_compressed
 from shardplan.decoder.parts.attention.sparse.compression import compress
 from shardplan.decoder.parts.attention.sparse.config import CompressedRope, NativeSparseConfig
-from shardplan.decoder.parts.attention.sparse.gates import mix
+from shardplan.decoder.parts.attention.sparse.gates import compute_gates, mix
 from shardplan.decoder.parts.attention.sparse.parameters import init_parameters, name_arrays
 from shardplan.decoder.parts.attention.sparse.query_chunks import map_query_chunks
 from shardplan.decoder.parts.attention.sparse.selected_branch import (
@@ -152,7 +152,7 @@ class NativeSparseAttention(eqx.Module):
         blocks = ActivationName.SELECTED_BLOCKS(hax.auto_sharded(chosen))
         selected = map_query_chunks(attend_selected, queries_per_chunk, positions, rotated.array, blocks.array)
         window = attend_to_windows(config, rotated.array, window_keys, window_values, queries_per_chunk)
-        gates = self._gates(x)
+        gates = compute_gates(self._project("gate_w", x).array, self.parameters["gate_b"].array)
         output = self._output(mix(gates, (compressed, selected.output, window)).astype(x.dtype), Batch, Pos)
         if not with_details:
             return output
@@ -198,11 +198,6 @@ class NativeSparseAttention(eqx.Module):
         """Return the parameters of the compression of keys or of values, without the prefix of their names."""
         named = {name: value.array for name, value in self.parameters.items() if name.startswith(prefix)}
         return {name.removeprefix(prefix): array for name, array in named.items()}
-
-    def _gates(self, x: NamedArray) -> jax.Array:
-        """Return the gates float32[b, t, g, r, 3]."""
-        logits = self._project("gate_w", x).astype(jnp.float32) + self.parameters["gate_b"].astype(jnp.float32)
-        return jax.nn.sigmoid(logits.rearrange((BATCH, POSITION, ...)).array)
 
     def _output(self, mixed: jax.Array, Batch: Axis, Pos: Axis) -> NamedArray:
         """Project the mixed branches [b, t, g, r, d] to {batch, position, embed}."""

@@ -23,7 +23,10 @@ BRANCHES = ("cmp", "slc", "win")
 
 
 class SelectionSums(NamedTuple):
-    """Sums over the rows of a layer; scalars, where no shape is given."""
+    """Sums over the rows of a layer; scalars, where no shape is given.
+
+    int32 holds the sums of 256 sequences of 65536 tokens, for 4 groups and selection blocks of 64 tokens.
+    """
 
     rows: jax.Array
     """int32."""
@@ -35,8 +38,6 @@ class SelectionSums(NamedTuple):
     """int32, the largest k."""
     rows_at_max: jax.Array
     """int32, rows whose k is `k_max`."""
-    head_rows: jax.Array
-    """int32, rows * q_heads_per_group."""
     gates: jax.Array
     """float32[3], sum of the gates of each branch over heads."""
     gate_entropy: jax.Array
@@ -92,7 +93,6 @@ def selection_sums(
         rest=(k % config.selection_block).sum(),
         k_max=k.max(),
         rows_at_max=(k == k.max()).sum(),
-        head_rows=jnp.int32(k.size * config.heads_per_group),
         gates=gates.sum(axis=(0, 1, 2, 3)),
         gate_entropy=(entr(gates) + entr(1 - gates)).sum(axis=(0, 1, 2, 3)),
         importance=importance.sum(),
@@ -157,6 +157,7 @@ def figures(config: NativeSparseConfig, sums: SelectionSums) -> dict[str, Any]:
         sums: as `selection_sums` or `add_sums` returns them.
     """
     host = jax.tree.map(lambda each: np.asarray(each, np.float64), sums)
+    head_rows = host.rows * config.heads_per_group
     keys = host.whole_blocks * config.selection_block + host.rest
     result: dict[str, Any] = {
         "rows": int(host.rows),
@@ -164,14 +165,14 @@ def figures(config: NativeSparseConfig, sums: SelectionSums) -> dict[str, Any]:
         "k_max": int(host.k_max),
         "pct_at_max": float(host.rows_at_max / host.rows),
         "free_importance": _ratio(host.free_importance, host.importance),
-        "free_attention": _ratio(host.free_mass, host.head_rows),
+        "free_attention": _ratio(host.free_mass, head_rows),
         "jaccard_next_query": _ratio(host.jaccard, host.pairs),
         "tile_union": _ratio(host.tile_blocks, host.tiles),
         "load": host.load / host.rows,
     }
     for number, branch in enumerate(BRANCHES):
-        result[f"gate_mean_{branch}"] = _ratio(host.gates[number], host.head_rows)
-        result[f"gate_entropy_{branch}"] = _ratio(host.gate_entropy[number], host.head_rows)
+        result[f"gate_mean_{branch}"] = _ratio(host.gates[number], head_rows)
+        result[f"gate_entropy_{branch}"] = _ratio(host.gate_entropy[number], head_rows)
     return result
 
 
