@@ -12,7 +12,7 @@ import pytest
 from nsa_oracle import Nsa
 
 from shardplan.decoder import NativeSparseAttention, NativeSparseConfig, SelectedMethod
-from shardplan.decoder.parts.attention.sparse import native_sparse_attention
+from shardplan.decoder.parts.attention.sparse import device_branches
 from shardplan.decoder.parts.attention.sparse.compressed_branch import importance_of
 from shardplan.decoder.parts.attention.sparse.selected_branch import attend_to_selected
 from shardplan.decoder.parts.attention.sparse.selection import select
@@ -279,7 +279,7 @@ def test_nothing_is_computed_on_the_host(method):
 
 def test_statistics_are_traced_on_request_only(monkeypatch):
     _, x, layer = make(BASE, 75)
-    monkeypatch.setattr(native_sparse_attention, "selection_sums", None)
+    monkeypatch.setattr(device_branches, "selection_sums", None)
     assert jax.eval_shape(layer, named(x)).array.shape == x.shape
     with pytest.raises(TypeError, match="not callable"):
         jax.eval_shape(lambda x: layer(x, with_details=True), named(x))

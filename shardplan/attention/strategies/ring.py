@@ -20,6 +20,7 @@ from shardplan.attention.kernels.interface import AttentionKernel, Hop, MaskInpu
 from shardplan.attention.strategies.all_gather import KeyValueGather
 from shardplan.attention.strategies.ulysses import UlyssesExchange
 from shardplan.model.activation_names import ActivationName
+from shardplan.runtime.permute import permute
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,14 +51,9 @@ class Ring:
         """Send `tree` forward by `hops` ring indices; return the tree of the device that many indices back."""
         if hops % self.size == 0:
             return tree
-        # ppermute numbers devices in the mesh's order of axes, in whatever order its axes are named
-        mesh = jax.sharding.get_abstract_mesh()
-        mesh_order = sorted(self.axes, key=mesh.axis_names.index)
-        numbers = np.arange(self.size * self.stride).reshape([mesh.shape[axis] for axis in mesh_order])
-        devices = numbers.transpose([mesh_order.index(axis) for axis in self.axes]).reshape(-1).tolist()
-        count = len(devices)
-        pairs = [(devices[i], devices[(i + hops * self.stride) % count]) for i in range(count)]
-        return jax.tree.map(lambda x: jax.lax.ppermute(x, tuple(mesh_order), pairs), tree)
+        count = self.size * self.stride
+        pairs = [(device, (device + hops * self.stride) % count) for device in range(count)]
+        return jax.tree.map(lambda x: permute(x, self.axes, pairs), tree)
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,9 +1,8 @@
 """The layer of Native Sparse Attention: projections, three branches, gates. Source: https://arxiv.org/abs/2502.11089.
 
-The branches are computed in this order: attention to compressed blocks gives the importance of all blocks; the blocks
-are selected, and named `ActivationName.SELECTED_BLOCKS`; attention to the selected blocks and to the window follows. A
-policy of gradient checkpointing that saves this name computes gradients for exactly the blocks of the forward pass. All
-shapes are static, and nothing is computed on the host.
+The layer projects its input, `run_on_mesh` computes the branches on every device, and the output is projected. A policy
+of gradient checkpointing that saves `ActivationName.SELECTED_BLOCKS` computes gradients for exactly the blocks of the
+forward pass. All shapes are static, and nothing is computed on the host.
 """
 
 from collections.abc import Mapping
@@ -12,27 +11,20 @@ from typing import Any, Literal, NamedTuple, overload
 import equinox as eqx
 import haliax as hax
 import jax
-import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from haliax.jax_utils import named_call
 
 from shardplan.decoder.parts.attention.grouped_attention import POSITION
-from shardplan.decoder.parts.attention.rotary import Positions
-from shardplan.decoder.parts.attention.sparse.compressed_branch import attend_to_compressed
-from shardplan.decoder.parts.attention.sparse.compression import compress
-from shardplan.decoder.parts.attention.sparse.config import CompressedRope, NativeSparseConfig
-from shardplan.decoder.parts.attention.sparse.gates import compute_gates, mix
+from shardplan.decoder.parts.attention.sparse.config import NativeSparseConfig
+from shardplan.decoder.parts.attention.sparse.device_branches import DeviceBranches, GroupInputs, TokenInputs
+from shardplan.decoder.parts.attention.sparse.mesh_sharding import device_count, resolve_mesh_sharding, run_on_mesh
 from shardplan.decoder.parts.attention.sparse.parameters import init_parameters, name_arrays
-from shardplan.decoder.parts.attention.sparse.query_chunks import map_query_chunks
-from shardplan.decoder.parts.attention.sparse.selected_branch import (
-    SelectedAttention,
-    SelectedMethod,
-    attend_to_selected,
-)
-from shardplan.decoder.parts.attention.sparse.selection import select
-from shardplan.decoder.parts.attention.sparse.statistics import SelectionSums, selection_sums
-from shardplan.decoder.parts.attention.sparse.window_branch import attend_to_windows
+from shardplan.decoder.parts.attention.sparse.parts import PositionParts
+from shardplan.decoder.parts.attention.sparse.position_shards import PositionShards
+from shardplan.decoder.parts.attention.sparse.selected_branch import SelectedMethod
+from shardplan.decoder.parts.attention.sparse.statistics import SelectionSums
 from shardplan.model.activation_names import ActivationName
+from shardplan.positions.sequence_order import SequenceOrder
 
 BATCH = "batch"
 QUERIES_PER_CHUNK = 256
@@ -92,6 +84,7 @@ class NativeSparseAttention(eqx.Module):
         x: NamedArray,
         method: SelectedMethod = ...,
         *,
+        layout: SequenceOrder = ...,
         with_details: Literal[False] = ...,
         queries_per_chunk: int = ...,
         query_tile: int = ...,
@@ -103,6 +96,7 @@ class NativeSparseAttention(eqx.Module):
         x: NamedArray,
         method: SelectedMethod = ...,
         *,
+        layout: SequenceOrder = ...,
         with_details: Literal[True],
         queries_per_chunk: int = ...,
         query_tile: int = ...,
@@ -114,85 +108,76 @@ class NativeSparseAttention(eqx.Module):
         x: NamedArray,
         method: SelectedMethod = SelectedMethod.DENSE_MASK,
         *,
+        layout: SequenceOrder = SequenceOrder.CONTIGUOUS,
         with_details: bool = False,
         queries_per_chunk: int = QUERIES_PER_CHUNK,
         query_tile: int = QUERY_TILE,
     ) -> NamedArray | DetailedOutput:
         """Compute the output {batch, position, embed} of attention from the same axes.
 
-        All arguments but `x` are static.
+        It is sharded as the current `hax.axis_mapping` shards batch, position and kv_head over the mesh of
+        `jax.set_mesh`. All arguments but `x` are static.
 
         Args:
             method: how attention to the selected blocks is computed.
+            layout: the order that positions are in already: contiguous or zigzag; see
+                `shardplan.positions.sequence_layout`. The result has the same order, and the numbers of blocks count
+                from the start of the sequence.
             with_details: whether the result is a `DetailedOutput`; otherwise no statistics are traced.
-            queries_per_chunk: queries of a sequence that are computed at a time; it bounds memory.
+            queries_per_chunk: queries of a device that are computed at a time; it bounds memory.
             query_tile: queries whose union of blocks the statistics count.
+
+        Raises:
+            ConfigError: the axis mapping shards heads within a group, sizes cannot be divided as it says, or a tile of
+                queries is on two devices.
         """
         config, Batch, Pos = self.config, x.resolve_axis(BATCH), x.resolve_axis(POSITION)
-        positions, selection_blocks = jnp.arange(Pos.size), config.selection_blocks(Pos.size)
-        plain = ActivationName.QUERIES(self._project("q", x))
-        rotated = self._rotate(plain, Pos, positions)
-        of_compressed = rotated if config.compressed_rope is CompressedRope.BLOCK_START else plain
-        compressed_keys, compressed_values = self._compressed_keys_and_values(x)
-        selected_keys, selected_values = self._keys_and_values(x, "slc")
-        window_keys, window_values = self._keys_and_values(x, "win")
-
-        def attend_compressed(positions: jax.Array, queries: jax.Array) -> tuple[jax.Array, jax.Array]:
-            return attend_to_compressed(
-                config, positions, queries, compressed_keys, compressed_values, selection_blocks
-            )
-
-        def attend_selected(positions: jax.Array, queries: jax.Array, blocks: jax.Array) -> SelectedAttention:
-            return attend_to_selected(
-                config, method, positions, queries, blocks, selected_keys, selected_values, with_details
-            )
-
-        compressed, importance = map_query_chunks(attend_compressed, queries_per_chunk, positions, of_compressed.array)
-        chosen = hax.named(select(config, importance, positions), (Batch, Pos, config.KVHeads, config.Selected))
-        blocks = ActivationName.SELECTED_BLOCKS(hax.auto_sharded(chosen))
-        selected = map_query_chunks(attend_selected, queries_per_chunk, positions, rotated.array, blocks.array)
-        window = attend_to_windows(config, rotated.array, window_keys, window_values, queries_per_chunk)
-        gates = compute_gates(self._project("gate_w", x).array, self.parameters["gate_b"].array)
-        output = self._output(mix(gates, (compressed, selected.output, window)).astype(x.dtype), Batch, Pos)
-        if not with_details:
+        sharding = resolve_mesh_sharding(config, Batch, Pos)
+        parts = PositionParts(Pos.size, device_count(sharding.position), layout)
+        parts.check(config, query_tile if with_details else 1)
+        branches = DeviceBranches(
+            config,
+            PositionShards(parts, sharding.position),
+            sharding.mesh_axes,
+            method,
+            queries_per_chunk,
+            query_tile if with_details else None,
+        )
+        results, sums = run_on_mesh(branches, sharding, self._token_inputs(x), self._group_inputs())
+        output = self._output(results.mixed.astype(x.dtype), Batch, Pos)
+        if sums is None:
             return output
-        assert selected.free_mass is not None
-        sums = selection_sums(config, positions, blocks.array, importance, selected.free_mass, gates, query_tile)
-        return DetailedOutput(output, blocks, sums)
+        return DetailedOutput(output, hax.named(results.blocks, (Batch, Pos, config.KVHeads, config.Selected)), sums)
+
+    def _token_inputs(self, x: NamedArray) -> TokenInputs:
+        """Return the projections of {batch, position, embed} that the branches need."""
+
+        def keys(branch: str) -> jax.Array:
+            return ActivationName.KEYS(self._project(f"k_{branch}", x)).array
+
+        def values(branch: str) -> jax.Array:
+            return ActivationName.VALUES(self._project(f"v_{branch}", x)).array
+
+        return TokenInputs(
+            queries=ActivationName.QUERIES(self._project("q", x)).array,
+            compressed_keys=keys("cmp"),
+            compressed_values=values("cmp"),
+            selected_keys=keys("slc"),
+            selected_values=values("slc"),
+            window_keys=keys("win"),
+            window_values=values("win"),
+            gate_products=self._project("gate_w", x).array,
+        )
+
+    def _group_inputs(self) -> GroupInputs:
+        """Return the parameters that the branches need."""
+        return GroupInputs(self.parameters["gate_b"].array, self._phi("phi_k_"), self._phi("phi_v_"))
 
     def _project(self, name: str, x: NamedArray) -> NamedArray:
         """Multiply {batch, position, embed} by a weight; the result begins with batch and position."""
         product = hax.dot(x, self.parameters[name], axis=self.config.Embed)
         weight = [axis for axis in self.parameters[name].axes if axis != self.config.Embed]
         return hax.auto_sharded(product.rearrange((BATCH, POSITION, *weight)))
-
-    def _rotate(self, x: NamedArray, axis: Axis, indices: jax.Array) -> NamedArray:
-        """Rotate queries or keys by the positions `indices` of the axis, if there is a rotary embedding."""
-        if self.config.rotary is None:
-            return x
-        named = hax.named(indices, axis)
-        return self.config.rotary(x, self.config.HeadSize, Positions.of(named)).rearrange(x.axes)
-
-    def _keys_and_values(self, x: NamedArray, branch: str) -> tuple[jax.Array, jax.Array]:
-        """Return the keys, rotated, and values of the selected (slc) or window (win) branch: float32[b, s, g, d].
-
-        They are float32 so that gradients of all queries and chunks are added in float32.
-        """
-        Pos = x.resolve_axis(POSITION)
-        keys = self._rotate(ActivationName.KEYS(self._project(f"k_{branch}", x)), Pos, jnp.arange(Pos.size))
-        values = ActivationName.VALUES(self._project(f"v_{branch}", x))
-        return keys.array.astype(jnp.float32), values.array.astype(jnp.float32)
-
-    def _compressed_keys_and_values(self, x: NamedArray) -> tuple[jax.Array, jax.Array]:
-        """Return the keys, rotated, and values of the compressed branch: float32[b, c, g, d]."""
-        config = self.config
-        keys = compress(config, ActivationName.KEYS(self._project("k_cmp", x)).array, self._phi("phi_k_"))
-        values = compress(config, ActivationName.VALUES(self._project("v_cmp", x)).array, self._phi("phi_v_"))
-        Blocks = Axis("compressed_block", keys.shape[1])
-        if config.compressed_rope is CompressedRope.BLOCK_START and Blocks.size > 0:
-            named = hax.named(keys, (x.resolve_axis(BATCH), Blocks, config.KVHeads, config.HeadSize))
-            keys = self._rotate(named, Blocks, jnp.arange(Blocks.size) * config.stride).array
-        return keys.astype(jnp.float32), values.astype(jnp.float32)
 
     def _phi(self, prefix: str) -> dict[str, jax.Array]:
         """Return the parameters of the compression of keys or of values, without the prefix of their names."""

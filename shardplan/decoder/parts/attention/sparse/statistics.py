@@ -60,6 +60,15 @@ class SelectionSums(NamedTuple):
     """int32[j], rows that select each block."""
 
 
+class Neighbours(NamedTuple):
+    """Rows of queries, of which two that stand side by side are neighbours if their positions are."""
+
+    positions: jax.Array
+    """int[t]; negative where there is no query."""
+    blocks: jax.Array
+    """int32[b, t, g, n], the selected blocks."""
+
+
 def selection_sums(
     config: NativeSparseConfig,
     positions: jax.Array,
@@ -68,8 +77,9 @@ def selection_sums(
     free_mass: jax.Array,
     gates: jax.Array,
     query_tile: int,
+    neighbours: Neighbours,
 ) -> SelectionSums:
-    """Return the sums of a layer.
+    """Return the sums of a layer, or of the queries of one device.
 
     Args:
         positions: int[t], of the queries.
@@ -78,6 +88,7 @@ def selection_sums(
         free_mass: float32[b, t, g], of the selected branch.
         gates: float32[b, t, g, r, 3].
         query_tile: queries of a tile, which a kernel computes together.
+        neighbours: the queries with those that follow on other devices.
     """
     importance, free_mass, gates = jax.lax.stop_gradient((importance, free_mass, gates))
     by_row = positions[:, None, None]
@@ -85,7 +96,7 @@ def selection_sums(
     keys_of_blocks = jnp.clip(by_row + 1 - blocks * config.selection_block, 0, config.selection_block)
     k = jnp.where(blocks == UNUSED, 0, keys_of_blocks).sum(axis=-1)
     is_free_block = ~is_forced(config, numbers, positions[:, None])
-    jaccard, pairs = _jaccard(config, positions, blocks)
+    jaccard, pairs = _jaccard(config, *neighbours)
     tile_blocks, tiles = _tile_unions(blocks, numbers, query_tile)
     return SelectionSums(
         rows=jnp.int32(k.size),
@@ -113,7 +124,7 @@ def _jaccard(config: NativeSparseConfig, positions: jax.Array, blocks: jax.Array
     is_shared = (one == other) & is_free[:, :-1, :, :, None] & is_free[:, 1:, :, None, :]
     shared, free = is_shared.sum(axis=(-2, -1)), is_free.sum(axis=-1)
     either = free[:, :-1] + free[:, 1:] - shared
-    is_next = positions[1:] == positions[:-1] + 1  # False where a sequence is sharded in another order
+    is_next = positions[1:] == positions[:-1] + 1  # False between the parts of a device
     is_pair = (either > 0) & is_next[:, None]
     return jnp.where(is_pair, shared / jnp.maximum(either, 1), 0.0).sum(), is_pair.sum()
 
@@ -135,6 +146,14 @@ def add_sums(first: SelectionSums, second: SelectionSums) -> SelectionSums:
     at_max = [jnp.where(each.k_max == k_max, each.rows_at_max, 0) for each in (first, second)]
     added = SelectionSums(*(one + other for one, other in zip(first, second, strict=True)))
     return added._replace(k_max=k_max, rows_at_max=at_max[0] + at_max[1])
+
+
+def reduce_sums(sums: SelectionSums, mesh_axes: tuple[str, ...]) -> SelectionSums:
+    """Return the sums over the rows of all devices along mesh axes. Runs inside `jax.shard_map`."""
+    k_max = jax.lax.pmax(sums.k_max, mesh_axes)
+    at_max = jnp.where(sums.k_max == k_max, sums.rows_at_max, 0)
+    reduced: SelectionSums = jax.lax.psum(sums._replace(rows_at_max=at_max), mesh_axes)
+    return reduced._replace(k_max=k_max)
 
 
 def figures(config: NativeSparseConfig, sums: SelectionSums) -> dict[str, Any]:

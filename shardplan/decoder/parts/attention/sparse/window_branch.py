@@ -41,28 +41,36 @@ def attend_to_window(
 
 
 def attend_to_windows(
-    config: NativeSparseConfig, queries: jax.Array, keys: jax.Array, values: jax.Array, queries_per_chunk: int
+    config: NativeSparseConfig,
+    first: jax.Array,
+    queries: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    queries_per_chunk: int,
 ) -> jax.Array:
-    """Attend to the windows of all queries of a sequence, a chunk of queries at a time.
+    """Attend to the windows of neighbouring queries, a chunk of queries at a time.
 
     Scores per chunk = queries_per_chunk * (queries_per_chunk + window - 1), whatever the length of the sequence is.
 
     Args:
-        queries: [b, t, g, r, d], of the whole sequence, in order.
-        keys: [b, t, g, d].
-        values: [b, t, g, d].
+        first: int[], the position of the first query.
+        queries: [b, t, g, r, d], in order.
+        keys: [b, halo + t, g, d], of the tokens before the first query, as many as windows have, and of the queries.
+            Those before the start of the sequence are padding.
+        values: [b, halo + t, g, d].
 
     Returns:
         [b, t, g, r, d].
     """
     count = queries.shape[1]
-    size, halo = min(queries_per_chunk, count), min(config.window, count) - 1
+    size, halo = min(queries_per_chunk, count), keys.shape[1] - count
     # a chunk of padding at the end, because the slice of the last chunk may begin late
-    padding = [(0, 0), (halo, size), (0, 0), (0, 0)]
+    padding = [(0, 0), (0, size), (0, 0), (0, 0)]
     padded_keys, padded_values = jnp.pad(keys, padding), jnp.pad(values, padding)
 
     def attend_chunk(positions: jax.Array, chunk: jax.Array) -> jax.Array:
-        near = (jax.lax.dynamic_slice_in_dim(x, positions[0], size + halo, 1) for x in (padded_keys, padded_values))
+        start = positions[0] - first
+        near = (jax.lax.dynamic_slice_in_dim(x, start, size + halo, 1) for x in (padded_keys, padded_values))
         return attend_to_window(config, positions, chunk, positions[0] - halo + jnp.arange(size + halo), *near)
 
-    return map_query_chunks(attend_chunk, queries_per_chunk, jnp.arange(count), queries)
+    return map_query_chunks(attend_chunk, queries_per_chunk, first + jnp.arange(count), queries)

@@ -1,0 +1,167 @@
+"""What one device computes of a layer of Native Sparse Attention: the branches of its queries, between projections.
+
+Attention to compressed blocks gives the importance of all blocks; the blocks are selected, where their queries are, and
+named `ActivationName.SELECTED_BLOCKS`; attention to the selected blocks and to the window follows. A device has a part
+of the batch and of the groups; `PositionShards` gets it what it needs of the positions that other devices have.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from shardplan.decoder.parts.attention.rotary import Positions
+from shardplan.decoder.parts.attention.sparse.compressed_branch import attend_to_compressed
+from shardplan.decoder.parts.attention.sparse.compression import compress
+from shardplan.decoder.parts.attention.sparse.config import CompressedRope, NativeSparseConfig
+from shardplan.decoder.parts.attention.sparse.gates import compute_gates, mix
+from shardplan.decoder.parts.attention.sparse.position_shards import PositionShards
+from shardplan.decoder.parts.attention.sparse.query_chunks import map_query_chunks
+from shardplan.decoder.parts.attention.sparse.selected_branch import (
+    SelectedAttention,
+    SelectedMethod,
+    attend_to_selected,
+)
+from shardplan.decoder.parts.attention.sparse.selection import select
+from shardplan.decoder.parts.attention.sparse.statistics import (
+    Neighbours,
+    SelectionSums,
+    reduce_sums,
+    selection_sums,
+)
+from shardplan.decoder.parts.attention.sparse.window_branch import attend_to_windows
+from shardplan.model.activation_names import ActivationName
+
+
+class TokenInputs(NamedTuple):
+    """Projections of the layer's input, none of them rotated."""
+
+    queries: jax.Array
+    """[b, t, g, r, d]."""
+    compressed_keys: jax.Array
+    """[b, t, g, d]; so are the other keys and values."""
+    compressed_values: jax.Array
+    selected_keys: jax.Array
+    selected_values: jax.Array
+    window_keys: jax.Array
+    window_values: jax.Array
+    gate_products: jax.Array
+    """[b, t, g, r, 3]."""
+
+
+class GroupInputs(NamedTuple):
+    """Parameters of the groups; their first axis is g."""
+
+    gate_biases: jax.Array
+    """[g, r, 3]."""
+    phi_k: Mapping[str, jax.Array]
+    """Parameters of the compression of keys, as `compress` takes them."""
+    phi_v: Mapping[str, jax.Array]
+
+
+class TokenResults(NamedTuple):
+    """The result of queries."""
+
+    mixed: jax.Array
+    """float32[b, t, g, r, d], the sum of the branches."""
+    blocks: jax.Array
+    """int32[b, t, g, n], the selected blocks."""
+
+
+@dataclass(frozen=True)
+class DeviceBranches:
+    """The branches of a layer on one device; static."""
+
+    config: NativeSparseConfig
+    shards: PositionShards
+    summed_axes: tuple[str, ...]
+    """Mesh axes whose devices have different rows."""
+    method: SelectedMethod
+    queries_per_chunk: int
+    query_tile: int | None
+    """Queries whose union of blocks the statistics count; None for no statistics."""
+
+    def run(self, inputs: TokenInputs, parameters: GroupInputs) -> tuple[TokenResults, SelectionSums | None]:
+        """Compute the results of this device's queries, and on request the sums over the rows of all devices."""
+        config, shards, chunk = self.config, self.shards, self.queries_per_chunk
+        positions = shards.positions()
+        queries = self._rotate(inputs.queries, positions)
+        of_compressed = queries if config.compressed_rope is CompressedRope.BLOCK_START else inputs.queries
+        compressed_keys, compressed_values = self._compressed_keys_and_values(inputs, parameters, positions)
+        selected_keys = shards.gather(self._rotate(inputs.selected_keys, positions))
+        selected_values = shards.gather(inputs.selected_values)
+        with_details, length = self.query_tile is not None, shards.parts.length
+
+        def attend_compressed(positions: jax.Array, queries: jax.Array) -> tuple[jax.Array, jax.Array]:
+            blocks = config.selection_blocks(length)
+            return attend_to_compressed(config, positions, queries, compressed_keys, compressed_values, blocks)
+
+        def attend_selected(positions: jax.Array, queries: jax.Array, blocks: jax.Array) -> SelectedAttention:
+            return attend_to_selected(
+                config, self.method, positions, queries, blocks, selected_keys, selected_values, with_details
+            )
+
+        compressed, importance = map_query_chunks(attend_compressed, chunk, positions, of_compressed)
+        chosen = select(config, importance, positions)
+        blocks: jax.Array = checkpoint_name(chosen, ActivationName.SELECTED_BLOCKS.value)
+        selected = map_query_chunks(attend_selected, chunk, positions, queries, blocks)
+        window = self._attend_to_windows(inputs, positions, queries)
+        gates = compute_gates(inputs.gate_products, parameters.gate_biases)
+        results = TokenResults(mix(gates, (compressed, selected.output, window)), blocks)
+        if self.query_tile is None:
+            return results, None
+        assert selected.free_mass is not None
+        neighbours = Neighbours(*shards.with_next_rows(blocks))
+        sums = selection_sums(
+            config, positions, blocks, importance, selected.free_mass, gates, self.query_tile, neighbours
+        )
+        return results, reduce_sums(sums, self.summed_axes) if self.summed_axes else sums
+
+    def _compressed_keys_and_values(
+        self, inputs: TokenInputs, parameters: GroupInputs, positions: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return the keys, rotated, and values of all complete blocks of the sequence: float32[b, c, g, d].
+
+        They are float32, as those of the other branches, so that gradients of all queries and chunks are added in
+        float32.
+        """
+        config, shards = self.config, self.shards
+
+        def compress_parts(x: jax.Array, phi: Mapping[str, jax.Array]) -> jax.Array:
+            parts = shards.with_next(x, config.block - config.stride)
+            return jnp.concatenate([compress(config, part, phi) for part in parts], axis=1)
+
+        keys = compress_parts(inputs.compressed_keys, parameters.phi_k)
+        values = compress_parts(inputs.compressed_values, parameters.phi_v)
+        if config.compressed_rope is CompressedRope.BLOCK_START:
+            keys = self._rotate(keys, positions[:: config.stride][: keys.shape[1]])
+        complete = config.compressed_blocks(shards.parts.length)
+        return shards.gather(keys)[:, :complete], shards.gather(values)[:, :complete]
+
+    def _attend_to_windows(self, inputs: TokenInputs, positions: jax.Array, queries: jax.Array) -> jax.Array:
+        """Attend to the windows of the queries [b, t, g, r, d]."""
+        shards = self.shards
+        halo = min(self.config.window, shards.parts.length) - 1
+        keys = shards.with_previous(self._rotate(inputs.window_keys, positions), halo)
+        values = shards.with_previous(inputs.window_values, halo)
+        outputs = []
+        for first, of_part, *near in zip(shards.firsts(), shards.split(queries), keys, values, strict=True):
+            near_keys, near_values = (x.astype(jnp.float32) for x in near)
+            outputs.append(
+                attend_to_windows(self.config, first, of_part, near_keys, near_values, self.queries_per_chunk)
+            )
+        return jnp.concatenate(outputs, axis=1)
+
+    def _rotate(self, x: jax.Array, positions: jax.Array) -> jax.Array:
+        """Rotate queries or keys [b, t, ..., d] by positions int[t], if there is a rotary embedding."""
+        if self.config.rotary is None or x.shape[1] == 0:
+            return x
+        heads = ("kv_head", "q_heads_per_group")[: x.ndim - 3]
+        named = hax.named(x, ("batch", "position", *heads, self.config.HeadSize))
+        rotated = self.config.rotary(named, self.config.HeadSize, Positions.of(hax.named(positions, "position")))
+        result: jax.Array = rotated.rearrange(named.axes).array
+        return result
