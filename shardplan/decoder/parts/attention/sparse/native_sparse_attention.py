@@ -58,6 +58,11 @@ class NativeSparseAttention(eqx.Module):
     {'batch': 1, 'position': 16, 'embed': 8}
     >>> result.blocks["position", 15].array.tolist()
     [[[0, 2, 3]]]
+
+    The axis mapping shards the same call over a mesh, such as one with the axes data, sequence and model::
+
+        with jax.set_mesh(mesh):
+            hax.named_jit(layer, axis_resources={"batch": "data", "position": "sequence", "kv_head": "model"})(x)
     """
 
     parameters: dict[str, NamedArray]

@@ -53,6 +53,8 @@ class PositionShards:
     def with_next(self, x: jax.Array, rows: int) -> list[jax.Array]:
         """Return each part of `x` with the `rows` after it, at most a part, zeros after the end of the sequence."""
         parts = self.split(x)
+        if rows == 0:
+            return parts
         received = self._receive([part[:, :rows] for part in parts], -1)
         return [jnp.concatenate(pieces, axis=1) for pieces in zip(parts, received, strict=True)]
 
