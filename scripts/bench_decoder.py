@@ -114,7 +114,7 @@ def released(bench: Bench) -> str:
         config = load(name, slice_name, "eval", int(batch), int(position), DECODER)
         planned = plan_case(f"{label} {slice_name} {batch} x {position}", config, **changes)
         (result,), plan = bench.compile([planned.case]), planned.plan
-        errors = Errors.of(plan, planned.case.options, result)
+        errors = Errors.of(plan, plan.cost.step_seconds, result)
         assert result.peak and result.seconds
         numbers = (
             f"{planned.trace_seconds:.1f}", f"{plan.search.seconds:.1f}",

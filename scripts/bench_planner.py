@@ -157,7 +157,7 @@ class Bench:
 
     def drop_unused(self) -> None:
         """Leave out of the file the records that no table uses."""
-        write_records({key: each for key, each in read_records(self.path).items() if key in self.used}, self.path)
+        write_records((each for key, each in read_records(self.path).items() if key in self.used), self.path)
 
 
 ERROR_COLUMNS = (
@@ -234,7 +234,9 @@ def estimates_table(cases: Sequence[Case], bench: Bench) -> str:
 
 def error_cells(case: Case, result: CompiledResult) -> list[str]:
     """The cells of `ERROR_COLUMNS` for a case, as far as the compiler got."""
-    plan, errors, cells = case.plan, Errors.of(case.plan, case.options, result), []
+    plan, cells = case.plan, []
+    seconds = plan.cost.step_seconds if case.options == plan.compiler_options else None
+    errors = Errors.of(plan, seconds, result)
     if result.peak:
         cells += [f"{plan.memory.peak / GIB:.2f}", f"{result.peak / GIB:.2f}", error_text(errors.peak)]
     if result.seconds:

@@ -3,8 +3,8 @@
 Fits the factors of the planner's cost model (shardplan/cost/calibration.json) to programs that the TPU compiler makes
 of a few plans for every generation, and writes them, with the errors that are left, and a table of both. Needs no TPU.
 The plans differ from those of scripts/bench_planner.py and bench_published.py, which judge the result. Compiling all
-programs takes half an hour on 2 cores; docs/benchmarks/calibration.json keeps what the compiler made of them, so that
-a change of the cost model is fitted again in two minutes.
+programs takes hours on 2 cores; docs/benchmarks/calibration.json keeps what the compiler made of them, so that a change
+of the cost model is fitted again in minutes.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from planner_record import (
     PLANNER,
     PUBLISHED,
     Errors,
+    Layout,
     Record,
     by_kind,
     compile_cases,
@@ -49,12 +50,9 @@ from shardplan.experts.method import ExpertMethod
 from shardplan.hardware import Slice, parse_slice
 from shardplan.hardware.generations import GENERATIONS
 from shardplan.model.model_class import DECODER, LEVANTER
-from shardplan.model.registry import build_model
-from shardplan.plan.mapping import as_tuples
-from shardplan.plan.workload.workload import Workload
-from shardplan.program.step_trace import plan_step
-from shardplan.program.tasks import Step, Task
+from shardplan.program.tasks import Task
 from shardplan.search.given_plan import plan_given_mappings
+from shardplan.search.result.compiler_options import TILE_MEMORY
 from shardplan.verify.case import Case
 from shardplan.verify.verdict import Outcome
 
@@ -95,6 +93,10 @@ VECTORS = tuple(map(float, range(1, 41)))
 """Values of `vectors` that are tried."""
 OVERLAPS = tuple(percent / 100 for percent in range(0, 101, 5))
 """Values of `overlap` that are tried."""
+VMEM_KIB = {"v5e": 65536, "v5p": 65536, "v6e": 98304, "tpu7x": 49152}
+"""Generation -> vector memory that one operation may use in programs with larger tiles, KiB. With more, an operation
+holds larger tiles of matmuls there, and reads operands from HBM less often (docs/log.md has what each gained, and what
+else was tried); on v4 more than the compiler's own limit changes nothing."""
 DIGITS = 3
 """Number of decimal digits of the written factors."""
 
@@ -111,32 +113,31 @@ class Blocks(StrEnum):
 
 @dataclass(frozen=True, eq=False)
 class Observation:
-    """A recorded program, with what the planner needs to estimate it."""
+    """A recorded program, with what the planner estimates it from."""
 
     record: Record
-    step: Step
-    assignment: ShardingAssignment
-    hardware: Slice
 
-    @classmethod
-    def of(cls, record: Record) -> "Observation":
-        """The planner's inputs for a record."""
-        layout = record.layout
-        workload, hardware = Workload(**layout.workload), parse_slice(layout.slice)
-        step = plan_step(build_model(layout.hf_config, workload.position), workload.resolve())
-        compute, params = as_tuples(layout.compute), as_tuples(layout.params)
-        experts = ExpertMethod() if layout.experts is None else ExpertMethod(**layout.experts)
-        assignment = ShardingAssignment(
-            layout.mesh, compute, params, step.merged_axes, step.activation_axes, experts=experts
-        )
-        return cls(record, step, assignment, hardware)
+    @property
+    def layout(self) -> Layout:
+        """What decides the program."""
+        return self.record.layout
+
+    @cached_property
+    def hardware(self) -> Slice:
+        """The slice."""
+        return parse_slice(self.layout.slice)
+
+    @property
+    def has_larger_tiles(self) -> bool:
+        """Whether it was compiled with larger tiles."""
+        return TILE_MEMORY in self.layout.options
 
     @property
     def blocks(self) -> Blocks:
         """How the program computes MLPs."""
-        if self.record.layout.experts is not None:
+        if self.layout.experts is not None:
             return Blocks.SHARDED
-        return Blocks.GROUPED if self.step.expert_axes else Blocks.DENSE
+        return Blocks.GROUPED if self.layout.step.expert_axes else Blocks.DENSE
 
     @property
     def compute_seconds(self) -> float:
@@ -146,11 +147,11 @@ class Observation:
 
     def tasks(self, factors: Calibration) -> Iterator[tuple[Task, DeviceCost, TaskSeconds]]:
         """The planner's estimate with these factors, task by task."""
-        return step_tasks(self.step, self.with_quirks(factors), self.hardware, factors)
+        return step_tasks(self.layout.step, self.with_quirks(factors), self.hardware, factors)
 
     def with_quirks(self, factors: Calibration) -> ShardingAssignment:
         """The sharding of the program, on a compiler with the quirks of `factors`."""
-        return replace(self.assignment, quirks=compiler_quirks(self.hardware, factors))
+        return replace(self.layout.assignment, quirks=compiler_quirks(self.hardware, factors))
 
 
 @cache
@@ -166,7 +167,7 @@ def step_error(o: Observation, factors: Calibration) -> float:
 @cache
 def peak_error(o: Observation, factors: Calibration) -> float:
     assert o.record.result.peak
-    return estimate_memory(o.step, o.with_quirks(factors)).peak / o.record.result.peak - 1
+    return estimate_memory(o.layout.step, o.with_quirks(factors)).peak / o.record.result.peak - 1
 
 
 @cache
@@ -213,7 +214,7 @@ class Group:
     def fit(self, factors: Calibration, cases: Sequence[Observation]) -> Calibration:
         """`factors` with the values of this group that have the least sum of squared errors."""
         if self.values is None:
-            return replace(factors, **least_squares(factors, cases))
+            return replace(factors, **least_squares(factors, cases, self.factors))
         error, (name,) = ERRORS[self.quantity], self.factors
         candidates = [with_value(factors, name, value) for value in self.values]
         return min(candidates, key=lambda candidate: sum(error(o, candidate) ** 2 for o in cases))
@@ -232,6 +233,8 @@ GROUPS = (
     Group(("slicing",), "compute", SHARDED, SLICINGS),
     Group(("kernel_wait",), "step", SHARDED, KERNEL_WAITS),
 )
+TILE_GROUPS = (Group(("products", "elementwise"), "compute", DENSE), Group(("overlap",), "step", DENSE, OVERLAPS))
+"""Factors that differ with larger tiles: copies of gathered parameters are no matmuls, and take as long as without."""
 
 
 @dataclass(frozen=True)
@@ -255,28 +258,73 @@ def with_value(factors: Calibration, name: str, value: object) -> Calibration:
     return replace(factors, quirks=replace(factors.quirks, **{name: value}))
 
 
-def least_squares(factors: Calibration, cases: Sequence[Observation]) -> dict[str, Any]:
-    """Values for the factors in `LINEAR` that minimize the sum of squared relative errors of the compute time."""
+def least_squares(factors: Calibration, cases: Sequence[Observation], names: Sequence[str]) -> dict[str, Any]:
+    """Values for these factors of `LINEAR` that minimize the sum of squared relative errors of the compute time."""
     target = np.array([o.compute_seconds for o in cases])
-    terms = np.array([[seconds_of_factor(o, name, factors) for name in LINEAR] for o in cases])
+    terms = np.array([[seconds_of_factor(o, name, factors) for name in names] for o in cases])
     constant = np.array([seconds_of_factor(o, None, factors) for o in cases])
-    bounds = (list(LINEAR.values()), np.inf)
+    for name in LINEAR.keys() - set(names):  # keeps its value
+        constant += [getattr(factors, name) * seconds_of_factor(o, name, factors) for o in cases]
+    bounds = ([LINEAR[name] for name in names], np.inf)
     solution = lsq_linear(terms / target[:, None], 1 - constant / target, bounds).x
-    return {name: round(float(value), DIGITS) for name, value in zip(LINEAR, solution, strict=True)}
+    return {name: round(float(value), DIGITS) for name, value in zip(names, solution, strict=True)}
 
 
-def fit(observations: Sequence[Observation]) -> tuple[Calibration, list[Fit]]:
-    """The factors of one generation, group by group, and how well each group fits."""
-    factors, fits = Calibration(), []
-    for group in GROUPS:
+def fit(
+    observations: Sequence[Observation], groups: Sequence[Group], start: Calibration
+) -> tuple[Calibration, list[Fit]]:
+    """The factors of one generation, group by group, and how well each group fits.
+
+    Args:
+        start: the values of the factors that no group has.
+    """
+    factors, fits = start, []
+    for group in groups:
         cases, error = group.cases(observations), ERRORS[group.quantity]
         fitted = group.fit(factors, cases)
         left_out = [error(o, group.fit(factors, [each for each in cases if each is not o])) for o in cases]
-        labels = [o.record.layout.label.split(maxsplit=1)[1] for o in cases]
+        labels = [o.layout.label.split(maxsplit=1)[1] for o in cases]
         residual = rms([error(o, fitted) for o in cases])
         fits.append(Fit(group.factors, group.quantity, labels, residual, rms(left_out)))
         factors = fitted
     return factors, fits
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """The factors of one generation, and how well they fit."""
+
+    factors: Calibration
+    fits: list[Fit]
+    tiled: Calibration | None
+    """The factors with larger tiles; None if the generation has the compiler's own."""
+    tiled_fits: list[Fit]
+
+    @classmethod
+    def of(cls, generation: str, observations: Sequence[Observation]) -> "Fitted":
+        """Fit the factors to the programs of the generation."""
+        own = [o for o in observations if o.hardware.generation.name == generation]
+        factors, fits = fit([o for o in own if not o.has_larger_tiles], GROUPS, Calibration())
+        if generation not in VMEM_KIB:
+            return cls(factors, fits, None, [])
+        tiled = [o for o in own if o.has_larger_tiles]
+        return cls(factors, fits, *fit(tiled, TILE_GROUPS, replace(factors, vmem_kib=VMEM_KIB[generation])))
+
+    def of_program(self, o: Observation) -> Calibration:
+        """The factors for the options of a program."""
+        return self.tiled if self.tiled is not None and o.has_larger_tiles else self.factors
+
+    @property
+    def entry(self) -> dict[str, Any]:
+        """Its entry in the file of factors."""
+        values = {key: value for key, value in vars(self.factors).items() if key not in ("quirks", "vmem_kib")}
+        quirks = {key: value for key, value in vars(self.factors.quirks).items() if value not in (None, False)}
+        entry = {"factors": values, "quirks": quirks, "fits": [vars(each) for each in self.fits]}
+        if self.tiled is not None:
+            changed = {name: getattr(self.tiled, name) for group in TILE_GROUPS for name in group.factors}
+            fits = [vars(each) for each in self.tiled_fits]
+            entry["larger_tiles"] = {"vmem_kib": self.tiled.vmem_kib, "factors": changed, "fits": fits}
+        return entry
 
 
 def rms(errors: Sequence[float]) -> float:
@@ -303,27 +351,37 @@ def make_case(text: str, generation: str) -> Case:
     return Case(f"{slice_name} {text}", plan, hf_config, options=plan.compiler_options)
 
 
-def to_json(fitted: Mapping[str, tuple[Calibration, list[Fit]]]) -> str:
-    """The file of factors: an entry for every generation, with its fits."""
-    entries: dict[str, Any] = {}
-    for name, (factors, fits) in fitted.items():
-        values = {key: value for key, value in vars(factors).items() if key != "quirks"}
-        quirks = {key: value for key, value in vars(factors.quirks).items() if value not in (None, False)}
-        entries[name] = {"factors": values, "quirks": quirks, "fits": [vars(each) for each in fits]}
-    return json.dumps(entries, indent=1) + "\n"
+def make_cases() -> list[Case]:
+    """All programs: those of every plan with the compiler's own tiles, and of dense models with larger ones as well."""
+    cases = []
+    for text in CASES:
+        for generation in FITTED:
+            case = make_case(text, generation)
+            own = {name: value for name, value in case.options.items() if name != TILE_MEMORY}
+            cases.append(replace(case, options=own))
+            if generation in VMEM_KIB and "num_experts_per_tok" not in case.hf_config:
+                options = {**own, TILE_MEMORY: str(VMEM_KIB[generation])}
+                cases.append(replace(case, label=f"{case.label}, larger tiles", options=options))
+    return cases
 
 
-def fits_table(fitted: Mapping[str, tuple[Calibration, list[Fit]]]) -> str:
-    """A row for every generation and group of factors."""
+def fits_table(fitted: Mapping[str, Fitted]) -> str:
+    """A row for every generation, kind of tiles and group of factors."""
     columns = ("generation", "factors", "decide", "programs", "residual", "leave-one-out")
     lines = [row(*columns), row(*["---"] * len(columns))]
-    for name, (factors, fits) in fitted.items():
-        values = {**vars(factors), **vars(factors.quirks)}
-        for each in fits:
-            text = ", ".join(f"{factor} {values[factor]}" for factor in each.factors)
-            numbers = (len(each.cases), f"{each.residual:.1%}", f"{each.leave_one_out:.1%}")
-            lines.append(row(name, text, QUANTITIES[each.quantity], *numbers))
+    for name, each in fitted.items():
+        lines += _fit_rows(name, each.factors, each.fits)
+        if each.tiled is not None:
+            lines += _fit_rows(f"{name}, larger tiles", each.tiled, each.tiled_fits)
     return "\n".join(lines)
+
+
+def _fit_rows(name: str, factors: Calibration, fits: Sequence[Fit]) -> Iterator[str]:
+    values = {**vars(factors), **vars(factors.quirks)}
+    for each in fits:
+        text = ", ".join(f"{factor} {values[factor]}" for factor in each.factors)
+        numbers = (len(each.cases), f"{each.residual:.1%}", f"{each.leave_one_out:.1%}")
+        yield row(name, text, QUANTITIES[each.quantity], *numbers)
 
 
 def errors_table(errors: Mapping[str, Sequence[Errors]]) -> str:
@@ -340,12 +398,27 @@ def errors_table(errors: Mapping[str, Sequence[Errors]]) -> str:
     return "\n".join(lines)
 
 
-def plans_table(observations: Sequence[Observation], fitted: Mapping[str, tuple[Calibration, list[Fit]]]) -> str:
+def plans_table(observations: Sequence[Observation], fitted: Mapping[str, Fitted]) -> str:
     """The errors of every program that the factors are fitted to."""
     lines = [row("plan", *ERRORS), row(*["---"] * (1 + len(ERRORS)))]
     for o in observations:
-        factors, _ = fitted[o.hardware.generation.name]
-        lines.append(row(o.record.layout.label, *(f"{error(o, factors):+.1%}" for error in ERRORS.values())))
+        factors = fitted[o.hardware.generation.name].of_program(o)
+        lines.append(row(o.layout.label, *(f"{error(o, factors):+.1%}" for error in ERRORS.values())))
+    return "\n".join(lines)
+
+
+def gains_table(observations: Sequence[Observation]) -> str:
+    """A row for every program with larger tiles: its times, and those with the compiler's own tiles."""
+    columns = ("plan", "step s", "with larger tiles", "gain", "compute s", "with larger tiles", "gain")
+    lines = [row(*columns), row(*["---"] * len(columns))]
+    own = {o.layout.label: o.record.result.seconds for o in observations if not o.has_larger_tiles}
+    for o in observations:
+        if o.has_larger_tiles:
+            label = o.layout.label.removesuffix(", larger tiles")
+            cells: list[str] = []
+            for before, after in zip(own[label][:2], o.record.result.seconds[:2], strict=True):
+                cells += [f"{before:.3g}", f"{after:.3g}", f"{1 - after / before:.0%}"]
+            lines.append(row(label, *cells))
     return "\n".join(lines)
 
 
@@ -354,21 +427,27 @@ def main() -> None:
     parser.add_argument("--output", default=FILE, type=Path, help="JSON file to write; default: the planner's own")
     parser.add_argument("--table", default=TABLE, type=Path, help="Markdown file to write")
     parser.add_argument("--jobs", type=int, help="compiles at a time")
+    parser.add_argument(
+        "--takes_earlier", action="store_true", help="take results of the same layouts that earlier code compiled"
+    )
     arguments = parser.parse_args()
-    cases = [make_case(text, generation) for text in CASES for generation in FITTED]
-    records = compile_cases(cases, CALIBRATION, arguments.jobs)
+    cases = make_cases()
+    records = compile_cases(cases, CALIBRATION, arguments.jobs, arguments.takes_earlier)
     if any(record.result.outcome not in (Outcome.FITS, Outcome.DOES_NOT_FIT) for record in records):
         raise SystemExit("some plans could not be compiled")
-    write_records({record_key(case): record for case, record in zip(cases, records, strict=True)}, CALIBRATION)
-    observations = [Observation.of(record) for record in records if record.result.fits]
-    fitted = {name: fit([o for o in observations if o.hardware.generation.name == name]) for name in FITTED}
-    arguments.output.write_text(to_json(fitted), encoding="utf-8")
+    write_records(records, CALIBRATION)
+    observations = [Observation(record) for record in records if record.result.fits]
+    fitted = {name: Fitted.of(name, observations) for name in FITTED}
+    entries = {name: each.entry for name, each in fitted.items()}
+    arguments.output.write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
     load_calibration.cache_clear()
     held_out = [*read_records(PLANNER).values(), *read_records(PUBLISHED).values()]
     errors = {"fitted": errors_by_family(records), "held out": errors_by_family(held_out)}
+    earlier = sum(record.key != record_key(case) for case, record in zip(cases, records, strict=True))
     text = TEMPLATE.format(
-        fits=fits_table(fitted), errors=errors_table(errors), plans=plans_table(observations, fitted)
-    )
+        fits=fits_table(fitted), gains=gains_table(observations), errors=errors_table(errors),
+        plans=plans_table(observations, fitted), earlier=earlier, programs=len(records),
+    )  # fmt: skip
     arguments.table.write_text(text, encoding="utf-8")
 
 
@@ -385,6 +464,9 @@ nothing overlaps. The others say what the compiler does
 (`CompilerQuirks` in `shardplan/cost/sharding.py`). v3 has the factors of v4, because libtpu compiles no attention
 kernel in bfloat16 for it.
 
+Where it pays, plans of models without routed experts ask the compiler for larger tiles (`vmem_kib`); such programs have
+factors of their own. {earlier} of the {programs} programs were compiled by earlier code (`--takes_earlier`).
+
 ## Fits
 
 Errors are root mean squares over the programs that a group of factors is fitted to, relative to the compiler's value.
@@ -397,6 +479,10 @@ Constants with a reason, and not fitted: lookups, scatters and grouped matmuls, 
 take their rooflines, and so does work that only moves elements; attention takes its unmasked FLOPs at peak, with 7/4 of
 the matmuls in the backward pass (`KERNEL_PRODUCTS_OF_GRADIENTS`), which is what the kernels compute; 8 % of the memory
 are kept free (`MEMORY_ERROR`), more than any program of these pages that fits needs above its estimate.
+
+## What larger tiles gain
+
+{gains}
 
 ## Errors by family
 

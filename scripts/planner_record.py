@@ -10,7 +10,7 @@ import math
 import sys
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -18,15 +18,21 @@ from typing import Any
 
 from shardplan import config as configuration
 from shardplan.config.sections import CompilerConfig
+from shardplan.cost.calibration import load_calibration
+from shardplan.cost.roofline import step_tasks
+from shardplan.cost.sharding import ShardingAssignment
 from shardplan.experts.method import ExpertMethod
 from shardplan.experts.planned_model import with_planned_experts
+from shardplan.hardware import parse_slice
 from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.registry import Model, build_model
 from shardplan.plan.attention_plan import AttentionPlan, Strategy
 from shardplan.plan.plan import Plan
-from shardplan.plan.workload.workload import Workload
+from shardplan.program.step_trace import plan_step
+from shardplan.program.tasks import Step
 from shardplan.report.plan.verdicts import reason_text
-from shardplan.search.given_plan import plan_given_mappings
+from shardplan.search.given_plan import assignment_of, plan_given_mappings
+from shardplan.search.result.compiler_options import TILE_MEMORY
 from shardplan.verify.cache import code_digest, digest
 from shardplan.verify.case import Case
 from shardplan.verify.run import verify
@@ -43,6 +49,8 @@ CALIBRATION = BENCHMARKS / "calibration.json"
 """Programs of scripts/fit_planner.py, to which the factors of the cost model are fitted."""
 READING = ("verify/**/*", "hardware/*")
 """Modules of shardplan that read what the compiler returns, as glob patterns of their paths without suffix."""
+COMPILE_SECONDS = 7200
+"""Time limit of one compile: large tiles take the compiler long on a slow machine."""
 RING_FAMILY = "ring attention"
 MIN_PART = 0.01
 """Part of a step's bytes below which a kind of collective is left out of the errors."""
@@ -80,6 +88,11 @@ class Layout:
         return cls(case.label, plan.model.config, plan.hardware.slice, vars(plan.workload), *parts, changes, experts)
 
     @property
+    def text(self) -> str:
+        """All of it as text, to compare."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @property
     def hf_config(self) -> dict[str, Any]:
         """The model's config.json."""
         return {**read_config(self.model, None), **self.changes}
@@ -101,16 +114,44 @@ class Layout:
     @cached_property
     def estimate(self) -> Plan:
         """What the planner estimates of the layout."""
-        workload = Workload(**self.workload)
-        sections = {"model": {"config": self.model}, "hardware": {"slice": self.slice}, "workload": vars(workload)}
-        config = configuration.load_config(**sections)
-        model = _model(json.dumps(self.hf_config), workload.position)
-        if self.experts is not None:
-            model = with_planned_experts(model)
+        sections = {"model": {"config": self.model}, "hardware": {"slice": self.slice}, "workload": self.workload}
+        config, model = configuration.load_config(**sections), self.model_of_step
         kinds = {name: AttentionPlan(**kind) for name, kind in self.attention["kinds"].items()}
         attention = AttentionPlan(**{**self.attention, "kinds": kinds})
         experts = None if self.experts is None else ExpertMethod(**self.experts)
         return plan_given_mappings(config, model, self.mesh, self.compute, self.params, attention, experts)
+
+    @property
+    def model_of_step(self) -> Model:
+        """The model, with experts as they are computed."""
+        model = _model(json.dumps(self.hf_config), self.workload["position"])
+        return model if self.experts is None else with_planned_experts(model)
+
+    @cached_property
+    def step(self) -> Step:
+        """The traced step."""
+        return plan_step(self.model_of_step, self.estimate.workload.resolve())
+
+    @cached_property
+    def assignment(self) -> ShardingAssignment:
+        """The sharding of every array of the step."""
+        return assignment_of(self.estimate, self.step)
+
+    @property
+    def estimated_seconds(self) -> float | None:
+        """What the planner estimates for a step; None if the program has other options than its plan.
+
+        Programs that were compiled with the compiler's own tiles are estimated for these.
+        """
+        planned = self.estimate.compiler_options
+        if self.options == planned:
+            return self.estimate.cost.step_seconds
+        without_tiles = {name: value for name, value in planned.items() if name != TILE_MEMORY}
+        if self.options != without_tiles:
+            return None
+        hardware = parse_slice(self.slice)
+        factors = load_calibration(hardware.generation.name, larger_tiles=False)
+        return sum(seconds.total for *_, seconds in step_tasks(self.step, self.assignment, hardware, factors))
 
 
 @dataclass(frozen=True)
@@ -125,6 +166,8 @@ class CompiledResult:
     """Seconds of the step, seconds of its compute, MFU."""
     collectives: list[list[Any]]
     """[kind, mesh axes, bytes, number of executions] of every kind and mesh axes."""
+    host: int | None = None
+    """Bytes of a device's temporaries in the memory of its host; None in records of before this was kept."""
 
     @classmethod
     def of(cls, verdict: Verdict) -> "CompiledResult":
@@ -142,6 +185,7 @@ class CompiledResult:
             memory.peak if memory else None,
             [time.step_seconds, time.compute_seconds, time.mfu] if time else None,
             [[*key, size, counts[key]] for key, size in sums.items()],
+            memory.host if memory else None,
         )
 
     @property
@@ -159,6 +203,8 @@ class CompiledResult:
 class Record:
     """A layout with what the compiler made of it."""
 
+    key: str
+    """Digest of the program and of the code that reads what the compiler made of it, see `record_key`."""
     layout: Layout
     result: CompiledResult
 
@@ -175,11 +221,15 @@ class Errors:
     by_kind: dict[str, float]
     """Kind of collective with at least `MIN_PART` of the bytes -> error of its bytes."""
     step: float | None
-    """Of the time of a step; None likewise, and where the compiler options are not those that the estimate is for."""
+    """Of the time of a step; None likewise, and where no estimate is for the compiler options."""
 
     @classmethod
-    def of(cls, plan: Plan, options: Mapping[str, str], result: CompiledResult) -> "Errors":
-        """The errors of the estimates of `plan` against what was compiled with `options`."""
+    def of(cls, plan: Plan, seconds: float | None, result: CompiledResult) -> "Errors":
+        """The errors of the estimates of `plan` against what was compiled.
+
+        Args:
+            seconds: the estimate of the step; None if there is none for the options that were compiled with.
+        """
         peak = plan.memory.peak / result.peak - 1 if result.peak else None
         if result.seconds is None or not plan.memory.fits:
             return cls(peak, None, {}, None)
@@ -187,7 +237,7 @@ class Errors:
         compiled = by_kind((kind, size) for kind, _, size, _ in result.collectives)
         total = sum(compiled.values())
         large = [kind for kind in compiled if compiled[kind] > MIN_PART * total]
-        step = plan.cost.step_seconds / result.step_seconds - 1 if options == plan.compiler_options else None
+        step = None if seconds is None else seconds / result.step_seconds - 1
         return cls(
             peak,
             sum(predicted.values()) / total - 1 if total else None,
@@ -197,16 +247,19 @@ class Errors:
 
 
 def read_records(path: Path) -> dict[str, Record]:
-    """Read a file of records: digest of a program and of the code that reads it -> record."""
+    """Read a file of records: key -> record."""
     rows = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    return {key: Record(Layout(**row["layout"]), CompiledResult(**row["result"])) for key, row in rows.items()}
+    return {key: Record(key, Layout(**row["layout"]), CompiledResult(**row["result"])) for key, row in rows.items()}
 
 
-def write_records(records: Mapping[str, Record], path: Path) -> None:
+def write_records(records: Iterable[Record], path: Path) -> None:
     """Write a file of records, a line for each; programs that exceeded a limit of this machine are left out."""
-    decided = sorted(key for key in records if records[key].result.outcome != Outcome.UNDECIDED)
-    rows = (f"{json.dumps(key)}: {json.dumps(dataclasses.asdict(records[key]))}" for key in decided)
-    path.write_text("{\n" + ",\n".join(rows) + "\n}\n", encoding="utf-8")
+    decided = {record.key: record for record in records if record.result.outcome != Outcome.UNDECIDED}
+    lines = []
+    for key in sorted(decided):
+        row = {"layout": dataclasses.asdict(decided[key].layout), "result": dataclasses.asdict(decided[key].result)}
+        lines.append(f"{json.dumps(key)}: {json.dumps(row)}")
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
 
 def record_key(case: Case) -> str:
@@ -214,23 +267,31 @@ def record_key(case: Case) -> str:
     return f"{digest(case)[:24]} {code_digest(READING)[:8]}"
 
 
-def compile_cases(cases: Sequence[Case], path: Path, jobs: int | None) -> list[Record]:
+def compile_cases(cases: Sequence[Case], path: Path, jobs: int | None, takes_earlier: bool = False) -> list[Record]:
     """Compile the cases that the file `path` does not hold yet, add each result to it, and return all their records.
 
     Args:
         jobs: compiles at a time.
+        takes_earlier: whether a result of the same layout counts that was compiled by earlier code or packages.
     """
     records = read_records(path)
     keys = {id(case): record_key(case) for case in cases}
+    if takes_earlier:
+        by_layout = {record.layout.text: record.key for record in records.values()}
+        for case in cases:
+            if keys[id(case)] not in records:
+                keys[id(case)] = by_layout.get(Layout.of(case).text, keys[id(case)])
     lock = threading.Lock()
 
     def keep(case: Case, verdict: Verdict) -> None:
         _report(case, verdict)
         with lock:
-            records[keys[id(case)]] = Record(Layout.of(case), CompiledResult.of(verdict))
-            write_records(records, path)
+            key = keys[id(case)]
+            records[key] = Record(key, Layout.of(case), CompiledResult.of(verdict))
+            write_records(records.values(), path)
 
-    verify([case for case in cases if keys[id(case)] not in records], CompilerConfig(jobs=jobs), keep)
+    compiler = CompilerConfig(jobs=jobs, seconds=COMPILE_SECONDS)
+    verify([case for case in cases if keys[id(case)] not in records], compiler, keep)
     return [records[keys[id(case)]] for case in cases]
 
 
@@ -245,7 +306,7 @@ def errors_by_family(records: Iterable[Record]) -> dict[str, list[Errors]]:
     families: defaultdict[str, list[Errors]] = defaultdict(list)
     for record in records:
         layout = record.layout
-        families[layout.family].append(Errors.of(layout.estimate, layout.options, record.result))
+        families[layout.family].append(Errors.of(layout.estimate, layout.estimated_seconds, record.result))
     return families
 
 

@@ -2,7 +2,8 @@
 
 `scripts/fit_planner.py` fits them to compiled programs, and writes the file: for every generation the factors, and for
 every group of factors the programs that it was fitted to, the error that is left, and the error of the programs when
-they are left out of the fit.
+they are left out of the fit. Where plans ask the compiler for larger tiles, `larger_tiles` has the factors that differ
+with these, fitted to programs of their own.
 """
 
 import json
@@ -13,6 +14,7 @@ from importlib import resources
 
 from shardplan.cost.sharding import CompilerQuirks
 from shardplan.hardware import GENERATIONS, GIB, Slice
+from shardplan.program.tasks import Step
 
 logger = logging.getLogger(__name__)
 
@@ -55,14 +57,20 @@ class Calibration:
     """Part of the transfers beside kernels of experts, of tokens in several parts and of stored weights, that the
     compiler overlaps with nothing."""
     quirks: CompilerQuirks = field(default_factory=CompilerQuirks)
+    vmem_kib: int | None = None
+    """Vector memory (VMEM) that one operation may use, for larger tiles of matmuls, KiB; None for the compiler's own
+    limit."""
 
 
 @cache
-def load_calibration(generation: str) -> Calibration:
+def load_calibration(generation: str, larger_tiles: bool = True) -> Calibration:
     """Return the factors of a generation.
 
     Virtual CPU devices have plain rooflines, and so has a TPU generation that nothing is fitted for yet, with a
     warning.
+
+    Args:
+        larger_tiles: whether plans ask for larger tiles, on generations on which matmuls gain from them.
 
     >>> load_calibration("v3") == load_calibration("v4"), load_calibration("cpu") == Calibration()
     (True, True)
@@ -77,7 +85,18 @@ def load_calibration(generation: str) -> Calibration:
             "no factors are fitted for %s, so that its times are plain rooflines, which are shorter", generation
         )
         return Calibration()
-    return Calibration(**entry["factors"], quirks=CompilerQuirks(**entry["quirks"]))
+    factors, tiles = entry["factors"], entry.get("larger_tiles")
+    if tiles is not None and larger_tiles:
+        factors = {**factors, **tiles["factors"], "vmem_kib": tiles["vmem_kib"]}
+    return Calibration(**factors, quirks=CompilerQuirks(**entry["quirks"]))
+
+
+def calibration_of(step: Step, hardware: Slice) -> Calibration:
+    """Return the factors for a step on a slice, under the compiler options that its plan carries.
+
+    Steps with routed experts have the compiler's own tiles: larger ones were not tried with the kernels of experts.
+    """
+    return load_calibration(hardware.generation.name, larger_tiles=not step.has_experts)
 
 
 def usable_bytes(hardware: Slice) -> float:

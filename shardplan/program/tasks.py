@@ -288,6 +288,11 @@ class Step:
             if isinstance(name, str) and size == task.groups and name not in task.results[0].axes
         )  # fmt: skip
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether tokens are routed to experts, by blocks of shardplan or by those of Levanter."""
+        return bool(self.expert_axes or self.expert_blocks)
+
     @cached_property
     def expert_blocks(self) -> tuple[ExpertAxes, ...]:
         """The axes of each kind of block of routed experts."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shardplan.config import PlanConfig
-from shardplan.cost.calibration import compiler_quirks, load_calibration, usable_bytes, usable_host_bytes
+from shardplan.cost.calibration import calibration_of, compiler_quirks, usable_bytes, usable_host_bytes
 from shardplan.errors import ConfigError, InfeasibleError
 from shardplan.hardware import Slice, parse_slice
 from shardplan.hardware.mesh_axes import POSITION_CHOICES
@@ -215,7 +215,7 @@ def _build_space(variant: WorkloadVariant, model: Model, rules: Rules, own_atten
         position=axes.position,
         residual=axes.residual,
         hardware=hardware,
-        calibration=load_calibration(hardware.generation.name),
+        calibration=calibration_of(step, hardware),
         quirks=compiler_quirks(hardware),
         available_bytes=usable_bytes(hardware),
         host_available_bytes=usable_host_bytes(hardware, config.hardware.host_gib),

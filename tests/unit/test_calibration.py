@@ -5,7 +5,7 @@ from dataclasses import replace
 from importlib import resources
 
 import pytest
-from fit_planner import FITTED, GROUPS
+from fit_planner import FITTED, GROUPS, TILE_GROUPS, VMEM_KIB
 from planner_record import CALIBRATION, read_records
 
 from shardplan.cost import calibration as module
@@ -23,10 +23,12 @@ def test_every_generation_has_factors_or_those_of_another(entries):
     assert load_calibration("v3") == load_calibration("v4")
 
 
+@pytest.mark.parametrize("larger_tiles", [False, True])
 @pytest.mark.parametrize("generation", GENERATIONS)
-def test_factors_are_plausible(generation):
+def test_factors_are_plausible(generation, larger_tiles):
     """No work is faster than its roofline; a factor of many times the roofline would be a wrong fit, not a quirk."""
-    factors = load_calibration(generation)
+    factors = load_calibration(generation, larger_tiles)
+    assert factors.vmem_kib == (VMEM_KIB.get(generation) if larger_tiles else None)
     assert 1 <= factors.products < 2
     assert 1 <= factors.elementwise < 5
     assert 1 <= factors.copying < 15
@@ -41,7 +43,11 @@ def test_every_factor_names_the_programs_that_it_was_fitted_to(entries, generati
     entry = entries[generation]
     assert [tuple(fit["factors"]) for fit in entry["fits"]] == [group.factors for group in GROUPS]
     assert {*entry["factors"], *entry["quirks"]} <= {factor for fit in entry["fits"] for factor in fit["factors"]}
-    for fit in entry["fits"]:
+    tiled = entry["larger_tiles"]["fits"] if generation in VMEM_KIB else []
+    assert [tuple(fit["factors"]) for fit in tiled] == [
+        group.factors for group in TILE_GROUPS if generation in VMEM_KIB
+    ]
+    for fit in (*entry["fits"], *tiled):
         assert {case.split(maxsplit=1)[1] for case in recorded if case.startswith(generation)} >= {*fit["cases"]}
         assert fit["cases"] and fit["residual"] >= 0 and fit["leave_one_out"] >= 0
 
@@ -49,8 +55,10 @@ def test_every_factor_names_the_programs_that_it_was_fitted_to(entries, generati
 @pytest.mark.parametrize("generation", FITTED)
 def test_times_hold_for_programs_that_are_left_out(entries, generation):
     """A factor that one program decides has a leave-one-out error far above its residual."""
-    (compute,) = (fit for fit in entries[generation]["fits"] if "products" in fit["factors"])
-    assert compute["residual"] <= compute["leave_one_out"] < 0.17
+    entry = entries[generation]
+    for fits in (entry["fits"], *([entry["larger_tiles"]["fits"]] if generation in VMEM_KIB else [])):
+        (compute,) = (fit for fit in fits if "products" in fit["factors"])
+        assert compute["residual"] <= compute["leave_one_out"] < 0.17
 
 
 def test_an_unknown_factor_raises(monkeypatch, tmp_path):

@@ -98,8 +98,8 @@ def test_dash_is_a_value():
         (["--model.ref", "x", "--json"], "command line: --json: expected one argument"),
         (["--model.ref", "x", "--what_if", "3"], "command line: what_if is 3; it must be true or false"),
         (["--model.ref", "x", "--dry_run"],
-         "command line: dry_run is a key of eval, train, launch, launch train, checkpoint convert, not of plan; leave it "
-         "out"),
+         "command line: dry_run is a key of eval, train, launch, launch train, checkpoint convert, not of plan; leave "
+         "it out"),
         (["--model.ref", "x", "--pin"], "command line: --pin: expected at least one argument"),
         (["--model.ref", "x", "--workload.batch", str(2**31)],
          "workload.batch is 2147483648; it must be at most 2147483647"),

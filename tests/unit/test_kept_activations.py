@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from shardplan.cost.buffer_roles import buffer_bytes
-from shardplan.cost.calibration import load_calibration
+from shardplan.cost.calibration import calibration_of
 from shardplan.cost.gspmd import device_cost
 from shardplan.cost.roofline import host_copy_seconds, seconds_beside, step_tasks, task_seconds
 from shardplan.cost.sharding import ShardingAssignment
@@ -98,9 +98,9 @@ def test_a_batch_is_that_of_its_own_trace(name, policy):
 def test_options_add_up(name):
     """Seconds and peak memory of policies are the sums of what their options add, for random policies and shardings."""
     model, hardware = model_of(name), parse_slice("v5e-16")
-    calibration = load_calibration(hardware.generation.name)
     workload = training(64, 4)
     kept, base = plan_kept_activations(model, workload, True), plan_step(model, workload)
+    calibration = calibration_of(base, hardware)
     mesh = {axis: {"data": 8, "model": 2}.get(axis, 1) for axis in ("replica", "data", "model")}
     mapping = {"batch": ("data",), "mlp": ("model",), "kv_head": ("model",), "vocab": ("model",)}
     stored = {**mapping, "embed": ("data",)}

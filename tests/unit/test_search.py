@@ -11,7 +11,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from shardplan.cost.calibration import load_calibration
+from shardplan.cost.calibration import calibration_of
 from shardplan.cost.memory import estimate_memory, host_bytes
 from shardplan.cost.roofline import step_tasks
 from shardplan.cost.sharding import CompilerQuirks
@@ -32,7 +32,7 @@ from shardplan.search.given_plan import plan_given_mappings
 from shardplan.search.make_plan import make_plan, model_from_config
 from shardplan.search.ranking import Candidate, Ranking
 from shardplan.search.reasons import SearchStatistics
-from shardplan.search.result.compiler_options import planned_options
+from shardplan.search.result.compiler_options import TILE_MEMORY, planned_options
 from shardplan.search.search_configuration import search_configuration
 from shardplan.search.space import Space, mesh_shapes
 from shardplan.search.subproblem.mesh_subproblem import enumerate_subproblems
@@ -107,7 +107,7 @@ def spaces(draw):
     )
     hardware = parse_slice(draw(st.sampled_from(["v4-8", "v6e-4", "cpu-3", "cpu-6", "4xv6e-1"])))
     quirks = CompilerQuirks(draw(st.sampled_from([None, 4])), *(draw(st.booleans()) for _ in range(4)))
-    factors = load_calibration(hardware.generation.name)
+    factors = calibration_of(step, hardware)
     space = Space(step, "batch", "position", "e", hardware, factors, quirks, math.inf, Rules(), requires_kernel=False)
     space = dataclasses.replace(space, methods=draw(st.sampled_from([(), METHODS])), allows_idle=draw(st.booleans()))
     return dataclasses.replace(space, rules=draw(rules(space)))
@@ -296,7 +296,7 @@ def test_the_size_of_an_axis_is_that_of_its_parameter():
     step = build_step(trace_jaxpr(jax.make_jaxpr(grouped)(*arrays), arguments))
     step = dataclasses.replace(step, parameters=(TracedArray(((("embed", 32),), (("mlp", 16),)), 4, "up"),))
     hardware = parse_slice("v4-16")
-    factors = load_calibration(hardware.generation.name)
+    factors = calibration_of(step, hardware)
     space = Space(step, "batch", "position", "embed", hardware, factors, CompilerQuirks(), math.inf, Rules())
     assert space.sizes["mlp"] == 16 and space.sizes["batch"] == 8
     another = TracedArray(
@@ -389,14 +389,13 @@ def test_405b_on_v4_256(make_config):
     assert plan.compiler_options["xla_jf_spmd_threshold_for_windowed_einsum_mib"] == "1000000"
 
 
-@pytest.mark.parametrize(
-    ("name", "has_experts", "is_training", "tiles"),
-    [("v6e-8", False, True, "98304"), ("v6e-8", False, False, None), ("v6e-8", True, True, None),
-     ("v5p-16", False, True, "65536"), ("v4-16", False, True, None)],
-)  # fmt: skip
-def test_tiles_are_larger_where_that_was_faster(name, has_experts, is_training, tiles):
-    options = planned_options(parse_slice(name), has_experts, is_training)
-    assert options.get("xla_tpu_scoped_vmem_limit_kib") == tiles
+def test_tiles_are_larger_where_that_was_faster(make_config):
+    """On v4 they gain nothing, and blocks of experts keep the compiler's own."""
+    tiles = {name: planned_options(parse_slice(name)).get(TILE_MEMORY) for name in ("v4-16", "v5p-16", "v6e-8")}
+    assert tiles == {"v4-16": None, "v5p-16": "65536", "v6e-8": "98304"}
+    for name, expected in {"mixtral-8x7b": None, "llama-3.1-8b": "98304"}.items():
+        plan = plan_of(make_config, name, "v6e-16")
+        assert plan.compiler_options.get(TILE_MEMORY) == expected
 
 
 @pytest.mark.parametrize(

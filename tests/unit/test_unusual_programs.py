@@ -10,7 +10,7 @@ import pytest
 from conftest import GOLDEN
 from rich.console import Console
 
-from shardplan.cost.calibration import load_calibration
+from shardplan.cost.calibration import calibration_of
 from shardplan.cost.sharding import CompilerQuirks
 from shardplan.hardware import parse_slice
 from shardplan.model.huggingface.hf_config import read_config
@@ -174,7 +174,7 @@ def test_an_axis_of_elementwise_work_is_not_stacked():
         for i, (shape, axes) in enumerate(shapes[1:], 1)
     )
     hardware = parse_slice("v4-8")
-    factors = load_calibration(hardware.generation.name)
+    factors = calibration_of(step, hardware)
     step = dataclasses.replace(step, parameters=parameters, activation_axes=("batch", "position"))
     space = Space(step, "batch", "position", "embed", hardware, factors, CompilerQuirks(), math.inf, Rules())
     assert space.tensor_axes == ("mlp", "rank")

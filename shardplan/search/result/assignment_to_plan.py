@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from shardplan.config import PlanConfig
 from shardplan.cost.attention import with_kernels
-from shardplan.cost.calibration import load_calibration, usable_bytes, usable_host_bytes
+from shardplan.cost.calibration import calibration_of, usable_bytes, usable_host_bytes
 from shardplan.cost.collectives import Purpose
 from shardplan.cost.memory import estimate_memory, host_bytes
 from shardplan.cost.roofline import host_copy_seconds, model_flops, step_tasks, transfer_seconds
@@ -44,7 +44,7 @@ def estimate_cost(step: Step, assignment: ShardingAssignment, hardware: Slice) -
     total = compute = weight_gathers = other_collectives = host_copies = exposed_host_copies = 0.0
     sums: dict[tuple[CollectiveKind, MeshAxes, str], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
     placement = place_mesh(hardware, assignment.mesh)
-    for task, cost, seconds in step_tasks(step, assignment, hardware, load_calibration(hardware.generation.name)):
+    for task, cost, seconds in step_tasks(step, assignment, hardware, calibration_of(step, hardware)):
         total += seconds.total
         compute += seconds.compute
         if task.kind == TaskKind.HOST_COPY:
@@ -113,7 +113,7 @@ def build_plan(
         search=search,
         attention=with_kernels(step, assignment),
         experts=assignment.experts if step.expert_blocks else None,
-        compiler_options=planned_options(hardware, bool(step.expert_blocks), workload.is_training),
+        compiler_options=planned_options(hardware, step),
         versions=_versions(),
     )
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from shardplan.cost.attention import kind_of
 from shardplan.cost.buffer_roles import buffer_bytes
-from shardplan.cost.calibration import load_calibration
+from shardplan.cost.calibration import calibration_of
 from shardplan.cost.roofline import model_flops_by_kind, step_tasks
 from shardplan.cost.sharding import ShardingAssignment
 from shardplan.hardware import Slice
@@ -28,7 +28,7 @@ def attention_costs(
     """
     compute, exposed, received = (defaultdict[AttentionKind, float](float) for _ in range(3))
     tasks: defaultdict[AttentionKind, list[Task]] = defaultdict(list)
-    for task, cost, seconds in step_tasks(step, assignment, hardware, load_calibration(hardware.generation.name)):
+    for task, cost, seconds in step_tasks(step, assignment, hardware, calibration_of(step, hardware)):
         if task.kind == TaskKind.ATTENTION:
             kind = kind_of(task)
             tasks[kind].append(task)

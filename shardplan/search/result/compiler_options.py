@@ -3,7 +3,9 @@
 They are libtpu's options, passed as jit's `compiler_options` or, at run time, in LIBTPU_INIT_ARGS.
 """
 
+from shardplan.cost.calibration import calibration_of, load_calibration
 from shardplan.hardware import Slice
+from shardplan.program.tasks import Step
 
 NO_WINDOWED_EINSUM = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
 """Matmuls keep their all-gather instead of becoming loops of collective-permutes and small matmuls."""
@@ -28,10 +30,8 @@ OVERLAPPED_EXPERTS = {
 }
 """Of models with routed experts: collectives run beside the kernels of grouped matmuls."""
 
-TRAINING_VMEM_KIB = {"v5p": 65536, "v6e": 98304}
-"""Generation -> vector memory that one operation of a training step may use, KiB: larger tiles of matmuls. Llama 3.1 8B
-on v6e-8 takes 2.13 s a step with it, and 2.72 s without; 405B on v5p-1024 takes 125 s, where 146 s were the best
-without (docs/log.md). Other generations were not tried."""
+TILE_MEMORY = "xla_tpu_scoped_vmem_limit_kib"
+"""Option for the vector memory that one operation may use; shardplan/cost/calibration.json has its values."""
 
 CURATED: dict[str, dict[str, str]] = {
     "default options": {},
@@ -45,15 +45,14 @@ CURATED: dict[str, dict[str, str]] = {
 """Name -> options; `shardplan verify --options auto` tries each."""
 
 
-def planned_options(hardware: Slice, has_experts: bool = False, is_training: bool = False) -> dict[str, str]:
+def planned_options(hardware: Slice, step: Step | None = None) -> dict[str, str]:
     """Return the options of plans for a slice, which their times are estimated for.
 
     On v4 gathers overlap more in fusions than on sparse cores, and tpu7x uses its sparse cores by default
     (docs/log.md).
 
     Args:
-        has_experts: whether the model has blocks of routed experts; larger tiles were not tried with these.
-        is_training: whether the step is one of training.
+        step: what is planned; default: a step without routed experts.
 
     >>> from shardplan.hardware import parse_slice
     >>> planned_options(parse_slice("cpu-8"))
@@ -61,8 +60,13 @@ def planned_options(hardware: Slice, has_experts: bool = False, is_training: boo
     """
     if hardware.is_cpu:
         return {}
-    gathers = SPARSE_CORE_GATHERS if hardware.generation.gathers_on_sparse_cores else {}
-    experts = OVERLAPPED_EXPERTS if has_experts and hardware.generation.gathers_on_sparse_cores else {}
-    vmem = TRAINING_VMEM_KIB.get(hardware.generation.name) if is_training and not has_experts else None
-    tiles = {} if vmem is None else {"xla_tpu_scoped_vmem_limit_kib": str(vmem)}
-    return {**NO_WINDOWED_EINSUM, **ASYNC_COLLECTIVES, **gathers, **experts, **tiles}
+    generation = hardware.generation
+    options = {**NO_WINDOWED_EINSUM, **ASYNC_COLLECTIVES}
+    if generation.gathers_on_sparse_cores:
+        options |= SPARSE_CORE_GATHERS
+        if step is not None and step.expert_blocks:
+            options |= OVERLAPPED_EXPERTS
+    calibration = load_calibration(generation.name) if step is None else calibration_of(step, hardware)
+    if calibration.vmem_kib is not None:
+        options[TILE_MEMORY] = str(calibration.vmem_kib)
+    return options

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from shardplan.cost.buffer_roles import buffer_bytes
-from shardplan.cost.calibration import load_calibration
+from shardplan.cost.calibration import calibration_of
 from shardplan.cost.memory import memory_by_part, point_bytes, stored_buffers
 from shardplan.cost.roofline import exposed_parts, step_tasks
 from shardplan.cost.sharding import ShardingAssignment
@@ -99,7 +99,7 @@ def _array_text(array: TracedArray) -> str:
 
 
 def _timed_tasks(step: Step, assignment: ShardingAssignment, hardware: Slice) -> list[TimedTask]:
-    calibration, placement = load_calibration(hardware.generation.name), place_mesh(hardware, assignment.mesh)
+    calibration, placement = calibration_of(step, hardware), place_mesh(hardware, assignment.mesh)
     return [
         TimedTask(
             label=task.label,
