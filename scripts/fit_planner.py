@@ -441,8 +441,12 @@ def main() -> None:
     entries = {name: each.entry for name, each in fitted.items()}
     arguments.output.write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
     load_calibration.cache_clear()
+    # read again, because estimates that the fit has made are of the factors of before
     held_out = [*read_records(PLANNER).values(), *read_records(PUBLISHED).values()]
-    errors = {"fitted": errors_by_family(records), "held out": errors_by_family(held_out)}
+    errors = {
+        "fitted": errors_by_family(read_records(CALIBRATION).values()),
+        "held out": errors_by_family(held_out),
+    }
     earlier = sum(record.key != record_key(case) for case, record in zip(cases, records, strict=True))
     text = TEMPLATE.format(
         fits=fits_table(fitted), gains=gains_table(observations), errors=errors_table(errors),
