@@ -469,7 +469,8 @@ nothing overlaps. The others say what the compiler does
 kernel in bfloat16 for it.
 
 Where it pays, plans of models without routed experts ask the compiler for larger tiles (`vmem_kib`); such programs have
-factors of their own. {earlier} of the {programs} programs were compiled by earlier code (`--takes_earlier`).
+factors of their own. {earlier} of the {programs} programs were compiled by earlier code
+(`fit_planner.py --takes_earlier`).
 
 ## Fits
 

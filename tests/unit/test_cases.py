@@ -11,7 +11,7 @@ from shardplan.config.command_flags import VerifyCommand
 from shardplan.config.given_plan import load_given_plan
 from shardplan.errors import ConfigError
 from shardplan.search.make_plan import make_plan
-from shardplan.search.result.compiler_options import CURATED
+from shardplan.search.result.compiler_options import CURATED, TILE_MEMORY
 from shardplan.verify.cache import CODE, DECODER_CODE, EXPERT_CODE, SEQUENCE_CODE, normalize_code
 from shardplan.verify.select_cases import build_cases
 
@@ -37,9 +37,10 @@ def test_every_set_of_options_and_every_comparison_is_a_case(tmp_path):
     (tmp_path / "levanter.yaml").write_text(json.dumps({"trainer": trainer}))
     against = [str(tmp_path / name) for name in ("plan.json", "other.yaml", "levanter.yaml")]
     cases = cases_from("--options=auto", "--compiler.program=load", "--against", *against)
-    assert [case.options for case in cases[:-3]] == list(CURATED.values())
+    own = cases[0].options  # with larger tiles, which no curated set has
+    assert TILE_MEMORY in own and [case.options for case in cases[:-3]] == [own, *CURATED.values()]
     assert [case.label for case in cases[-3:]] == against
-    assert [case.plan.workload.batch for case in cases] == [8] * len(CURATED) + [16, 24, 32]
+    assert [case.plan.workload.batch for case in cases] == [8] * (1 + len(CURATED)) + [16, 24, 32]
     assert [case.plan.hardware.slice for case in cases[-3:]] == ["v5p-16", "v4-16", "v5p-16"]
     assert {case.program for case in cases} == {"load"}
     hand_written = cases[-1].plan
