@@ -10,7 +10,7 @@ from pathlib import Path
 from shardplan.config.command_flags import EvalCommand, LaunchCommand, LaunchTrainCommand, TrainCommand
 from shardplan.config.given_plan import load_given_plan
 from shardplan.config.keys import keys_of
-from shardplan.config.load import other_arguments
+from shardplan.config.load import command_of, other_arguments
 from shardplan.config.sections import LaunchConfig, Target
 from shardplan.errors import ConfigError, nearest
 from shardplan.hardware import parse_slice
@@ -19,8 +19,6 @@ from shardplan.launch.script import write_script
 
 STARTED = {LaunchCommand: EvalCommand, LaunchTrainCommand: TrainCommand}
 """Command -> the one that its script starts on every host."""
-PROGRAMS = {EvalCommand: "eval", TrainCommand: "train"}
-"""Command -> the name that it is started by."""
 
 
 def check_target(target: Target | None) -> Target:
@@ -54,6 +52,5 @@ def print_script(
     own_keys = {*keys_of(command).keys() - keys_of(started).keys(), "plan"}
     arguments = other_arguments(argv, command, own_keys)
     hardware = parse_slice(config.hardware.slice)
-    sys.stdout.write(
-        write_script(target, describe_job(PROGRAMS[started], settings, hardware, files, arguments, inputs, output))
-    )
+    job = describe_job(command_of(started), settings, hardware, files, arguments, inputs, output)
+    sys.stdout.write(write_script(target, job))
