@@ -13,16 +13,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shardplan.decoder.parts.attention.sparse.branches.selected_branch import SelectedMethod
     from shardplan.decoder.parts.attention.sparse.config import NativeSparseConfig
     from shardplan.decoder.parts.attention.sparse.native_sparse_attention import NativeSparseAttention
-    from shardplan.decoder.parts.attention.sparse.selected_branch import SelectedMethod
 
 __all__ = ["NativeSparseAttention", "NativeSparseConfig", "SelectedMethod"]
 
 _MODULES = {
     "NativeSparseAttention": "shardplan.decoder.parts.attention.sparse.native_sparse_attention",
     "NativeSparseConfig": "shardplan.decoder.parts.attention.sparse.config",
-    "SelectedMethod": "shardplan.decoder.parts.attention.sparse.selected_branch",
+    "SelectedMethod": "shardplan.decoder.parts.attention.sparse.branches.selected_branch",
 }
 """Public name -> the module that defines it."""
 

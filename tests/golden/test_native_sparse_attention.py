@@ -13,9 +13,9 @@ from nsa_oracle import Nsa
 
 from shardplan.decoder import NativeSparseAttention, NativeSparseConfig, SelectedMethod
 from shardplan.decoder.parts.attention.sparse import device_branches
-from shardplan.decoder.parts.attention.sparse.compressed_branch import importance_of
-from shardplan.decoder.parts.attention.sparse.selected_branch import attend_to_selected
-from shardplan.decoder.parts.attention.sparse.selection import select
+from shardplan.decoder.parts.attention.sparse.branches.compressed_branch import importance_of
+from shardplan.decoder.parts.attention.sparse.branches.selected_branch import attend_to_selected
+from shardplan.decoder.parts.attention.sparse.branches.selection import select
 from shardplan.decoder.parts.attention.sparse.statistics import SelectionSums, add_sums, closed_form, figures
 from shardplan.model.activation_names import ActivationName
 from shardplan.runtime.private_jax import scan_counts

@@ -118,7 +118,7 @@ class NativeSparseConfig:
         return max(0, (positions - self.block) // self.stride + 1)
 
     def selection_blocks(self, positions: int) -> int:
-        """Return the number of selection blocks of a sequence, of which the last one may be shorter."""
+        """Return the number of selection blocks of a sequence; the last one may be shorter."""
         return -(-positions // self.selection_block)
 
     def hidden_size(self, size: int) -> int:

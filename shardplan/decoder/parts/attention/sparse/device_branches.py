@@ -15,25 +15,25 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from shardplan.decoder.parts.attention.rotary import Positions
-from shardplan.decoder.parts.attention.sparse.compressed_branch import attend_to_compressed
-from shardplan.decoder.parts.attention.sparse.compression import compress
-from shardplan.decoder.parts.attention.sparse.config import CompressedRope, NativeSparseConfig
-from shardplan.decoder.parts.attention.sparse.gates import compute_gates, mix
-from shardplan.decoder.parts.attention.sparse.position_shards import PositionShards
-from shardplan.decoder.parts.attention.sparse.query_chunks import map_query_chunks
-from shardplan.decoder.parts.attention.sparse.selected_branch import (
+from shardplan.decoder.parts.attention.sparse.branches.compressed_branch import attend_to_compressed
+from shardplan.decoder.parts.attention.sparse.branches.compression import compress
+from shardplan.decoder.parts.attention.sparse.branches.query_chunks import map_query_chunks
+from shardplan.decoder.parts.attention.sparse.branches.selected_branch import (
     SelectedAttention,
     SelectedMethod,
     attend_to_selected,
 )
-from shardplan.decoder.parts.attention.sparse.selection import select
+from shardplan.decoder.parts.attention.sparse.branches.selection import select
+from shardplan.decoder.parts.attention.sparse.branches.window_branch import attend_to_windows
+from shardplan.decoder.parts.attention.sparse.config import CompressedRope, NativeSparseConfig
+from shardplan.decoder.parts.attention.sparse.gates import compute_gates, mix
+from shardplan.decoder.parts.attention.sparse.position_shards import PositionShards
 from shardplan.decoder.parts.attention.sparse.statistics import (
     Neighbours,
     SelectionSums,
     reduce_sums,
     selection_sums,
 )
-from shardplan.decoder.parts.attention.sparse.window_branch import attend_to_windows
 from shardplan.model.activation_names import ActivationName
 
 

@@ -15,13 +15,13 @@ from haliax import Axis, NamedArray
 from haliax.jax_utils import named_call
 
 from shardplan.decoder.parts.attention.grouped_attention import POSITION
+from shardplan.decoder.parts.attention.sparse.branches.selected_branch import SelectedMethod
 from shardplan.decoder.parts.attention.sparse.config import NativeSparseConfig
 from shardplan.decoder.parts.attention.sparse.device_branches import DeviceBranches, GroupInputs, TokenInputs
 from shardplan.decoder.parts.attention.sparse.mesh_sharding import device_count, resolve_mesh_sharding, run_on_mesh
 from shardplan.decoder.parts.attention.sparse.parameters import init_parameters, name_arrays
 from shardplan.decoder.parts.attention.sparse.parts import PositionParts
 from shardplan.decoder.parts.attention.sparse.position_shards import PositionShards
-from shardplan.decoder.parts.attention.sparse.selected_branch import SelectedMethod
 from shardplan.decoder.parts.attention.sparse.statistics import SelectionSums
 from shardplan.model.activation_names import ActivationName
 from shardplan.positions.sequence_order import SequenceOrder

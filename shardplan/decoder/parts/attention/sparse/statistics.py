@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.scipy.special import entr
 
+from shardplan.decoder.parts.attention.sparse.branches.selection import UNUSED, is_forced
 from shardplan.decoder.parts.attention.sparse.config import NativeSparseConfig
-from shardplan.decoder.parts.attention.sparse.selection import UNUSED, is_forced
 
 BRANCHES = ("cmp", "slc", "win")
 """The branches in the order of their gates: compressed, selected, window."""

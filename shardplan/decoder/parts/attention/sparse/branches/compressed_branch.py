@@ -8,8 +8,8 @@ heads of a group. This is the double sum of equation 9: weights are multiplied b
 import jax
 import jax.numpy as jnp
 
+from shardplan.decoder.parts.attention.sparse.branches.masked_softmax import masked_softmax
 from shardplan.decoder.parts.attention.sparse.config import NativeSparseConfig
-from shardplan.decoder.parts.attention.sparse.masked_softmax import masked_softmax
 
 
 def attend_to_compressed(

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from shardplan.decoder.parts.attention.sparse.branches.masked_softmax import masked_softmax
+from shardplan.decoder.parts.attention.sparse.branches.selection import is_forced
 from shardplan.decoder.parts.attention.sparse.config import NativeSparseConfig
-from shardplan.decoder.parts.attention.sparse.masked_softmax import masked_softmax
-from shardplan.decoder.parts.attention.sparse.selection import is_forced
 
 
 class SelectedMethod(StrEnum):

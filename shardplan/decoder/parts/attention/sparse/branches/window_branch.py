@@ -7,9 +7,9 @@ sharded, those are the device's own keys and a halo of window - 1 tokens.
 import jax
 import jax.numpy as jnp
 
+from shardplan.decoder.parts.attention.sparse.branches.masked_softmax import masked_softmax
+from shardplan.decoder.parts.attention.sparse.branches.query_chunks import map_query_chunks
 from shardplan.decoder.parts.attention.sparse.config import NativeSparseConfig
-from shardplan.decoder.parts.attention.sparse.masked_softmax import masked_softmax
-from shardplan.decoder.parts.attention.sparse.query_chunks import map_query_chunks
 
 
 def attend_to_window(
