@@ -80,10 +80,10 @@ def write_report(
     write_text("report", target, plan_page(plan, [*judged, *judgements], repair, panel))
 
 
-def show_plan(plan: Plan, json_target: str | None) -> None:
-    """Print the plan's tables, unless its JSON goes to stdout."""
+def show_plan(plan: Plan, json_target: str | None, with_parameters: bool = True) -> None:
+    """Print the plan, unless its JSON goes to stdout; see `print_plan`."""
     if json_target != "-":
         from shardplan.report.console import console
         from shardplan.report.plan.tables import print_plan
 
-        print_plan(plan, console(sys.stdout))
+        print_plan(plan, console(sys.stdout), with_parameters)

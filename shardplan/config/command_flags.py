@@ -68,6 +68,8 @@ class PlanCommand(ReportingConfig):
     """Of rank_slices: tokens of a whole run, as 15T; adds its days, and with price its cost."""
     list_slices: bool = False
     """Only print the slices of every generation; needs no model."""
+    parameters: bool = False
+    """Also print every parameter with its PartitionSpec, and the section `trainer` for Levanter."""
     json: str | None = None
     """Write the Plan (or the findings, the ranking or the slices) as JSON to this path, or to stdout with `-`."""
     verdicts: str | None = None

@@ -234,7 +234,8 @@ def _choice_reasons(
         elif not other_settings:
             other_settings = "all logits at once"
         reasons.append(describe_runner_up(ranked.candidate, runner_up.candidate, other_settings))
-    return reasons + sorted(f"excluded: {describe_indivisible(each)}" for each in statistics.indivisible.values())
+    indivisible = sorted(map(describe_indivisible, statistics.indivisible.values()))
+    return [*reasons, f"excluded: {', '.join(indivisible)}"] if indivisible else reasons
 
 
 def _attention_reasons(candidate: Candidate, layers: Mapping[str, str]) -> list[str]:

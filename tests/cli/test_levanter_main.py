@@ -57,7 +57,7 @@ def config_writer(folder, checkpoint, model_section):
 
     def write(kind, name, *settings, **trainer):
         argv = (f"--model.config={checkpoint / 'config.json'}", *PLANNING, f"--workload.kind={kind}", *settings)
-        done = run("plan", *argv)
+        done = run("plan", *argv, "--parameters")
         assert done.returncode == 0, done.stderr
         section = yaml.safe_load(done.stdout[done.stdout.index("\ntrainer:") :].split("\n\n")[0])["trainer"]
         section |= {"require_accelerator": False, "tracker": {"type": "json_logger"}, "log_dir": str(folder / "logs")}

@@ -172,10 +172,10 @@ def test_questions_about_a_given_plan_are_answered_alone(tmp_path):
     """The plan itself is known, and is not printed once more."""
     path = tmp_path / "plan.json"
     planned = run("plan", "--config=configs/8b.yaml", "--hardware.slice=v5e-8", "--json", path)
-    assert planned.returncode == 0 and "PartitionSpec" in planned.stdout
+    assert planned.returncode == 0 and "compute mapping" in planned.stdout
     done = run("plan", "--plan", path, "--why", "position=model")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("\nwhy not position=model?\n") and "PartitionSpec" not in done.stdout
+    assert done.stdout.startswith("\nwhy not position=model?\n") and "compute mapping" not in done.stdout
 
 
 @pytest.mark.whole
@@ -220,3 +220,14 @@ def test_the_best_of_several_by_the_compiler(tmp_path):
     assert "Ranking" in done.stdout and "fastest of 2 compiled plans (plan " in done.stdout
     assert "by the TPU compiler" in json.loads(target.read_text())["search"]["reasons"][0]
     fails(run("eval", "--verify", "2", f"--plan={target}"), 2, "verify is 2; it must be true or false")
+
+
+def test_a_plan_is_printed_on_25_lines():
+    """What is long comes with --parameters."""
+    short, long = (
+        run("plan", "--config=configs/8b.yaml", "--hardware.slice=v4-16", *more) for more in ([], ["--parameters"])
+    )
+    assert short.returncode == long.returncode == 0, short.stderr
+    assert len(short.stdout.splitlines()) <= 25 and "P(None" not in short.stdout
+    assert "P(None" in long.stdout and "\ntrainer:\n" in long.stdout
+    assert all(line in long.stdout.splitlines() for line in short.stdout.splitlines())

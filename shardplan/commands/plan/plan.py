@@ -52,9 +52,9 @@ def list_slices(json_target: str | None) -> None:
 
 
 def dry_run(config: PlanConfig) -> Plan | None:
-    """Run `shardplan plan` with the keys that it shares with the configuration of another command."""
+    """Run `shardplan plan --parameters` with the keys that it shares with the configuration of another command."""
     names = [item.name for item in dataclasses.fields(PlanCommand) if hasattr(config, item.name)]
-    return plan_and_print(PlanCommand(**{name: getattr(config, name) for name in names}))
+    return plan_and_print(PlanCommand(**{name: getattr(config, name) for name in names}, parameters=True))
 
 
 def plan_and_print(config: PlanCommand) -> Plan | None:
@@ -85,7 +85,7 @@ def plan_and_print(config: PlanCommand) -> Plan | None:
         plan, verdicts = (given, ()) if given else _search(config, model)
         others = dataclasses.replace(others, workload=dataclasses.replace(others.workload, batch=plan.workload.batch))
         if given is None or not (config.why or config.what_if):  # of a plan that is given only the answer is new
-            show_plan(plan, config.json)
+            show_plan(plan, config.json, config.parameters)
         explain(others, plan, model)
     finally:  # also without a plan: then other settings are of most interest
         if config.what_if and model:

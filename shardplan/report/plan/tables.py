@@ -17,6 +17,8 @@ from shardplan.report.plan.parameter_groups import group_parameters
 from shardplan.report.plan.summary import print_estimate
 from shardplan.report.text import make_table, print_bullets, print_first_fitting, print_wrapped, with_path_ends
 
+TITLE_WIDTH = 17
+"""Columns of what a line of the summary is about."""
 MEMORY_PARTS = {
     "parameters": "parameters",
     "optimizer": "optimizer state",
@@ -45,10 +47,13 @@ def workload_text(workload: Workload) -> str:
     )
 
 
-def print_plan(plan: Plan, out: Console) -> None:
-    """Print the verdict, mesh, both mappings, every parameter, memory by part, the reasons, and Levanter's YAML.
+def print_plan(plan: Plan, out: Console, with_parameters: bool = True) -> None:
+    """Print the verdict, mesh, both mappings, memory by part, and the reasons.
 
     Where layers differ in their attention, a table says which layers have which, and what it costs.
+
+    Args:
+        with_parameters: whether every parameter with its PartitionSpec is printed as well, and the YAML for Levanter.
     """
     print_estimate(plan, out)
     model, devices = plan.model, f"{plan.hardware.devices} devices of {plan.hardware.slice}"
@@ -58,10 +63,11 @@ def print_plan(plan: Plan, out: Console) -> None:
         ("mesh", f"{mesh_text(plan.mesh)} = {devices}"),
         ("compute mapping", mapping_text(plan.compute_mapping)),
         ("param mapping", mapping_text(plan.param_mapping)),
+        ("memory", _memory_text(plan)),
     ):
-        print_wrapped(text, out, Text.assemble((title, "bold"), " " * (17 - len(title))))
-    print_first_fitting(_parameter_tables(plan, out.width), out)
-    print_first_fitting([_memory_table(plan)], out)
+        print_wrapped(text, out, Text(title.ljust(TITLE_WIDTH), "bold"))
+    if with_parameters:
+        print_first_fitting(_parameter_tables(plan, out.width), out)
     of_attention = list(attention_tables(plan))
     if of_attention:
         print_first_fitting(of_attention, out)
@@ -69,6 +75,12 @@ def print_plan(plan: Plan, out: Console) -> None:
     rejected = ", ".join(f"{reason} {count}" for reason, count in plan.search.rejected.items() if count)
     if rejected:
         print_bullets([f"excluded: {rejected}"], out)
+    if with_parameters:
+        _print_levanter_section(plan, out)
+
+
+def _print_levanter_section(plan: Plan, out: Console) -> None:
+    """Print the section `trainer` of a Levanter configuration that shards as the plan does."""
     out.print("\n[bold]For Levanter:[/bold]")
     out.print(trainer_yaml(plan), markup=False, highlight=False, soft_wrap=True)
 
@@ -128,12 +140,9 @@ def spec_text(spec: Spec) -> str:
     return f"P({', '.join(entries)})"
 
 
-def _memory_table(plan: Plan) -> Table:
-    """Return a table of the parts of the memory of a device; parts of 0 bytes are left out."""
+def _memory_text(plan: Plan) -> str:
+    """Return the parts of the memory of a device at the peak of a step, and their sum; parts of 0 bytes are left out."""
     memory = plan.memory
-    table = make_table("Memory per device", ("part",), ("GiB", "of available"))
-    for part, label in {**MEMORY_PARTS, "peak": "peak", "available": "available"}.items():
-        amount = getattr(memory, part)
-        if amount:
-            table.add_row(label, f"{amount / GIB:.3f}", f"{amount / memory.available:.1%}")
-    return table
+    sizes = {label: getattr(memory, part) for part, label in MEMORY_PARTS.items()}
+    parts = [f"{label} {size / GIB:.2f}" for label, size in sizes.items() if size]
+    return f"{' + '.join(parts)} = {memory.peak / GIB:.2f} GiB"
