@@ -141,7 +141,7 @@ def spec_text(spec: Spec) -> str:
 
 
 def _memory_text(plan: Plan) -> str:
-    """Return the parts of the memory of a device at the peak of a step, and their sum; parts of 0 bytes are left out."""
+    """Return the parts of a device's memory at the peak of a step, and their sum; parts of 0 bytes are left out."""
     memory = plan.memory
     sizes = {label: getattr(memory, part) for part, label in MEMORY_PARTS.items()}
     parts = [f"{label} {size / GIB:.2f}" for label, size in sizes.items() if size]
