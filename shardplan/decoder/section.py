@@ -17,6 +17,8 @@ from levanter.models.lm_model import LmConfig
 
 from shardplan.decoder.config import DecoderConfig
 from shardplan.decoder.expert_layers import has_experts
+from shardplan.decoder.parts.attention.sparse.branches.selected_branch import SelectedMethod
+from shardplan.decoder.sparse_layers import selected_method, with_selected_method
 from shardplan.errors import ConfigError
 from shardplan.model.huggingface.hf_config import check_config, read_config
 from shardplan.model.huggingface.text_part import read_text_part
@@ -48,13 +50,15 @@ class DecoderSection(LmConfig):
     gradient_checkpointing: bool | ScanCheckpointPolicy | str = True
     expert_statistics: bool = False
     """Log statistics of routed experts at every step of training, as `train/moe/layer_00/load_max_over_mean`."""
+    selected_method: SelectedMethod | None = None
+    """How Native Sparse Attention attends to selected blocks; default: with a dense mask."""
 
     def __new__(cls, **given: Any) -> DecoderConfig:
         """Make the configuration that the keys describe.
 
         Raises:
             ConfigError: there is no config.json, the decoder has no family for it, or the model has fewer positions
-                than `max_seq_len`, or no routed experts for statistics.
+                than `max_seq_len`, no routed experts for statistics, or no attention for `selected_method`.
         """
         keys = {field.name: given.get(field.name, field.default) for field in dataclasses.fields(cls)}
         reference, positions = keys["reference_checkpoint"], keys.pop("max_seq_len")
@@ -68,6 +72,14 @@ class DecoderSection(LmConfig):
                 f"model.expert_statistics is true, and a {config.family} of this config.json has no routed experts; "
                 "leave it out"
             )
+        method = keys.pop("selected_method")
+        if method is not None:
+            if selected_method(config.segments) is None:
+                raise ConfigError(
+                    f"model.selected_method is {method}, and a {config.family} has no native sparse attention; leave "
+                    "it out"
+                )
+            keys["segments"] = with_selected_method(config.segments, SelectedMethod(method))
         return dataclasses.replace(config, max_seq_len=positions or config.max_seq_len, **keys)
 
 
@@ -93,7 +105,7 @@ def _read_keys(hf_config: Mapping[str, Any] | str | None, reference: str | None)
 
 def _encode(config: DecoderConfig) -> dict[str, Any]:
     """Return the section that describes a configuration; Levanter writes it to its logs."""
-    policy = config.gradient_checkpointing
+    policy, method = config.gradient_checkpointing, selected_method(config.segments)
     return {
         "type": SECTION_TYPE,
         "reference_checkpoint": config.reference_checkpoint,
@@ -103,6 +115,7 @@ def _encode(config: DecoderConfig) -> dict[str, Any]:
         "flash_attention_block_size": config.flash_attention_block_size,
         "gradient_checkpointing": dataclasses.asdict(policy) if isinstance(policy, ScanCheckpointPolicy) else policy,
         "expert_statistics": config.expert_statistics,
+        "selected_method": None if method is None else method.value,
     }
 
 

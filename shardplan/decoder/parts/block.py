@@ -12,6 +12,7 @@ from levanter.layers.attention import AttentionMask
 from shardplan.decoder.parts.attention.grouped_attention import AttentionLayer, GroupedAttention, Kernel
 from shardplan.decoder.parts.attention.latent_attention import LatentAttention, LatentAttentionLayer
 from shardplan.decoder.parts.attention.rotary import Positions
+from shardplan.decoder.parts.attention.sparse_attention import SparseAttention, SparseAttentionLayer
 from shardplan.decoder.parts.mlp.experts import ExpertsConfig, ExpertsLayer
 from shardplan.decoder.parts.mlp.mlp import MlpConfig, MlpLayer
 from shardplan.decoder.parts.norm import Norm, NormConfig
@@ -46,7 +47,7 @@ class Wiring(Enum):
 class LayerConfig:
     """The parts of a layer, and how they are connected."""
 
-    attention: GroupedAttention | LatentAttention
+    attention: GroupedAttention | LatentAttention | SparseAttention
     mlp: MlpConfig | ExpertsConfig
     norm: NormConfig
     """The configuration of every norm in the wiring."""
@@ -64,6 +65,12 @@ class LayerConfig:
     def latent_attention(self) -> LatentAttention:
         """The attention of a layer with latents."""
         assert isinstance(self.attention, LatentAttention)
+        return self.attention
+
+    @property
+    def sparse_attention(self) -> SparseAttention:
+        """The attention of a layer with Native Sparse Attention."""
+        assert isinstance(self.attention, SparseAttention)
         return self.attention
 
     @property
@@ -90,7 +97,7 @@ class LayerConfig:
 class DecoderLayer(eqx.Module):
     """The modules of a layer; a norm that its wiring does not have is None."""
 
-    self_attn: AttentionLayer | LatentAttentionLayer
+    self_attn: AttentionLayer | LatentAttentionLayer | SparseAttentionLayer
     mlp: MlpLayer | ExpertsLayer
     attention_norm: Norm | None
     attention_out_norm: Norm | None

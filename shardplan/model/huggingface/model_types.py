@@ -8,9 +8,9 @@ from dataclasses import dataclass
 SUPPORTED_TYPES = (
     "apertus", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5_moe", "exaone4",
     "gemma", "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt2", "gpt_neox",
-    "gpt_oss", "gptj", "granite", "hunyuan_v1_moe", "hy_v3", "kimi_k2", "llama", "llama4_text", "minimax_m2",
-    "ministral3", "mistral", "mistral4", "mixtral", "olmo2", "olmo3", "olmoe", "opt", "phi", "phi3", "qwen2", "qwen3",
-    "qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2",
+    "gpt_oss", "gptj", "granite", "hunyuan_v1_moe", "hy_v3", "kimi_k2", "llama", "llama4_text", "llama_nsa",
+    "minimax_m2", "ministral3", "mistral", "mistral4", "mixtral", "olmo2", "olmo3", "olmoe", "opt", "phi", "phi3",
+    "qwen2", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2",
 )  # fmt: skip
 """The model types that shardplan's decoder computes: the keys of `shardplan.decoder.families.FAMILIES`."""
 LEFT_OUT_KEYS = {

@@ -1,8 +1,8 @@
 """The layer of Native Sparse Attention: projections, three branches, gates. Source: https://arxiv.org/abs/2502.11089.
 
-The layer projects its input, `run_on_mesh` computes the branches on every device, and the output is projected. A policy
-of gradient checkpointing that saves `ActivationName.SELECTED_BLOCKS` computes gradients for exactly the blocks of the
-forward pass. All shapes are static, and nothing is computed on the host.
+The layer projects its input, a `SparseCall` computes the branches on every device, and the output is projected. A
+policy of gradient checkpointing that saves `ActivationName.SELECTED_BLOCKS` computes gradients for exactly the blocks
+of the forward pass. All shapes are static, and nothing is computed on the host.
 """
 
 from collections.abc import Mapping
@@ -17,11 +17,9 @@ from haliax.jax_utils import named_call
 from shardplan.decoder.parts.attention.grouped_attention import POSITION
 from shardplan.decoder.parts.attention.sparse.branches.selected_branch import SelectedMethod
 from shardplan.decoder.parts.attention.sparse.config import NativeSparseConfig
-from shardplan.decoder.parts.attention.sparse.device_branches import DeviceBranches, GroupInputs, TokenInputs
-from shardplan.decoder.parts.attention.sparse.mesh_sharding import device_count, resolve_mesh_sharding, run_on_mesh
+from shardplan.decoder.parts.attention.sparse.device_branches import GroupInputs, TokenInputs
 from shardplan.decoder.parts.attention.sparse.parameters import init_parameters, name_arrays
-from shardplan.decoder.parts.attention.sparse.parts import PositionParts
-from shardplan.decoder.parts.attention.sparse.position_shards import PositionShards
+from shardplan.decoder.parts.attention.sparse.sparse_call import SparseCall, attend_sparsely
 from shardplan.decoder.parts.attention.sparse.statistics import SelectionSums
 from shardplan.model.activation_names import ActivationName
 from shardplan.positions.sequence_order import SequenceOrder
@@ -137,21 +135,14 @@ class NativeSparseAttention(eqx.Module):
                 queries is on two devices.
         """
         config, Batch, Pos = self.config, x.resolve_axis(BATCH), x.resolve_axis(POSITION)
-        sharding = resolve_mesh_sharding(config, Batch, Pos)
-        parts = PositionParts(Pos.size, device_count(sharding.position), layout)
-        parts.check(config, query_tile if with_details else 1)
-        branches = DeviceBranches(
-            config,
-            PositionShards(parts, sharding.position),
-            sharding.mesh_axes,
-            method,
-            queries_per_chunk,
-            query_tile if with_details else None,
+        call = SparseCall(
+            config, Batch, Pos, self._token_inputs(x), self._group_inputs(), method, layout, queries_per_chunk
         )
-        results, sums = run_on_mesh(branches, sharding, self._token_inputs(x), self._group_inputs())
+        if not with_details:
+            return self._output(attend_sparsely(call).astype(x.dtype), Batch, Pos)
+        results, sums = call.run(query_tile)
+        assert sums is not None
         output = self._output(results.mixed.astype(x.dtype), Batch, Pos)
-        if sums is None:
-            return output
         return DetailedOutput(output, hax.named(results.blocks, (Batch, Pos, config.KVHeads, config.Selected)), sums)
 
     def _token_inputs(self, x: NamedArray) -> TokenInputs:

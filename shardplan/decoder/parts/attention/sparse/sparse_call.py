@@ -1,0 +1,90 @@
+"""A call of Native Sparse Attention between its projections, which a trace can replace.
+
+The layer makes a `SparseCall` and passes it to `attend_sparsely`. A trace replaces what computes it by one marked
+operation (`shardplan.program.marked.marked_sparse`), because its work depends on the method that a plan chooses.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+import jax
+from haliax import Axis
+
+from shardplan.decoder.parts.attention.sparse.branches.selected_branch import SelectedMethod
+from shardplan.decoder.parts.attention.sparse.config import NativeSparseConfig
+from shardplan.decoder.parts.attention.sparse.device_branches import (
+    DeviceBranches,
+    GroupInputs,
+    TokenInputs,
+    TokenResults,
+)
+from shardplan.decoder.parts.attention.sparse.mesh_sharding import device_count, resolve_mesh_sharding, run_on_mesh
+from shardplan.decoder.parts.attention.sparse.parts import PositionParts
+from shardplan.decoder.parts.attention.sparse.position_shards import PositionShards
+from shardplan.decoder.parts.attention.sparse.statistics import SelectionSums
+from shardplan.positions.sequence_order import SequenceOrder
+
+
+@dataclass(frozen=True)
+class SparseCall:
+    """The inputs of the branches of a layer, and how they are computed."""
+
+    config: NativeSparseConfig
+    Batch: Axis
+    Pos: Axis
+    inputs: TokenInputs
+    parameters: GroupInputs
+    method: SelectedMethod
+    layout: SequenceOrder
+    """The order that positions are in."""
+    queries_per_chunk: int
+    """Queries of a device that are computed at a time."""
+
+    def run(self, query_tile: int | None = None) -> tuple[TokenResults, SelectionSums | None]:
+        """Compute the branches on the devices of the mesh in force.
+
+        Args:
+            query_tile: queries whose union of blocks the statistics count; None for no statistics.
+
+        Raises:
+            ConfigError: the axis mapping shards heads within a group, sizes cannot be divided as it says, or a tile of
+                queries is on two devices.
+        """
+        sharding = resolve_mesh_sharding(self.config, self.Batch, self.Pos)
+        parts = PositionParts(self.Pos.size, device_count(sharding.position), self.layout)
+        parts.check(self.config, query_tile or 1)
+        branches = DeviceBranches(
+            self.config,
+            PositionShards(parts, sharding.position),
+            sharding.mesh_axes,
+            self.method,
+            self.queries_per_chunk,
+            query_tile,
+        )
+        return run_on_mesh(branches, sharding, self.inputs, self.parameters)
+
+
+def compute_sparse_call(call: SparseCall) -> jax.Array:
+    """Compute float32[b, t, g, r, d], the sum of the branches."""
+    results, _ = call.run()
+    return results.mixed
+
+
+_replacement: ContextVar[Callable[[SparseCall], jax.Array]] = ContextVar("sparse_call", default=compute_sparse_call)
+
+
+def attend_sparsely(call: SparseCall) -> jax.Array:
+    """Return [b, t, g, r, d], the sum of the branches, as `compute_sparse_call` does or what replaces it."""
+    return _replacement.get()(call)
+
+
+@contextmanager
+def replace_sparse_calls(compute: Callable[[SparseCall], jax.Array]) -> Iterator[None]:
+    """Let `compute` compute every call: it returns [b, t, g, r, d], the sum of the branches."""
+    token = _replacement.set(compute)
+    try:
+        yield
+    finally:
+        _replacement.reset(token)
