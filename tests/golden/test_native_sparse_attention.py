@@ -21,7 +21,7 @@ from shardplan.model.activation_names import ActivationName
 from shardplan.runtime.private_jax import scan_counts
 
 BASE = Nsa(24, 2, 3, 8, 6, block=8, stride=4, selection_block=16, selected=4, window=10)
-DENSE, GATHERED = SelectedMethod
+DENSE, GATHERED, KERNEL = SelectedMethod
 LONG = 1000
 """Queries per chunk of a layer that is computed as one chunk."""
 GAP = 1e-6
@@ -74,6 +74,7 @@ def distinct_rows(nsa, importance):
         ({"compression": "linear", "theta": None, "initial": 0, "local": 1, "hidden": 5}, 70, GATHERED, LONG),
         ({"hidden": 5, "window": 1}, 5, GATHERED, 2),  # no compressed block
         ({"selected": 9}, 40, GATHERED, LONG),  # more blocks than the sequence has
+        ({"selected": 9}, 70, KERNEL, 32),
     ],
 )
 def test_layer(changes, positions, method, queries_per_chunk):
@@ -170,7 +171,7 @@ def test_importance_is_equation_9():
         np.testing.assert_allclose(weights @ oracle.shared_tokens(nsa, positions), expected)
 
 
-@pytest.mark.parametrize("method", SelectedMethod)
+@pytest.mark.parametrize("method", [DENSE, GATHERED, pytest.param(KERNEL, marks=pytest.mark.whole)])
 def test_outputs_depend_on_no_later_token(method):
     _, x, layer = make(BASE, 75)
     border = 50
@@ -185,7 +186,7 @@ def test_outputs_depend_on_no_later_token(method):
     assert np.abs(np.asarray(prefix) - output[:, :border]).max() < 1e-5
 
 
-@pytest.mark.parametrize("method", SelectedMethod)
+@pytest.mark.parametrize("method", [DENSE, GATHERED, pytest.param(KERNEL, marks=pytest.mark.whole)])
 def test_queries_before_the_first_compressed_block(method):
     """Outputs and gradients are finite, also within the computation, and the compressed branch gets no gradient."""
     _, x, layer = make(BASE, 20)
@@ -215,7 +216,7 @@ def test_equal_scores_select_the_first_blocks():
     assert (blocks == expected[None, :, None]).all()
 
 
-@pytest.mark.parametrize("method", SelectedMethod)
+@pytest.mark.parametrize("method", [DENSE, GATHERED])
 def test_unused_entries_are_no_block(method):
     """A query in block 1 that selects that block alone: block 0, which stands in for unused ones, gets no gradient."""
     config = NativeSparseConfig(**vars(BASE))
@@ -305,7 +306,7 @@ def loops(jaxpr):
                 yield from loops(getattr(value, "jaxpr", value))
 
 
-@pytest.mark.parametrize("method", SelectedMethod)
+@pytest.mark.parametrize("method", [DENSE, GATHERED])
 def test_gradients_of_chunks_are_added_in_float32(method):
     """In bfloat16, a sum stops growing at 256 times what is added."""
     _, x, layer = make(BASE, 75)

@@ -13,7 +13,7 @@ from shardplan.decoder import NativeSparseAttention, NativeSparseConfig, Selecte
 from shardplan.positions.sequence_layout import SequenceLayout
 
 BASE = oracle.Nsa(24, 2, 3, 8, 6, block=8, stride=4, selection_block=8, selected=5, window=10)
-DENSE, GATHERED = SelectedMethod
+DENSE, GATHERED, KERNEL = SelectedMethod
 TILE = 4
 LONG = 1000
 """Queries per chunk of a device that computes one chunk."""
@@ -91,6 +91,8 @@ CASES = {
     "positions 6 over two axes": Case({"b": 3, "a": 2}, {"position": ("a", "b")}, changes={"window": 40}),
     "replicated": Case({"replica": 2, "b": 2, "a": 2}, {"position": ("a", "b")}, 64, layout="zigzag"),
     "mixed": MIXED,
+    "kernel, zigzag 2": positions(2, 64, layout="zigzag", method=KERNEL),
+    "kernel, replicated": Case({"replica": 2}, {}, 40, method=KERNEL),
     "mixed 6": Case({"model": 2, "sequence": 3}, {"position": "sequence", "kv_head": "model"}, batch=2),
 }
 

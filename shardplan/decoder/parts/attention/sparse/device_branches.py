@@ -108,7 +108,9 @@ class DeviceBranches:
         compressed, importance = map_query_chunks(attend_compressed, chunk, positions, of_compressed)
         chosen = select(config, importance, positions)
         blocks: jax.Array = checkpoint_name(chosen, ActivationName.SELECTED_BLOCKS.value)
-        selected = map_query_chunks(attend_selected, chunk, positions, queries, blocks)
+        # a kernel bounds memory itself
+        selected_chunk = len(positions) if self.method is SelectedMethod.KERNEL else chunk
+        selected = map_query_chunks(attend_selected, selected_chunk, positions, queries, blocks)
         window = self._attend_to_windows(inputs, positions, queries)
         gates = compute_gates(inputs.gate_products, parameters.gate_biases)
         results = TokenResults(mix(gates, (compressed, selected.output, window)), blocks)

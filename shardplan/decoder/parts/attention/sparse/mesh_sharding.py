@@ -15,6 +15,7 @@ from haliax.partitioning import physical_axis_name
 from haliax.util import ensure_tuple
 from jax.sharding import PartitionSpec
 
+from shardplan.decoder.parts.attention.sparse.branches.selected_branch import SelectedMethod
 from shardplan.decoder.parts.attention.sparse.config import NativeSparseConfig
 from shardplan.decoder.parts.attention.sparse.device_branches import (
     DeviceBranches,
@@ -78,13 +79,17 @@ def resolve_mesh_sharding(config: NativeSparseConfig, Batch: Axis, Pos: Axis) ->
 def run_on_mesh(
     branches: DeviceBranches, sharding: MeshSharding, inputs: TokenInputs, parameters: GroupInputs
 ) -> tuple[TokenResults, SelectionSums | None]:
-    """Run the branches on all devices of the mesh, or on the only device if nothing is sharded."""
-    if not sharding.mesh_axes:
+    """Run the branches on all devices of the mesh, or without it if nothing is sharded.
+
+    On a mesh, kernels run inside of `jax.shard_map` in any case, because the compiler does not partition them.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if not sharding.mesh_axes and (mesh.empty or branches.method is not SelectedMethod.KERNEL):
         return branches.run(inputs, parameters)
     of_tokens = PartitionSpec(sharding.batch or None, sharding.position or None, sharding.groups or None)
     run = jax.shard_map(
         branches.run,
-        mesh=jax.sharding.get_abstract_mesh(),
+        mesh=mesh,
         in_specs=(of_tokens, PartitionSpec(sharding.groups or None)),
         out_specs=(of_tokens, PartitionSpec()),
         check_vma=False,

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from shardplan.decoder.parts.attention.sparse.branches.masked_softmax import masked_softmax
 from shardplan.decoder.parts.attention.sparse.branches.selection import is_forced
 from shardplan.decoder.parts.attention.sparse.config import NativeSparseConfig
+from shardplan.decoder.parts.attention.sparse.kernels.selected_kernel import attend_by_kernel
 
 
 class SelectedMethod(StrEnum):
@@ -21,6 +22,8 @@ class SelectedMethod(StrEnum):
     """Scores of all tokens, most of them masked: the fastest for short sequences."""
     GATHERED_BLOCKS = "gathered_blocks"
     """Scores of gathered tokens, which are copied for each query: work does not grow with the sequence."""
+    KERNEL = "kernel"
+    """A Pallas kernel whose tiles of queries walk the union of their blocks: the fastest for long sequences."""
 
 
 class SelectedAttention(NamedTuple):
@@ -45,7 +48,7 @@ def attend_to_selected(
     """Attend to the tokens of the selected blocks that are not after the query.
 
     Args:
-        positions: int[t], of the queries.
+        positions: int[t], of the queries; for a kernel, as `PositionShards.positions` returns them.
         queries: [b, t, g, r, d].
         blocks: int32[b, t, g, n], as `select` returns them.
         keys: [b, s, g, d], of the whole sequence, in order.
@@ -57,6 +60,10 @@ def attend_to_selected(
             return _attend_with_dense_mask(config, positions, queries, blocks, keys, values, with_free_mass)
         case SelectedMethod.GATHERED_BLOCKS:
             return _attend_to_gathered_blocks(config, positions, queries, blocks, keys, values, with_free_mass)
+        case SelectedMethod.KERNEL:
+            return SelectedAttention(
+                *attend_by_kernel(config, with_free_mass, positions, blocks, queries, keys, values)
+            )
 
 
 def _attend_with_dense_mask(

@@ -1,0 +1,1 @@
+"""Pallas kernels for TPUs of the branches of Native Sparse Attention; on other devices JAX's interpreter runs them."""

@@ -1,0 +1,93 @@
+"""Tables of the blocks that tiles of queries walk, and the inverse: the tiles that attend to each block.
+
+A tile's table is the union of its queries' blocks, ascending, with one bit per query that has selected the block. The
+inverse lists are the pairs (block, tile) in the order of blocks: gradients of keys and values are sums along them, in
+an order that never changes, so that they are the same in every run.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from shardplan.decoder.parts.attention.sparse.kernels.query_tiles import QueryTiles
+
+TILES_PER_CHUNK = 1024
+"""Pairs of the inverse lists that are in scalar memory at a time."""
+
+
+class BlockTables(NamedTuple):
+    """The blocks of every tile."""
+
+    blocks: jax.Array
+    """int32[tile, 1, u], ascending; 0 after the last one."""
+    members: jax.Array
+    """int32[tile, 1, u]: bit i says whether query i of the tile has selected the block; 0 after the last one."""
+    counts: jax.Array
+    """int32[tile, 1, 1]: the number of blocks."""
+
+
+class TileLists(NamedTuple):
+    """The tiles of every block, for each head of keys of each sequence."""
+
+    entries: jax.Array
+    """int32[b * g, chunk, 2, `TILES_PER_CHUNK`]: number of the tile in its sequence, and member bits."""
+    starts: jax.Array
+    """int32[b * g, 1, j + 1]: the list of block j is the entries from starts[j] to starts[j + 1]."""
+
+
+def make_block_tables(tiles: QueryTiles, blocks: jax.Array, count: int, multiple: int) -> BlockTables:
+    """Return the tables of selected blocks.
+
+    Args:
+        blocks: int32[b, t, g, n], negative where unused.
+        count: blocks of the sequence, J.
+        multiple: the size u of the tables is a multiple of it.
+    """
+    b, _, g, n = blocks.shape
+    padded = jnp.pad(blocks, [(0, 0), (0, tiles.padding), (0, 0), (0, 0)], constant_values=-1)
+    by_tile = padded.reshape(b, tiles.per_sequence, tiles.queries, g, n).transpose(0, 3, 1, 2, 4)
+    queries = jnp.arange(tiles.queries)[:, None]
+    # unused entries sort behind all blocks
+    keys = jnp.where(by_tile < 0, count, by_tile) * tiles.queries + queries
+    keys = jnp.sort(keys.reshape(b * g * tiles.per_sequence, tiles.queries * n), axis=-1)
+    selected, bits = keys // tiles.queries, jnp.left_shift(1, keys % tiles.queries)
+    distance = 1
+    while distance < tiles.queries:
+        # a block occurs once per query, so that sums of so many neighbours reach from the first to the last of it
+        is_same = _shift(selected, distance, -1) == selected
+        bits += jnp.where(is_same, _shift(bits, distance, 0), 0)
+        distance *= 2
+    is_last = (selected != jnp.roll(selected, -1, axis=-1)) | (jnp.arange(tiles.queries * n) == tiles.queries * n - 1)
+    is_block = is_last & (selected < count)
+    union, members = jax.lax.sort((jnp.where(is_block, selected, count), bits), num_keys=1, is_stable=False)
+    size = min(count, tiles.queries * n)
+    missing = -size % multiple
+    is_used = union < count
+    union, members = (
+        jnp.pad(jnp.where(is_used, x, 0)[:, :size], [(0, 0), (0, missing)])[:, None] for x in (union, members)
+    )
+    return BlockTables(union, members, is_block.sum(axis=-1, dtype=jnp.int32)[:, None, None])
+
+
+def make_tile_lists(tiles: QueryTiles, tables: BlockTables, count: int) -> TileLists:
+    """Return the lists of tiles of every block.
+
+    Args:
+        count: blocks of the sequence, J.
+    """
+    size = tables.blocks.shape[-1]
+    is_used = jnp.arange(size) < tables.counts[:, 0]
+    blocks = jnp.where(is_used, tables.blocks[:, 0], count).reshape(-1, tiles.per_sequence * size)
+    numbers = jnp.broadcast_to(jnp.repeat(jnp.arange(tiles.per_sequence), size), blocks.shape)
+    members = tables.members.reshape(blocks.shape)
+    blocks, numbers, members = jax.lax.sort((blocks, numbers, members), num_keys=2, is_stable=False)
+    starts = jax.vmap(lambda row: jnp.searchsorted(row, jnp.arange(count + 1)))(blocks)
+    missing = -blocks.shape[1] % TILES_PER_CHUNK
+    padded = (jnp.pad(x, [(0, 0), (0, missing)]).reshape(len(x), -1, TILES_PER_CHUNK) for x in (numbers, members))
+    return TileLists(jnp.stack([*padded], axis=2), starts.astype(jnp.int32)[:, None])
+
+
+def _shift(x: jax.Array, distance: int, fill: int) -> jax.Array:
+    """Move the elements of rows to the right."""
+    return jnp.pad(x, [(0, 0), (distance, 0)], constant_values=fill)[:, : x.shape[1]]

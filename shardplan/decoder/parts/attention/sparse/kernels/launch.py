@@ -1,0 +1,96 @@
+"""Starts Pallas kernels, compiled for TPUs and interpreted elsewhere, and has small functions for their bodies."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+MASKED_SCORE = -1e30
+"""Score of pairs that are masked: finite, so that differences of two of them are 0 and not NaN."""
+INTERPRETER: Any = True
+"""How devices that are no TPUs run kernels, as `interpret` of `pallas_call`."""
+
+
+def launch(
+    kernel: Callable[..., None],
+    *,
+    grid: tuple[int, ...],
+    semantics: tuple[str, ...],
+    in_specs: Sequence[pl.BlockSpec],
+    out_specs: Sequence[pl.BlockSpec],
+    out_shapes: Sequence[jax.ShapeDtypeStruct],
+    scratch: Sequence[Any],
+    name: str,
+) -> Callable[..., list[jax.Array]]:
+    """Return the function that runs a kernel on arrays, of which the first is in scalar memory before it starts.
+
+    Args:
+        semantics: per dimension of the grid, "parallel" if the cores of a chip may divide it, else "arbitrary".
+        name: names the kernel in compiled programs and profiles.
+    """
+
+    def run(interpret: Any) -> Callable[..., list[jax.Array]]:
+        result: Callable[..., list[jax.Array]] = pl.pallas_call(
+            kernel,
+            grid_spec=pltpu.PrefetchScalarGridSpec(
+                num_scalar_prefetch=1, grid=grid, in_specs=in_specs, out_specs=out_specs, scratch_shapes=scratch
+            ),
+            out_shape=out_shapes,
+            compiler_params=pltpu.CompilerParams(dimension_semantics=semantics),
+            interpret=interpret,
+            name=name,
+        )
+        return result
+
+    def run_anywhere(*arrays: jax.Array) -> list[jax.Array]:
+        chosen: list[jax.Array] = jax.lax.platform_dependent(*arrays, tpu=run(False), default=run(INTERPRETER))
+        return chosen
+
+    return run_anywhere
+
+
+def multiply(x: jax.Array, y: jax.Array) -> jax.Array:
+    """Return x y in float32: [i, k], [k, j] -> [i, j]."""
+    return jax.lax.dot_general(x, y, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+def multiply_transposed(x: jax.Array, y: jax.Array) -> jax.Array:
+    """Return x y^T in float32: [i, k], [j, k] -> [i, j]."""
+    return jax.lax.dot_general(x, y, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+def indices(shape: tuple[int, int], axis: int) -> jax.Array:
+    """Return int32[shape], the index along an axis."""
+    return jax.lax.broadcasted_iota(jnp.int32, shape, axis)
+
+
+def quotient(x: jax.Array, divisor: int) -> jax.Array:
+    """Return x // divisor of an int32 scalar that is at least 0; `//` takes the sign, which kernels cannot compute."""
+    return jax.lax.div(x, jnp.int32(divisor))
+
+
+def remainder(x: jax.Array, divisor: int) -> jax.Array:
+    """Return x % divisor of an int32 scalar that is at least 0."""
+    return jax.lax.rem(x, jnp.int32(divisor))
+
+
+def divide(x: jax.Array, divisor: int) -> jax.Array:
+    """Return x // divisor of int32 in 0 .. 2**20, by float32, because vector units have no division of integers."""
+    return ((x.astype(jnp.float32) + 0.5) * (1 / divisor)).astype(jnp.int32)
+
+
+def column_to_row(column: jax.Array) -> jax.Array:
+    """Transpose [n, 1] to [1, n], by a mask and a sum, which take any n."""
+    n = column.shape[0]
+    is_diagonal = indices((n, n), 0) == indices((n, n), 1)
+    return jnp.where(is_diagonal, column, 0).sum(axis=0, keepdims=True)
+
+
+def row_to_column(row: jax.Array) -> jax.Array:
+    """Transpose [1, n] to [n, 1], by a mask and a sum, which take any n."""
+    n = row.shape[1]
+    is_diagonal = indices((n, n), 0) == indices((n, n), 1)
+    return jnp.where(is_diagonal, row, 0).sum(axis=1, keepdims=True)

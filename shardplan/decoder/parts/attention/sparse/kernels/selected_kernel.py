@@ -1,0 +1,137 @@
+"""The selected branch by kernels: arrays of the branch to tiles and back, and which kernels give the gradients.
+
+A tile of neighbouring queries walks the union of their blocks, because one query has too few rows (its R heads) for the
+matrix unit. Work grows with the union, so that it pays where neighbours select much the same blocks, and memory with
+the length of the sequence only.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from shardplan.decoder.parts.attention.sparse.config import NativeSparseConfig
+from shardplan.decoder.parts.attention.sparse.kernels.block_tables import (
+    BlockTables,
+    make_block_tables,
+    make_tile_lists,
+)
+from shardplan.decoder.parts.attention.sparse.kernels.block_walk import WalkSizes
+from shardplan.decoder.parts.attention.sparse.kernels.query_tiles import QueryTiles
+from shardplan.decoder.parts.attention.sparse.kernels.selected_backward import key_value_gradients, query_gradients
+from shardplan.decoder.parts.attention.sparse.kernels.selected_forward import attend_tiles
+
+
+class Residuals(NamedTuple):
+    """What the backward pass needs."""
+
+    positions: jax.Array
+    blocks: jax.Array
+    queries: jax.Array
+    keys: jax.Array
+    values: jax.Array
+    output: jax.Array
+    """[tile, row, d]."""
+    log_sums: jax.Array
+    """float32[tile, 1, row]."""
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def attend_by_kernel(
+    config: NativeSparseConfig,
+    with_free_mass: bool,
+    positions: jax.Array,
+    blocks: jax.Array,
+    queries: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Attend to the tokens of the selected blocks that are not after the query.
+
+    Args:
+        with_free_mass: whether to return the weights outside forced blocks, through which no gradient flows.
+        positions: int[t], of the queries: runs of consecutive positions, each of complete selection blocks but for the
+            end of the last one, as `PositionShards.positions` returns them.
+        blocks: int32[b, t, g, n], negative where unused.
+        queries: [b, t, g, r, d].
+        keys: [b, s, g, d], of the whole sequence, in order.
+        values: [b, s, g, d].
+
+    Returns:
+        The output [b, t, g, r, d], and float32[b, t, g], the weights outside forced blocks, summed over r.
+    """
+    return _forward(config, with_free_mass, positions, blocks, queries, keys, values)[0]
+
+
+def _forward(
+    config: NativeSparseConfig,
+    with_free_mass: bool,
+    positions: jax.Array,
+    blocks: jax.Array,
+    queries: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+) -> tuple[tuple[jax.Array, jax.Array | None], Residuals]:
+    sizes, batch = _sizes(config, len(positions)), len(queries)
+    key_blocks, value_blocks = (_by_head(config, x.astype(queries.dtype)) for x in (keys, values))
+    output, log_sums, free_mass = attend_tiles(
+        sizes,
+        sizes.tiles.first_positions(positions),
+        _tables(config, sizes, blocks, keys.shape[1]),
+        sizes.tiles.split(queries),
+        key_blocks,
+        value_blocks,
+        with_free_mass,
+    )
+    free = None if free_mass is None else sizes.tiles.join_heads(free_mass, batch).sum(axis=-1)
+    residuals = Residuals(positions, blocks, queries, keys, values, output, log_sums)
+    return (sizes.tiles.join(output, batch), free), residuals
+
+
+def _backward(
+    config: NativeSparseConfig,
+    with_free_mass: bool,
+    residuals: Residuals,
+    gradients: tuple[jax.Array, jax.Array | None],
+) -> tuple[None, None, jax.Array, jax.Array, jax.Array]:
+    positions, blocks, queries, keys, values, output, log_sums = residuals
+    sizes, batch, length = _sizes(config, len(positions)), len(queries), keys.shape[1]
+    tables = _tables(config, sizes, blocks, length)
+    of_output = sizes.tiles.split(gradients[0].astype(queries.dtype))
+    delta = (output.astype(jnp.float32) * of_output.astype(jnp.float32)).sum(axis=-1)[:, None]
+    first_positions = sizes.tiles.first_positions(positions)
+    arrays = (
+        sizes.tiles.split(queries),
+        *(_by_head(config, x.astype(queries.dtype)) for x in (keys, values)),
+        of_output,
+        jnp.concatenate([log_sums, delta], axis=1),
+    )
+    dq = query_gradients(sizes, first_positions, tables, *arrays)
+    lists = make_tile_lists(sizes.tiles, tables, config.selection_blocks(length))
+    dk, dv = key_value_gradients(sizes, first_positions, lists, *arrays)
+    of_keys, of_values = (
+        x[:, :length].reshape(batch, -1, length, x.shape[-1]).swapaxes(1, 2).astype(like.dtype)
+        for x, like in ((dk, keys), (dv, values))
+    )
+    return None, None, sizes.tiles.join(dq, batch), of_keys, of_values
+
+
+attend_by_kernel.defvjp(_forward, _backward)
+
+
+def _sizes(config: NativeSparseConfig, count: int) -> WalkSizes:
+    tiles = QueryTiles.of(config, count)
+    return WalkSizes(tiles, config.selection_block, config.scale, config.initial, config.local)
+
+
+def _tables(config: NativeSparseConfig, sizes: WalkSizes, blocks: jax.Array, length: int) -> BlockTables:
+    return make_block_tables(sizes.tiles, blocks, config.selection_blocks(length), sizes.unit)
+
+
+def _by_head(config: NativeSparseConfig, x: jax.Array) -> jax.Array:
+    """[b, s, g, d] -> [b * g, s, d], with padding to complete blocks."""
+    batch, length, groups, size = x.shape
+    padding = config.selection_blocks(length) * config.selection_block - length
+    padded = jnp.pad(x, [(0, 0), (0, padding), (0, 0), (0, 0)])
+    return padded.swapaxes(1, 2).reshape(batch * groups, length + padding, size)
