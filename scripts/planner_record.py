@@ -10,7 +10,7 @@ import math
 import sys
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -32,7 +32,7 @@ from shardplan.program.step_trace import plan_step
 from shardplan.program.tasks import Step
 from shardplan.report.plan.verdicts import reason_text
 from shardplan.search.given_plan import assignment_of, plan_given_mappings
-from shardplan.search.result.compiler_options import TILE_MEMORY
+from shardplan.search.result.compiler_options import EARLY_HOST_COPIES, TILE_MEMORY
 from shardplan.verify.cache import code_digest, digest
 from shardplan.verify.case import Case
 from shardplan.verify.run import verify
@@ -141,13 +141,13 @@ class Layout:
     def estimated_seconds(self) -> float | None:
         """What the planner estimates for a step; None if the program has other options than its plan.
 
-        Programs that were compiled with the compiler's own tiles are estimated for these.
+        Programs that were compiled with the compiler's own tiles are estimated for these. When copies of hosts start
+        has no price.
         """
-        planned = self.estimate.compiler_options
-        if self.options == planned:
+        planned, own = (_without(each, *EARLY_HOST_COPIES) for each in (self.estimate.compiler_options, self.options))
+        if own == planned:
             return self.estimate.cost.step_seconds
-        without_tiles = {name: value for name, value in planned.items() if name != TILE_MEMORY}
-        if self.options != without_tiles:
+        if own != _without(planned, TILE_MEMORY):
             return None
         hardware = parse_slice(self.slice)
         factors = load_calibration(hardware.generation.name, larger_tiles=False)
@@ -316,6 +316,10 @@ def by_kind(collectives: Iterable[tuple[str, int]]) -> Counter[str]:
     for kind, size in collectives:
         sums["all-gather" if kind == "collective-permute" else kind] += size
     return sums
+
+
+def _without(options: Mapping[str, str], *names: str) -> dict[str, str]:
+    return {name: value for name, value in options.items() if name not in names}
 
 
 @lru_cache

@@ -311,6 +311,11 @@ class Step:
         return any(task.kind == TaskKind.ATTENTION for task in self.tasks)
 
     @cached_property
+    def copies_to_hosts(self) -> bool:
+        """Whether activations are copied to the memory of hosts, and back."""
+        return any(task.kind == TaskKind.HOST_COPY for task in self.tasks)
+
+    @cached_property
     def score_elements(self) -> Mapping[AttentionKind, int]:
         """Kind of attention -> the scores that its matmuls make or read, the masked ones among them."""
         elements: defaultdict[AttentionKind, int] = defaultdict(int)

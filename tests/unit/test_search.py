@@ -32,7 +32,7 @@ from shardplan.search.given_plan import plan_given_mappings
 from shardplan.search.make_plan import make_plan, model_from_config
 from shardplan.search.ranking import Candidate, Ranking
 from shardplan.search.reasons import SearchStatistics
-from shardplan.search.result.compiler_options import TILE_MEMORY, planned_options
+from shardplan.search.result.compiler_options import EARLY_HOST_COPIES, TILE_MEMORY, planned_options
 from shardplan.search.search_configuration import search_configuration
 from shardplan.search.space import Space, mesh_shapes
 from shardplan.search.subproblem.mesh_subproblem import enumerate_subproblems
@@ -396,6 +396,16 @@ def test_tiles_are_larger_where_that_was_faster(make_config):
     for name, expected in {"mixtral-8x7b": None, "llama-3.1-8b": "98304"}.items():
         plan = plan_of(make_config, name, "v6e-16")
         assert plan.compiler_options.get(TILE_MEMORY) == expected
+
+
+def test_copies_from_hosts_start_early(make_config):
+    """The scheduler's limit of memory is lifted only where a step has such copies."""
+    for policy, expected in {"default": {}, "default+gate_proj@host": EARLY_HOST_COPIES}.items():
+        settings = {"workload_kind": "train", "workload_gradient_checkpointing": policy}
+        plan = plan_of(make_config, "llama-3.1-8b", "v6e-16", batch=16, **settings)
+        assert {
+            name: plan.compiler_options[name] for name in EARLY_HOST_COPIES if name in plan.compiler_options
+        } == expected
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,11 @@ OVERLAPPED_EXPERTS = {
 }
 """Of models with routed experts: collectives run beside the kernels of grouped matmuls."""
 
+EARLY_HOST_COPIES = {"xla_tpu_scheduler_percent_shared_memory_limit": "1000"}
+"""Of steps that copy activations to hosts: the scheduler starts copies back early, whatever memory that takes.
+
+By default it does not where a program nears the limit of the memory, and the core waits for each copy."""
+
 TILE_MEMORY = "xla_tpu_scoped_vmem_limit_kib"
 """Option for the vector memory that one operation may use; shardplan/cost/calibration.json has its values."""
 
@@ -52,7 +57,7 @@ def planned_options(hardware: Slice, step: Step | None = None) -> dict[str, str]
     (docs/log.md).
 
     Args:
-        step: what is planned; default: a step without routed experts.
+        step: what is planned; default: a step without routed experts and without copies to hosts.
 
     >>> from shardplan.hardware import parse_slice
     >>> planned_options(parse_slice("cpu-8"))
@@ -69,4 +74,6 @@ def planned_options(hardware: Slice, step: Step | None = None) -> dict[str, str]
     calibration = load_calibration(generation.name) if step is None else calibration_of(step, hardware)
     if calibration.vmem_kib is not None:
         options[TILE_MEMORY] = str(calibration.vmem_kib)
+    if step is not None and step.copies_to_hosts:
+        options |= EARLY_HOST_COPIES
     return options
