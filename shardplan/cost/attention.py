@@ -103,7 +103,6 @@ def with_kernels(step: Step, assignment: ShardingAssignment) -> AttentionPlan:
     """
     attention = [task for task in step.tasks if task.kind == TaskKind.ATTENTION]
     without_kernel = {kind_of(task).name for task in attention if not has_kernel(task, assignment)}
-    names = [kind.name for kind in step.attention_kinds]
     by_levanter = set()
     for kind in step.attention_kinds:
         if assignment.attention.of(kind.name).strategy == Strategy.NONE and not kind.uses_own_kernel:
@@ -111,9 +110,13 @@ def with_kernels(step: Step, assignment: ShardingAssignment) -> AttentionPlan:
     if by_levanter & without_kernel:
         without_kernel |= by_levanter
     methods = {}
-    for name in names:
-        kernel = KernelName.BLOCKWISE if name in without_kernel else KernelName.SPLASH
-        methods[name] = replace(assignment.attention.of(name), kernel=kernel, kinds={})
+    for kind in step.attention_kinds:
+        method = assignment.attention.of(kind.name)
+        if kind.sparse is not None:
+            methods[kind.name] = replace(method, kernel=method.sparse_kernel, kinds={})
+            continue
+        kernel = KernelName.BLOCKWISE if kind.name in without_kernel else KernelName.SPLASH
+        methods[kind.name] = replace(method, kernel=kernel, kinds={})
     return AttentionPlan.of_kinds(methods)
 
 

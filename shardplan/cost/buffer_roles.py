@@ -13,6 +13,7 @@ from shardplan.cost.attention import FLOAT32_BYTES, extra_attention_bytes
 from shardplan.cost.experts import expert_buffer_bytes, expert_gradient_buffer_bytes
 from shardplan.cost.partitioned_lookup import partition_lookup
 from shardplan.cost.sharding import ShardingAssignment
+from shardplan.cost.sparse_attention import sparse_buffer_bytes
 from shardplan.program.live_buffers import BufferRole, LiveBuffer
 
 
@@ -291,6 +292,20 @@ ROWS = (
         "While the gradient of the block runs.",
         expert_gradient_buffer_bytes,
         depends_on_experts=True,
+    ),
+    Role(
+        BufferRole.SPARSE_ATTENTION,
+        "Keys and values of the sequence, outputs of branches and scores of a chunk, of Native Sparse Attention.",
+        "While a call of it runs.",
+        sparse_buffer_bytes,
+        depends_on_attention=True,
+    ),
+    Role(
+        BufferRole.SPARSE_GRADIENT,
+        "The same, and their gradients.",
+        "While the gradient of a call runs.",
+        sparse_buffer_bytes,
+        depends_on_attention=True,
     ),
 )
 

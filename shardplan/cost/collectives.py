@@ -31,6 +31,7 @@ class Purpose(Enum):
     ATTENTION_SUMS = "attention over a sharded axis"
     KEYS_AND_VALUES = "keys and values of other positions"
     KEY_AND_VALUE_GRADIENTS = "gradients of keys and values"
+    HALOS = "borders of windows and blocks of other positions"
     HEADS_TO_POSITIONS = "heads resharded to positions (all-to-all)"
     RING = "keys and values passed around the ring"
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from shardplan.cost import attention, experts
+from shardplan.cost import attention, experts, sparse_attention
 from shardplan.cost.collectives import (
     Overlap,
     Purpose,
@@ -52,6 +52,8 @@ class DeviceCost:
     """Of attention: whether a kernel computes it, on each device alone, and never writes scores to memory."""
     kernels: tuple[experts.KernelCalls, ...] = ()
     """Of a block of experts: the calls of its kernels."""
+    stages: tuple[sparse_attention.Stage, ...] = ()
+    """Of Native Sparse Attention: its parts, one after the other."""
     sliced_weight_bytes: float = 0.0
     """Of a block of experts, and of a conversion: bytes of weights that are copied out of the stack of all layers, for
     kernels and conversions take whole arrays."""
@@ -103,6 +105,8 @@ def device_cost_lower_bound(task: Task, assignment: ShardingAssignment) -> Devic
     traffic = _nonempty(rule(task, assignment)) if rule else ()
     if task.kind == TaskKind.EXPERTS:
         return _expert_cost(task, assignment, traffic)
+    if task.kind == TaskKind.SPARSE_ATTENTION:
+        return _sparse_attention_cost(task, assignment, traffic)
     moved = _moved_bytes(task, assignment, lambda array: array.elements * array.itemsize / devices)
     if task.kind not in (TaskKind.CONTRACTION, TaskKind.ATTENTION):
         return DeviceCost(NO_MATMUL, task.executions * moved, traffic)
@@ -145,6 +149,19 @@ def _expert_cost(task: Task, assignment: ShardingAssignment, traffic: tuple[Traf
         traffic,
         kernels=experts.kernel_calls(task, work),
         elementwise_bytes=count * experts.elementwise_bytes(task, work, is_wide),
+    )
+
+
+def _sparse_attention_cost(task: Task, assignment: ShardingAssignment, traffic: tuple[Traffic, ...]) -> DeviceCost:
+    """The cost of Native Sparse Attention, or of its gradient, without the gathers of its parameters."""
+    stages = sparse_attention.stages(task, sparse_attention.work_of(task, assignment))
+    moved = task.executions * _moved_bytes(task, assignment, lambda array: assignment.bytes(array, assignment.params))
+    flops = sum(stage.flops for stage in stages)
+    return DeviceCost(
+        Matmul(flops / 2, rows=1, inner=1, columns=1),
+        moved + sum(stage.bytes for stage in stages),
+        traffic,
+        stages=(*stages, sparse_attention.Stage(0.0, moved)),
     )
 
 
@@ -286,6 +303,15 @@ def _parameter_expert_traffic(task: Task, assignment: ShardingAssignment) -> Ite
     yield from _weight_gather_traffic(task, assignment)
     for gradient in experts.ExpertOperands.of(task).weight_gradients:
         yield from _gradient_sum_traffic(task, experts.gradient_sum_axes(task, assignment), assignment, gradient)
+
+
+def _parameter_sparse_traffic(task: Task, assignment: ShardingAssignment) -> Iterator[Traffic]:
+    """Yield the gathers of the parameters of Native Sparse Attention, and the sums of their gradients over tokens."""
+    yield from _weight_gather_traffic(task, assignment)
+    for gradient in sparse_attention.parameter_gradients(task):
+        axes = sparse_attention.gradient_sum_axes(task, assignment)
+        if axes:
+            yield from _gradient_sum_traffic(task, axes, assignment, gradient)
 
 
 def _gradient_sum_traffic(
@@ -435,6 +461,7 @@ COMPUTE_COLLECTIVES: dict[TaskKind, CollectiveRule | None] = {
     TaskKind.RESHARD: _reshard_traffic,
     TaskKind.COLLECTIVE: _collective_traffic,
     TaskKind.EXPERTS: experts.expert_traffic,
+    TaskKind.SPARSE_ATTENTION: sparse_attention.sparse_traffic,
     TaskKind.CONVERSION: None,
     TaskKind.HOST_COPY: None,
     TaskKind.ELEMENTWISE: None,
@@ -449,6 +476,7 @@ PARAM_COLLECTIVES: dict[TaskKind, CollectiveRule | None] = {
     TaskKind.RESHARD: _weight_gather_traffic,
     TaskKind.COLLECTIVE: _parameter_collective_traffic,
     TaskKind.EXPERTS: _parameter_expert_traffic,
+    TaskKind.SPARSE_ATTENTION: _parameter_sparse_traffic,
     TaskKind.CONVERSION: _weight_gather_traffic,
     TaskKind.HOST_COPY: None,
     TaskKind.ELEMENTWISE: None,

@@ -26,6 +26,7 @@ from shardplan.cost.calibration import Calibration
 from shardplan.cost.collectives import Overlap, Purpose, Traffic
 from shardplan.cost.gspmd import DeviceCost, device_cost
 from shardplan.cost.sharding import ShardingAssignment
+from shardplan.cost.sparse_attention import model_flops as sparse_model_flops
 from shardplan.hardware import CollectiveKind, MeshPlacement, Slice, place_mesh
 from shardplan.model.registry import Model
 from shardplan.plan.workload.workload import Workload
@@ -93,6 +94,9 @@ def compute_seconds(task: Task, cost: DeviceCost, hardware: Slice, calibration: 
             copied += calibration.slicing * cost.sliced_weight_bytes
             elementwise = calibration.elementwise * cost.elementwise_bytes
             return kernel_seconds + memory_seconds + (elementwise + copied) / bandwidth
+        case TaskKind.SPARSE_ATTENTION:
+            copied = calibration.copying * (cost.reordered_weight_bytes + cost.local_weight_bytes) / bandwidth
+            return copied + sum(max(stage.flops / flops_rate, stage.bytes / bandwidth) for stage in cost.stages)
         case TaskKind.LOOKUP | TaskKind.SCATTER_ADD | TaskKind.RESHARD | TaskKind.COLLECTIVE:
             return memory_seconds
         case TaskKind.CONVERSION:
@@ -274,6 +278,9 @@ def _forward_flops(model: Model, workload: Workload) -> Mapping[AttentionKind | 
     unsharded = ShardingAssignment({}, {}, {}, step.merged_axes, step.activation_axes)
     flops: defaultdict[AttentionKind | None, float] = defaultdict(float)
     for task in step.tasks:
+        if task.kind == TaskKind.SPARSE_ATTENTION:
+            flops[kind_of(task)] += sparse_model_flops(task)
+            continue
         kind = kind_of(task) if task.kind == TaskKind.ATTENTION else None
         density = 1.0 if kind is None else kind.pattern.density(workload.position)
         flops[kind] += density * device_cost(task, unsharded).matmul.flops

@@ -115,7 +115,7 @@ def _encode(config: DecoderConfig) -> dict[str, Any]:
         "flash_attention_block_size": config.flash_attention_block_size,
         "gradient_checkpointing": dataclasses.asdict(policy) if isinstance(policy, ScanCheckpointPolicy) else policy,
         "expert_statistics": config.expert_statistics,
-        "selected_method": None if method is None else method.value,
+        **({} if method is None else {"selected_method": method.value}),
     }
 
 

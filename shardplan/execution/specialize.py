@@ -9,12 +9,15 @@ from shardplan.attention.levanter import with_sequence_parallel
 from shardplan.cost.attention import with_kernels
 from shardplan.cost.calibration import compiler_quirks
 from shardplan.cost.sharding import ShardingAssignment
+from shardplan.decoder.parts.attention.sparse.branches.selected_branch import SelectedMethod
+from shardplan.decoder.parts.segments import Segment
+from shardplan.decoder.sparse_layers import selected_method, with_selected_method
 from shardplan.errors import ConfigError
 from shardplan.experts.levanter import has_replaceable_experts, with_expert_parallel
 from shardplan.hardware import parse_slice
 from shardplan.model.levanter_compat import LIBTPU_RELEASE
 from shardplan.model.registry import Model, abstract_module
-from shardplan.plan.attention_plan import KernelName
+from shardplan.plan.attention_plan import KernelName, SparseKernel
 from shardplan.plan.mapping import as_tuples
 from shardplan.plan.plan import Plan
 from shardplan.plan.workload.checkpointing import CheckpointPolicy
@@ -22,6 +25,11 @@ from shardplan.positions.sequence_layout import KERNEL_BLOCK
 from shardplan.program.step_trace import plan_step
 from shardplan.steps.checkpointing import checkpoint_policy
 
+SELECTED_METHODS = {
+    SparseKernel.DENSE_MASK: SelectedMethod.DENSE_MASK,
+    SparseKernel.GATHERED_BLOCKS: SelectedMethod.GATHERED_BLOCKS,
+}
+"""The kernel of a plan for Native Sparse Attention -> the method of its selected branch."""
 RETIRED_OPTION = "xla_tpu_enable_async_collective_fusion_fuse_all_gather"
 """An option of plans that were made with libtpu 0.0.42, which later releases refuse on most generations."""
 
@@ -47,6 +55,8 @@ def specialize(model: Model, plan: Plan) -> Model:
             f"plan: the compiler option {RETIRED_OPTION}, of plans that were made with libtpu 0.0.42, is not one of "
             f"libtpu {LIBTPU_RELEASE}; plan again"
         )
+    if model.is_decoder and selected_method(model.config.segments) is not None:
+        settings["segments"] = _with_sparse_method(model, plan)
     names = {item.name for item in dataclasses.fields(model.config)}
     if checkpointing != CheckpointPolicy() and "gradient_checkpointing" not in names:
         raise ConfigError(
@@ -61,6 +71,21 @@ def specialize(model: Model, plan: Plan) -> Model:
     if has_replaceable_experts(template):
         template = with_expert_parallel(template, plan)
     return dataclasses.replace(model, config=config, template=template)
+
+
+def _with_sparse_method(model: Model, plan: Plan) -> tuple[Segment, ...]:
+    """Return the segments of a decoder whose Native Sparse Attention is computed as planned.
+
+    Raises:
+        ConfigError: the plan was edited, and layers with this attention have several methods.
+    """
+    kinds = plan_step(model, dataclasses.replace(plan.workload, kind="eval", microbatches=1).resolve()).attention_kinds
+    methods = {plan.attention.of(kind.name).sparse_kernel for kind in kinds if kind.sparse is not None}
+    if len(methods) > 1:
+        raise ConfigError(
+            f"plan: attention.kernel of native sparse attention is {' and '.join(sorted(methods))}; make them one"
+        )
+    return with_selected_method(model.config.segments, SELECTED_METHODS[methods.pop()], plan.attention.layout)
 
 
 def _check_kernels(model: Model, plan: Plan) -> None:

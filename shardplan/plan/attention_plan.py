@@ -36,6 +36,15 @@ class KernelName(StrEnum):
     """JAX's Pallas kernel for TPUs."""
 
 
+class SparseKernel(StrEnum):
+    """What computes the selected branch of Native Sparse Attention on one device."""
+
+    DENSE_MASK = "dense_mask"
+    """XLA: scores of all tokens, most of them masked."""
+    GATHERED_BLOCKS = "gathered_blocks"
+    """XLA: tokens of selected blocks, gathered for every query."""
+
+
 @dataclass(frozen=True)
 class AttentionPlan:
     """Sequence parallelism of a plan: how attention is computed where positions are sharded, and by which kernel.
@@ -51,19 +60,21 @@ class AttentionPlan:
     """Number of ring positions; `ulysses` x `ring` is the number of shards of the positions."""
     layout: SequenceOrder = SequenceOrder.CONTIGUOUS
     """The order of positions; see `shardplan.positions.sequence_layout`."""
-    kernel: KernelName = KernelName.BLOCKWISE
+    kernel: KernelName | SparseKernel = KernelName.BLOCKWISE
+    """A `SparseKernel` for Native Sparse Attention alone."""
     kinds: dict[str, "AttentionPlan"] = field(default_factory=dict)
     """The name of a kind of attention (`shardplan.program.marked.attention_kind`) -> how it is computed, where a model
     has several kinds and this one is computed otherwise. All kinds have the same order of positions."""
 
     def __post_init__(self) -> None:
-        for name, kind in (("strategy", Strategy), ("layout", SequenceOrder), ("kernel", KernelName)):
+        kernels = [*KernelName, *SparseKernel]
+        for name, kind in (("strategy", [*Strategy]), ("layout", [*SequenceOrder]), ("kernel", kernels)):
             value = getattr(self, name)
-            if value not in list(kind):
+            if value not in kind:
                 raise ConfigError(f"attention.{name} is {value!r}; {nearest(value, kind)}")
         object.__setattr__(self, "strategy", Strategy(self.strategy))
         object.__setattr__(self, "layout", SequenceOrder(self.layout))
-        object.__setattr__(self, "kernel", KernelName(self.kernel))
+        object.__setattr__(self, "kernel", next(each for each in kernels if each == self.kernel))
 
     @classmethod
     def of_kinds(cls, methods: Mapping[str, "AttentionPlan"]) -> "AttentionPlan":
@@ -82,6 +93,11 @@ class AttentionPlan:
     def methods(self) -> tuple["AttentionPlan", ...]:
         """How attention is computed: this plan, and the plans of `kinds`."""
         return self, *self.kinds.values()
+
+    @property
+    def sparse_kernel(self) -> SparseKernel:
+        """What computes the selected branch of Native Sparse Attention; a dense mask, where the plan names nothing."""
+        return self.kernel if isinstance(self.kernel, SparseKernel) else SparseKernel.DENSE_MASK
 
     @property
     def is_sequence_parallel(self) -> bool:

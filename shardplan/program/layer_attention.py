@@ -14,7 +14,7 @@ from shardplan.program.operations import REMATERIALIZED_SCOPE, Operation, Operat
 def attention_calls(operations: Iterable[Operation], arrays: Sequence[TracedArray]) -> Iterator[AttentionKind]:
     """Yield the kind of each call of attention in the forward pass, in the order of the program.
 
-    A call is a matmul that makes scores; rematerialization does not count.
+    A call is a matmul that makes scores, or a call of Native Sparse Attention; rematerialization does not count.
 
     Args:
         arrays: the values that operations refer to by index.
@@ -24,6 +24,9 @@ def attention_calls(operations: Iterable[Operation], arrays: Sequence[TracedArra
             calls = tuple(attention_calls(operation.body, arrays))
             if calls:
                 yield from calls * operation.trips
+        elif operation.sparse is not None:
+            if not _is_for_gradients(operation):
+                yield operation.sparse
         elif _makes_scores(operation, arrays) and not _is_for_gradients(operation):
             yield kind_of_label(operation.label) or UNMARKED
 

@@ -32,6 +32,8 @@ class BufferRole(StrEnum):
     KEYS_OR_VALUES = "keys or values"
     EXPERT_ROWS = "rows of experts"
     EXPERT_GRADIENT_ROWS = "rows of experts and their gradients"
+    SPARSE_ATTENTION = "sparse attention"
+    SPARSE_GRADIENT = "gradient of sparse attention"
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,8 @@ class LiveBuffer:
     is_read_by_grouped_matmuls: bool = False
     """Whether only grouped matmuls consume the array: between tasks it has the sharding of their parameters."""
     attention: AttentionKind | None = None
-    """Of scores, keys and values, and of gradients of the latter: their kind of attention."""
+    """Of scores, keys and values, and of gradients of the latter: their kind of attention. Of Native Sparse Attention:
+    its kind; then the array is the queries."""
     experts: ExpertKind | None = None
     """Of the rows of experts: the kind of their block. Then the array is the tokens, and the projections up of the
     experts are related."""

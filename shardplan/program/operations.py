@@ -6,6 +6,7 @@ from enum import StrEnum
 
 from shardplan.hardware import CollectiveKind
 from shardplan.plan.mapping import MeshAxes
+from shardplan.program.marked.attention_kind import AttentionKind
 from shardplan.program.marked.expert_kind import ExpertKind
 from shardplan.program.named_arrays import Dim
 
@@ -32,6 +33,8 @@ class OperationKind(StrEnum):
     """A collective over mesh axes that a `shard_map` names, such as `psum`."""
     EXPERTS = "experts"
     """A block of routed experts, or its gradient, as `shardplan.program.marked.marked_experts` marks it."""
+    SPARSE_ATTENTION = "sparse attention"
+    """A call of Native Sparse Attention, or its gradient, as `shardplan.program.marked.marked_sparse` marks it."""
     CONVERSION = "conversion"
     """The conversion of a weight that is kept as stored, which `shardplan.program.marked.marked_conversions` marks."""
     HOST_COPY = "host copy"
@@ -68,6 +71,8 @@ class Operation:
     """Whether each device computes it with its own part of the operands alone, in a `shard_map`."""
     experts: ExpertKind | None = None
     """Of a block of routed experts, and of its gradient: its kind."""
+    sparse: AttentionKind | None = None
+    """Of a call of Native Sparse Attention, and of its gradient: its kind."""
     body: tuple["Operation", ...] = ()
     """Of a loop: its operations."""
     trips: int = 1

@@ -30,6 +30,7 @@ from shardplan.program.layer_flops import with_layer_flops
 from shardplan.program.marked.marked_attention import mark_attention
 from shardplan.program.marked.marked_conversions import mark_conversions
 from shardplan.program.marked.marked_experts import mark_experts
+from shardplan.program.marked.marked_sparse import mark_sparse_attention
 from shardplan.program.named_arrays import is_parameter_like, traced_mesh_axis
 from shardplan.program.operations import all_operations
 from shardplan.program.tasks import Step, Task, TaskKind
@@ -50,9 +51,9 @@ def trace_step(model: Model, workload: Workload) -> Trace:
     """Trace the step of `workload`: `compute` of its kind of step, with its state and inputs.
 
     Attention is traced as plain matmuls and softmax, marked with its kind; the plan decides which kernel runs it. A
-    block of routed experts is traced as one operation, and so is the conversion of a weight that is kept as stored.
-    Every logical axis is mapped to a mesh axis of its own, of size
-    1, so that sharding constraints carry the names of logical axes.
+    block of routed experts is traced as one operation, and so are Native Sparse Attention and the conversion of a
+    weight that is kept as stored. Every logical axis is mapped to a mesh axis of its own, of size 1, so that sharding
+    constraints carry the names of logical axes.
     """
     template = _template(model, workload.checkpoint_policy)
     _check_blocks(workload.checkpoint_policy.blocks, template)
@@ -78,6 +79,7 @@ def trace_step(model: Model, workload: Workload) -> Trace:
     with (
         jax.sharding.use_abstract_mesh(mesh), _without_optimization(), one_block_of_tokens(),
         mark_attention(model.is_decoder), mark_experts(workload.expert_load_spread), mark_conversions(),
+        mark_sparse_attention(),
     ):  # fmt: skip
         jaxpr = jax.make_jaxpr(step)(arrays)
     _check_names(workload.checkpoint_policy.names, {*_activation_names(jaxpr.jaxpr)})

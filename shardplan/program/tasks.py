@@ -35,6 +35,8 @@ class TaskKind(StrEnum):
     """A collective over mesh axes that a `shard_map` names."""
     EXPERTS = "experts"
     """A block of routed experts, or its gradient."""
+    SPARSE_ATTENTION = "sparse attention"
+    """A call of Native Sparse Attention, or its gradient."""
     CONVERSION = "conversion"
     """The conversion of a weight that is kept as stored: its codes are gathered, and each device has its numbers."""
     HOST_COPY = "host copy"
@@ -84,7 +86,7 @@ class Task:
     """Whether each device computes it by itself, in a `shard_map`: a collective there sums what devices have computed,
     along the mesh axes that do not shard its result."""
     attention: AttentionKind | None = None
-    """Of a matmul of attention: its kind of attention."""
+    """Of a matmul of attention, and of a call of Native Sparse Attention: its kind of attention."""
     is_in_gradient_kernels: bool = False
     """Of a matmul of attention that is computed again: whether its result is kept, so that only the gradients need it,
     whose kernels compute it themselves."""
@@ -173,6 +175,16 @@ class Task:
         shared = {name for name in self.keys.axes if name in self.scores.axes} - score_positions(self.scores)
         names = {name for array in (*self.operands, *self.results) for name in array.logical_axes}
         return frozenset(names - shared)
+
+    @cached_property
+    def is_sparse_gradient(self) -> bool:
+        """Of Native Sparse Attention: whether the task computes its gradient."""
+        return len(self.results) > 2
+
+    @property
+    def sparse_queries(self) -> TracedArray:
+        """Of Native Sparse Attention: the queries, {batch, position, groups, heads of a group, channels}."""
+        return self.operands[1 if self.is_sparse_gradient else 0]
 
     @property
     def computes_kv_gradients(self) -> bool:
@@ -306,8 +318,22 @@ class Step:
         return tuple(dict.fromkeys(blocks))
 
     @cached_property
+    def sparse_tasks(self) -> tuple[Task, ...]:
+        """The calls of Native Sparse Attention, and their gradients."""
+        return tuple(task for task in self.tasks if task.kind == TaskKind.SPARSE_ATTENTION)
+
+    @cached_property
+    def sparse_axes(self) -> frozenset[str]:
+        """Logical axes of which a device needs all for Native Sparse Attention: but for batch, positions and groups."""
+        names = set[str]()
+        for task in self.sparse_tasks:
+            *sharded, _, _ = task.sparse_queries.majors
+            names |= {name for array in task.operands for name in array.logical_axes} - {*sharded}
+        return frozenset(names)
+
+    @cached_property
     def has_attention(self) -> bool:
-        """Whether the step computes attention, which a model without it, such as a state-space model, does not."""
+        """Whether the step has attention by matmuls, which a model with another one, or without any, has not."""
         return any(task.kind == TaskKind.ATTENTION for task in self.tasks)
 
     @cached_property
@@ -320,7 +346,7 @@ class Step:
         """Kind of attention -> the scores that its matmuls make or read, the masked ones among them."""
         elements: defaultdict[AttentionKind, int] = defaultdict(int)
         for task in self.tasks:
-            if task.attention is not None:
+            if task.kind == TaskKind.ATTENTION and task.attention is not None:
                 elements[task.attention] += task.executions * task.scores.elements
         return elements
 
@@ -329,7 +355,9 @@ class Step:
         """The kinds of attention in the model, the one with most work first."""
         work: defaultdict[AttentionKind, float] = defaultdict(float)
         for task in self.tasks:
-            if task.attention is not None:
+            if task.kind == TaskKind.SPARSE_ATTENTION and task.attention is not None:
+                work[task.attention] += task.executions * task.sparse_queries.elements
+            elif task.attention is not None:
                 scores = task.scores
                 density = task.attention.pattern.density(score_length(scores))
                 work[task.attention] += density * task.executions * scores.elements

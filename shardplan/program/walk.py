@@ -16,6 +16,7 @@ from shardplan.program.live_buffers import BufferRole, LiveBuffer
 from shardplan.program.marked.attention_kind import UNMARKED, AttentionKind
 from shardplan.program.marked.expert_kind import ExpertKind
 from shardplan.program.marked.marked_attention import kind_of_label, without_mark
+from shardplan.program.marked.marked_sparse import SPARSE_GRADIENT
 from shardplan.program.named_arrays import TracedArray, is_scores
 from shardplan.program.naming.primitives import find_primitive
 from shardplan.program.operations import Operation, OperationKind
@@ -31,6 +32,7 @@ TASK_KINDS = {
     OperationKind.RESHARD: TaskKind.RESHARD,
     OperationKind.COLLECTIVE: TaskKind.COLLECTIVE,
     OperationKind.EXPERTS: TaskKind.EXPERTS,
+    OperationKind.SPARSE_ATTENTION: TaskKind.SPARSE_ATTENTION,
     OperationKind.CONVERSION: TaskKind.CONVERSION,
     OperationKind.HOST_COPY: TaskKind.HOST_COPY,
 }
@@ -118,7 +120,9 @@ def _stacked_axes(operations: Iterable[Operation], arrays: Sequence[TracedArray]
         yield from _stacked_axes(operation.body, arrays)
 
 
-USERS_OF_WEIGHTS = (OperationKind.RESHARD, OperationKind.EXPERTS, OperationKind.CONVERSION)
+USERS_OF_WEIGHTS = (
+    OperationKind.RESHARD, OperationKind.EXPERTS, OperationKind.SPARSE_ATTENTION, OperationKind.CONVERSION,
+)  # fmt: skip
 """Kinds of operations besides matmuls before which parameters are gathered."""
 
 
@@ -267,7 +271,8 @@ class _Sequence:
                 continue
             for each in (operation, *self.fusion.fused_matmuls(operation)):
                 is_plain_matmul = each.kind == OperationKind.CONTRACTION and each.groups == 1
-                for operand in each.operands if is_plain_matmul or each.experts is not None else ():
+                uses_weights = is_plain_matmul or each.experts is not None or each.sparse is not None
+                for operand in each.operands if uses_weights else ():
                     array = self.arrays[operand]
                     if array.weight is not None:
                         uses[array] = (uses.get(array, (i, i))[0], i)
@@ -385,6 +390,10 @@ class _Sequence:
             role = BufferRole.EXPERT_GRADIENT_ROWS if is_gradient else BufferRole.EXPERT_ROWS
             up = operands[2 + is_gradient + operation.experts.matrices - 1]
             yield make(role, operands[0], (up,), experts=operation.experts)
+        if operation.sparse is not None:
+            is_gradient = operation.primitive == SPARSE_GRADIENT
+            role = BufferRole.SPARSE_GRADIENT if is_gradient else BufferRole.SPARSE_ATTENTION
+            yield make(role, operands[is_gradient], attention=operation.sparse)
         if operation.kind == OperationKind.CONVERSION:
             # the codes of one layer, out of the stack of all, and gathered
             yield make(BufferRole.LIVE, replace(operands[0], weight=None, is_local=True))
@@ -445,7 +454,7 @@ class _Sequence:
             mesh_axes=operation.mesh_axes,
             is_backward=operation.is_backward,
             label=weights[0] if weights else without_mark(operation.label),
-            attention=_attention_kind(operation) if is_attention else None,
+            attention=_attention_kind(operation) if is_attention else operation.sparse,
             experts=operation.experts,
         )
 

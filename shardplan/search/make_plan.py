@@ -39,6 +39,7 @@ from shardplan.search.reasons import (
     describe_time,
     describe_trace,
     describe_uneven_load,
+    describe_unsharded_heads,
 )
 from shardplan.search.result.assignment_to_plan import StepCost, build_plan, estimate_cost
 from shardplan.search.result.attention_costs import attention_costs
@@ -183,6 +184,7 @@ def _plan(
             *(CAVEATS[caveat] for caveat in caveats),
             *_host_reasons(candidate, cost),
             *_attention_reasons(candidate, layers_by_kind(attention)),
+            *describe_unsharded_heads(space.step.sparse_axes),
             *_expert_reasons(candidate, model),
             *_form_reasons(ranked, model),
             *describe_trace(space.step),
@@ -239,7 +241,7 @@ def _choice_reasons(
 
 
 def _attention_reasons(candidate: Candidate, layers: Mapping[str, str]) -> list[str]:
-    """How attention is computed for sharded positions, and what other methods would change.
+    """How attention is computed where the plan chooses it, and what other methods would change.
 
     Args:
         layers: name of each kind of attention -> its layers, in words.

@@ -13,7 +13,7 @@ from shardplan.cost.sharding import ShardingAssignment
 from shardplan.errors import nearest
 from shardplan.experts.method import ExpertStrategy
 from shardplan.hardware import GIB
-from shardplan.plan.attention_plan import Strategy
+from shardplan.plan.attention_plan import SparseKernel, Strategy
 from shardplan.plan.mapping import AxisMapping, MeshAxes, mesh_size, mesh_text
 from shardplan.plan.plan import Caveat
 from shardplan.program.marked.attention_kind import AttentionKind
@@ -44,7 +44,10 @@ STRATEGIES = {
     Strategy.HYBRID: "attention reshards to heads in groups of {ulysses} (Ulysses, all-to-all), keys and values pass "
     "around a ring of {ring} groups",
 }
-
+SPARSE_METHODS = {
+    SparseKernel.DENSE_MASK: "selected blocks by a dense mask: scores of all tokens are computed",
+    SparseKernel.GATHERED_BLOCKS: "selected blocks are gathered for every query",
+}
 EXPERT_STRATEGIES = {
     ExpertStrategy.GATHER_TOKENS: "devices gather the tokens of their group and scatter the sums",
     ExpertStrategy.EXCHANGE_TOKENS: "tokens are exchanged with the devices of their experts (ragged all-to-all)",
@@ -174,12 +177,12 @@ class AttentionAlternative(NamedTuple):
 def describe_attention(
     best: Candidate, layers: Mapping[str, str], devices: int, alternatives: Iterable[AttentionAlternative]
 ) -> list[str]:
-    """How attention is computed for a sharded sequence, then a sentence per alternative and what it would change.
+    """How attention is computed, then a sentence per alternative and what it would change.
 
     Args:
         layers: name of each kind of attention in the model -> its layers, in words; where there are several kinds,
             sentences name them.
-        devices: the number of devices that the sequence is sharded over.
+        devices: the number of devices that the sequence is sharded over; 1 only with Native Sparse Attention.
     """
     attention = best.assignment.attention
     sentences = []
@@ -187,12 +190,26 @@ def describe_attention(
         method = attention.of(kind)
         strategy = STRATEGIES[method.strategy].format(ring=method.ring, ulysses=method.ulysses)
         of_kind = f" in {where}: {kind}" if len(layers) > 1 else ""
-        sentences.append(f"sequence sharded over {devices} devices; {strategy}, {method.layout} order{of_kind}")
+        if isinstance(method.kernel, SparseKernel):
+            sentences.append(f"{SPARSE_METHODS[method.kernel]}{of_kind}")
+        if devices > 1:
+            sentences.append(f"sequence sharded over {devices} devices; {strategy}, {method.layout} order{of_kind}")
     for other in alternatives:
         of_kind = f" of {other.kind.name}" if len(layers) > 1 else ""
         difference = _difference_text(best, other.seconds, other.peak_bytes)
-        sentences.append(f"attention{of_kind} by {' '.join(other.method)} instead: {difference}")
+        strategy, order, sparse_kernel = other.method
+        words: list[str] = [strategy, order] if devices > 1 else []
+        words += [] if sparse_kernel is None else [sparse_kernel]
+        sentences.append(f"attention{of_kind} by {' '.join(words)} instead: {difference}")
     return sentences
+
+
+def describe_unsharded_heads(axes: Iterable[str]) -> list[str]:
+    """Why axes of Native Sparse Attention are never sharded in computations."""
+    named = ", ".join(sorted(axes))
+    if not named:
+        return []
+    return [f"excluded: {named} in computations: the heads of a group select blocks by one sum, on one device"]
 
 
 def describe_experts(best: Candidate, alternatives: Iterable[ExpertAlternative]) -> list[str]:

@@ -31,11 +31,12 @@ from shardplan.cost.calibration import Calibration
 from shardplan.cost.matmul import local_matmul
 from shardplan.cost.roofline import seconds_beside
 from shardplan.cost.sharding import CompilerQuirks, ShardingAssignment
+from shardplan.cost.sparse_attention import can_shard_positions
 from shardplan.errors import ConfigError
 from shardplan.experts.method import ExpertMethod, ExpertStrategy
 from shardplan.hardware import Slice, divisors
 from shardplan.hardware.mesh_axes import MESH_AXES, POSITION_CHOICES, SLICE_AXES
-from shardplan.plan.attention_plan import AttentionPlan, Strategy
+from shardplan.plan.attention_plan import AttentionPlan, KernelName, Strategy
 from shardplan.plan.mapping import AxisMapping, MeshAxes, MeshShape, mesh_size
 from shardplan.plan.pins import Rules
 from shardplan.positions.sequence_order import SequenceOrder
@@ -44,7 +45,13 @@ from shardplan.program.named_arrays import TracedArray
 from shardplan.program.tasks import Step, Task, TaskKind
 from shardplan.program.variants.kept_activations import KeptActivations, Option
 from shardplan.search.components.component_cost import ComponentCost, ProgramCosts, axis_names, component_cost, on_host
-from shardplan.search.components.compute_sharding import METHODS, AttentionMethod, KindMethods
+from shardplan.search.components.compute_sharding import (
+    METHODS,
+    UNSHARDED,
+    AttentionMethod,
+    KindMethods,
+    sparse_methods,
+)
 from shardplan.search.components.keeping import Keeping
 
 MINOR_PART = 0.01
@@ -172,16 +179,18 @@ class Space:
             | self.step.resized_axes
             | {attention.head_size for attention in self.step.attention_axes}
             | {block.embed for block in self.step.expert_blocks}
+            | self.step.sparse_axes
         )
 
     @cached_property
     def minor_axes(self) -> frozenset[str]:
-        """Logical axes of a model with experts whose parameters are less than `MINOR_PART` of its bytes together.
+        """Logical axes whose parameters are less than `MINOR_PART` of the bytes of a model together.
 
-        They stay unsharded unless they are pinned, so that what is small beside the experts does not multiply the
-        choices: these parameters are sharded along their other axes.
+        Only models with experts or with Native Sparse Attention have such axes. They stay unsharded unless they are
+        pinned, so that what is small does not multiply the choices: these parameters are sharded along their other
+        axes.
         """
-        if not self.step.expert_blocks:
+        if not (self.step.expert_blocks or self.step.sparse_tasks):
             return frozenset()
         sizes = Counter[str]()
         total = 0
@@ -292,7 +301,8 @@ class Space:
         attention = AttentionPlan()
         if methods is not None:
             names = tuple(kind.name for kind in self.step.attention_kinds)
-            attention = _attention_plan(names, methods, tuple(mesh[axis] for axis in compute[self.position]))
+            position_axes = compute.get(self.position, ())
+            attention = _attention_plan(names, methods, tuple(mesh[axis] for axis in position_axes))
         step = self.step
         return ShardingAssignment(
             mesh, compute, params, step.merged_axes, step.activation_axes, self.quirks, attention,
@@ -313,6 +323,8 @@ class Space:
         Over several mesh axes this is the hybrid, with Ulysses on the last one and the ring on the others. Keys are
         gathered over several mesh axes only if a pin or the step allows no other strategy.
         """
+        if any(kind.sparse for kind in self.step.attention_kinds):
+            return self._methods_with_sparse(mesh, position_axes)
         if not position_axes or not self.methods:
             return [None]
         strategies = {method.strategy for method in self.methods}
@@ -320,15 +332,42 @@ class Space:
             possible = strategies - {Strategy.HYBRID}
         else:
             possible = strategies & {Strategy.HYBRID} or strategies & {Strategy.ALL_GATHER}
-        # only a contiguous order lets a window, or a chunk, leave out hops of the ring
+        kinds = self.step.attention_kinds
+        result: list[KindMethods | None] = []
+        for order in self._orders(mesh, position_axes):
+            methods = [each for each in self.methods if each.strategy in possible and each.order == order]
+            result.extend(product(methods, repeat=len(kinds)))
+        return result
+
+    def _orders(self, mesh: MeshShape, position_axes: MeshAxes) -> list[SequenceOrder]:
+        """Return the orders of sharded positions; only a contiguous one lets a window leave out hops of the ring."""
         is_even = self.sizes[self.position] % (2 * mesh_size(mesh, position_axes)) == 0
         kinds = self.step.attention_kinds
         has_full_attention = any(kind.pattern.difference_bounds == (None, None) for kind in kinds)
-        orders = [SequenceOrder.CONTIGUOUS, *([SequenceOrder.ZIGZAG] if is_even and has_full_attention else [])]
+        return [SequenceOrder.CONTIGUOUS, *([SequenceOrder.ZIGZAG] if is_even and has_full_attention else [])]
+
+    def _methods_with_sparse(self, mesh: MeshShape, position_axes: MeshAxes) -> list[KindMethods | None]:
+        """Return the methods of each kind of attention, where some are Native Sparse Attention.
+
+        Other kinds gather keys and values as well, where positions are sharded. There are none where every order would
+        divide a selection block, or where Levanter's own attention computes the other kinds.
+        """
+        length, devices = self.sizes[self.position], mesh_size(mesh, position_axes)
+        orders = [SequenceOrder.CONTIGUOUS]
+        if devices > 1:
+            known = {each.order for each in self.methods}
+            orders = [order for order in self._orders(mesh, position_axes) if order in known]
         result: list[KindMethods | None] = []
         for order in orders:
-            methods = [each for each in self.methods if each.strategy in possible and each.order == order]
-            result.extend(product(methods, repeat=len(kinds)))
+            of_kinds = []
+            for kind in self.step.attention_kinds:
+                if kind.sparse is None:
+                    of_kinds.append([AttentionMethod(Strategy.ALL_GATHER, order)] if devices > 1 else [UNSHARDED])
+                elif devices == 1 or can_shard_positions(kind.sparse, length, devices, order):
+                    of_kinds.append(sparse_methods(devices > 1, order))
+                else:
+                    of_kinds.append([])
+            result.extend(product(*of_kinds))
         return result
 
 
@@ -338,7 +377,8 @@ def _attention_plan(kinds: tuple[str, ...], methods: KindMethods, sizes: tuple[i
     plans = {}
     for kind, method in zip(kinds, methods, strict=True):
         ulysses = sizes[-1] if method.strategy in (Strategy.ULYSSES, Strategy.HYBRID) else 1
-        plans[kind] = AttentionPlan(method.strategy, ulysses, math.prod(sizes) // ulysses, method.order)
+        kernel = method.sparse_kernel or KernelName.BLOCKWISE
+        plans[kind] = AttentionPlan(method.strategy, ulysses, math.prod(sizes) // ulysses, method.order, kernel)
     return AttentionPlan.of_kinds(plans)
 
 

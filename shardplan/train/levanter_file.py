@@ -162,6 +162,8 @@ def _model_section(config: TrainCommand, plan: Plan, model: Model, files: Traini
     if POLICY in section:
         policy = plan.workload.checkpoint_policy
         kept[POLICY] = True if policy == CheckpointPolicy() else policy.levanter_value
+    if "selected_method" in section:
+        kept["selected_method"] = plan.attention.sparse_kernel.value
     if "attn_backend" in section and _needs_flash(plan):
         kept["attn_backend"] = FLASH
     return kept

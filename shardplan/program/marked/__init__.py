@@ -1,1 +1,1 @@
-"""What a trace marks as one operation: attention and blocks of routed experts, each with its kind."""
+"""What a trace marks as one operation: attention, also a sparse one, and blocks of routed experts, with their kinds."""

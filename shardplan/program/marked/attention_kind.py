@@ -8,8 +8,12 @@ mask.
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from shardplan.positions.pattern import CAUSAL, Pattern
+
+if TYPE_CHECKING:  # imports Haliax, which whoever only reads verdicts does not need
+    from shardplan.decoder.parts.attention.sparse.config import NativeSparseConfig
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,8 @@ class AttentionKind:
 
     In other models Levanter's does.
     """
+    sparse: "NativeSparseConfig | None" = None
+    """The sizes of Native Sparse Attention; None for attention to all keys of the pattern."""
 
     @property
     def can_shard_positions(self) -> bool:
@@ -43,6 +49,9 @@ class AttentionKind:
     def name(self) -> str:
         """The name of the kind in plans, such as `causal, window 1024, head size 128`."""
         parts = [self.pattern.name]
+        if self.sparse is not None:
+            sparse = self.sparse
+            parts.append(f"native sparse {sparse.selected} x {sparse.selection_block}, window {sparse.window}")
         if self.soft_cap is not None:
             parts.append(f"soft cap {self.soft_cap:g}")
         if self.has_sinks:

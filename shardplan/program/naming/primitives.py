@@ -14,6 +14,7 @@ from jax.extend import core as jex
 from shardplan.hardware import CollectiveKind
 from shardplan.program.marked.marked_conversions import CONVERSION
 from shardplan.program.marked.marked_experts import EXPERTS, EXPERTS_GRADIENT
+from shardplan.program.marked.marked_sparse import SPARSE_ATTENTION, SPARSE_GRADIENT
 from shardplan.program.named_arrays import TracedArray, shape_of
 from shardplan.program.naming.axis_naming import AxisNaming, Rule, RuleResult
 from shardplan.program.naming.elementwise_rules import (
@@ -32,6 +33,7 @@ from shardplan.program.naming.lookup_rules import gather, scatter_add
 from shardplan.program.naming.matmul_rules import convolve, dot, ragged_dot
 from shardplan.program.naming.memory_rules import copy_between_memories
 from shardplan.program.naming.sharding_rules import collective, constrain, name_activation
+from shardplan.program.naming.sparse_rules import sparse_attention, sparse_gradient
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,8 @@ ROWS = (
     Primitive((CONVERSION,)),
     Primitive((EXPERTS,), experts),
     Primitive((EXPERTS_GRADIENT,), experts_gradient),
+    Primitive((SPARSE_ATTENTION,), sparse_attention),
+    Primitive((SPARSE_GRADIENT,), sparse_gradient),
     Primitive(("pallas_call",), approximation="kernels, counted by their operands and results"),
     Primitive(
         ("while",), rule=None,

@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardplan.hardware import GIB
-from shardplan.plan.attention_plan import AttentionPlan, Strategy
+from shardplan.plan.attention_plan import AttentionPlan, SparseKernel, Strategy
 from shardplan.plan.details import AttentionCost
 from shardplan.plan.layer_numbers import layers_by_kind
 from shardplan.plan.plan import Plan
@@ -62,7 +62,7 @@ def method_text(method: AttentionPlan) -> str:
     """Describe how attention is computed, such as `ulysses 4 x ring 2 zigzag (splash)`."""
     match method.strategy:
         case Strategy.NONE:
-            text = "Levanter's own"
+            text = "unsharded" if isinstance(method.kernel, SparseKernel) else "Levanter's own"
         case Strategy.ALL_GATHER:
             text = f"all-gather {method.ring * method.ulysses}"
         case Strategy.RING:

@@ -26,6 +26,8 @@ from shardplan.search.components.compute_sharding import ComputeSharding, KindMe
 
 Choice = MeshAxes | KindMethods | ExpertStrategy | None
 """What is chosen of a component: mesh axes of a logical axis, methods of attention, or the strategy of experts."""
+ATTENTION = (TaskKind.ATTENTION, TaskKind.SPARSE_ATTENTION)
+"""Kinds of tasks whose costs depend on the method of attention."""
 CacheKey = Callable[[Sequence[Choice]], Any]
 """Picks from all choices of a component those that a cost depends on; they serve as the key of a cache."""
 
@@ -86,7 +88,7 @@ class ComponentCost:
     @cached_property
     def has_attention(self) -> bool:
         """Whether attention is among the tasks."""
-        return any(task.kind == TaskKind.ATTENTION for task in self.tasks)
+        return any(task.kind in ATTENTION for task in self.tasks)
 
     @cached_property
     def expert_blocks(self) -> tuple[ExpertAxes, ...]:
@@ -209,7 +211,7 @@ def _task_groups(tasks: Sequence[Task], open_axes: Sequence[str]) -> tuple[TaskG
     groups: defaultdict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = defaultdict(list)
     for i, task in enumerate(tasks):
         arrays = (*task.operands, *task.results)
-        methods = {"attends": task.kind == TaskKind.ATTENTION, "routes": task.kind == TaskKind.EXPERTS}
+        methods = {"attends": task.kind in ATTENTION, "routes": task.kind == TaskKind.EXPERTS}
         compute = _key_indices(arrays, open_axes, stored=False, **methods)
         full = _key_indices(arrays, open_axes, stored=depends_on_params(task), **methods)
         groups[compute, full].append(i)

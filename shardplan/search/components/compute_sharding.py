@@ -3,16 +3,18 @@
 from typing import NamedTuple
 
 from shardplan.experts.method import ExpertStrategy
-from shardplan.plan.attention_plan import Strategy
+from shardplan.plan.attention_plan import SparseKernel, Strategy
 from shardplan.plan.mapping import MeshAxes
 from shardplan.positions.sequence_order import SequenceOrder
 
 
 class AttentionMethod(NamedTuple):
-    """A method of sequence-parallel attention."""
+    """A method of attention, sequence-parallel but for `Strategy.NONE`."""
 
     strategy: Strategy
     order: SequenceOrder
+    sparse_kernel: SparseKernel | None = None
+    """Of Native Sparse Attention: the method of its selected branch. That of other attention follows from shardings."""
 
 
 METHODS = (
@@ -26,9 +28,21 @@ METHODS = (
 )
 """All methods of sequence-parallel attention."""
 
+UNSHARDED = AttentionMethod(Strategy.NONE, SequenceOrder.CONTIGUOUS)
+"""The method of attention by matmuls where positions are not sharded."""
 
 KindMethods = tuple[AttentionMethod, ...]
 """The method of each of `Step.attention_kinds`, in their order; all have the same order of positions."""
+
+
+def sparse_methods(is_sharded: bool, order: SequenceOrder) -> list[AttentionMethod]:
+    """Return the methods of Native Sparse Attention for an order of positions.
+
+    Args:
+        is_sharded: whether positions are sharded, so that keys and values are gathered.
+    """
+    strategy = Strategy.ALL_GATHER if is_sharded else Strategy.NONE
+    return [AttentionMethod(strategy, order, kernel) for kernel in SparseKernel]
 
 
 class ComputeSharding(NamedTuple):

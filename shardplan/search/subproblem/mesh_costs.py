@@ -17,7 +17,7 @@ from shardplan.plan.mapping import MeshAxes
 from shardplan.program.live_buffers import LiveBuffer
 from shardplan.program.named_arrays import TracedArray
 from shardplan.program.tasks import Task, TaskKind
-from shardplan.search.components.component_cost import ComponentCost, TaskGroup
+from shardplan.search.components.component_cost import ATTENTION, ComponentCost, TaskGroup
 from shardplan.search.components.compute_sharding import ComputeSharding, KindMethods
 from shardplan.search.components.keeping import Amount
 from shardplan.search.space import Space
@@ -145,7 +145,7 @@ class MeshCosts:
         open_choices = component.compute_choices(ComputeSharding(mapping))
         attending = [
             group for group in component.task_groups
-            if any(component.tasks[i].kind == TaskKind.ATTENTION for i in group.indices)
+            if any(component.tasks[i].kind in ATTENTION for i in group.indices)
         ]  # fmt: skip
         key = tuple(group.compute_key(open_choices) for group in attending)
         if key not in self._methods:
@@ -157,8 +157,9 @@ class MeshCosts:
     def _method_choice(self, component: ComponentCost, compute: ComputeSharding) -> ComponentChoice | None:
         """The cost of attention under the methods of `compute`; None if a required kernel cannot run it."""
         assignment = self._assignment(compute, {})
-        attention = [i for i, task in enumerate(component.tasks) if task.kind == TaskKind.ATTENTION]
-        if self.space.requires_kernel and not all(has_kernel(component.tasks[i], assignment) for i in attention):
+        attention = [i for i, task in enumerate(component.tasks) if task.kind in ATTENTION]
+        by_matmuls = (component.tasks[i] for i in attention if component.tasks[i].kind == TaskKind.ATTENTION)
+        if self.space.requires_kernel and not all(has_kernel(task, assignment) for task in by_matmuls):
             return None
         seconds = float(component.numbers[0, attention] @ self._min_seconds(component, compute)[attention])
         buffers = [buffer for buffer in component.buffers if ROLES[buffer.role].depends_on_attention]

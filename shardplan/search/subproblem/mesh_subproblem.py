@@ -50,6 +50,8 @@ def enumerate_subproblems(
                 continue
             mapping = dict(zip(choices, mapped, strict=True))
             methods = space.methods_for(mesh, mapping[space.position])
+            if not methods:
+                _count_divided_blocks(space, mesh, mapping[space.position], statistics)
             if methods and all(_divides(space, mesh, axis, axes, statistics) for axis, axes in mapping.items()):
                 is_possible = True
                 sharded = {axis: mesh_axes for axis, mesh_axes in mapping.items() if mesh_axes}
@@ -67,6 +69,18 @@ def _divides(space: Space, mesh: dict[str, int], axis: str, mesh_axes: MeshAxes,
     statistics.rejected[Rejection.INDIVISIBLE] += 1
     statistics.indivisible.setdefault(axis, Indivisible(axis, size, mesh_axes, devices))
     return False
+
+
+def _count_divided_blocks(
+    space: Space, mesh: dict[str, int], mesh_axes: MeshAxes, statistics: SearchStatistics
+) -> None:
+    """Count mesh axes that would shard positions within the blocks that Native Sparse Attention selects."""
+    statistics.rejected[Rejection.INDIVISIBLE] += 1
+    for kind in space.step.attention_kinds:
+        if kind.sparse is not None:
+            axis, blocks = f"blocks of {space.position}", kind.sparse.selection_blocks(space.sizes[space.position])
+            indivisible = Indivisible(axis, blocks, mesh_axes, mesh_size(mesh, mesh_axes))
+            statistics.indivisible.setdefault(axis, indivisible)
 
 
 class _TimedChoice(NamedTuple):

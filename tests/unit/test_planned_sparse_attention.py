@@ -1,0 +1,164 @@
+"""Plans for Native Sparse Attention: one task a call, its FLOPs and transfers, and the method by length."""
+
+import math
+from dataclasses import replace
+
+import pytest
+from test_sparse_decoder import SIZES
+
+from shardplan.config import load_config
+from shardplan.cost.gspmd import device_cost
+from shardplan.cost.roofline import model_flops_by_kind
+from shardplan.cost.sharding import ShardingAssignment
+from shardplan.decoder import NativeSparseConfig
+from shardplan.decoder.parts.attention.sparse.parts import PositionParts
+from shardplan.decoder.parts.attention.sparse.traffic import backward_traffic, forward_traffic
+from shardplan.decoder.sparse_layers import sparse_attentions
+from shardplan.errors import InfeasibleError
+from shardplan.execution import specialize
+from shardplan.hardware import CollectiveKind
+from shardplan.model.registry import build_model
+from shardplan.plan.attention_plan import AttentionPlan, SparseKernel, Strategy
+from shardplan.plan.plan import Plan
+from shardplan.plan.workload.workload import Workload
+from shardplan.positions.sequence_order import SequenceOrder
+from shardplan.program.step_trace import plan_step
+from shardplan.program.tasks import TaskKind
+from shardplan.search.make_plan import make_plan
+
+CONFIG = {**SIZES, "hidden_size": 768, "num_attention_heads": 12, "head_dim": 64, "v_head_dim": 64, "vocab_size": 512,
+          "intermediate_size": 1024, "max_position_embeddings": 131072,
+          "native_sparse_attention": {
+              "block": 32, "stride": 16, "selection_block": 64, "selected": 16, "window": 512}}  # fmt: skip
+LAYER = NativeSparseConfig(768, 2, 6, 64, 64, 32, 16, 64, 16, 512)
+
+
+def model_of(position=2048):
+    return build_model(dict(CONFIG), position)
+
+
+def step_of(kind="eval", position=2048, batch=8):
+    work = Workload(kind=kind, batch=batch, position=position)
+    return plan_step(model_of(position), work.resolve())
+
+
+def assignment(step, mesh, compute, **attention):
+    mesh = {"replica": 1, "data": 1, "model": 1, **mesh}
+    return ShardingAssignment(
+        mesh, compute, {}, step.merged_axes, step.activation_axes, attention=AttentionPlan(**attention)
+    )
+
+
+def plan_of(**sections):
+    config = load_config(
+        model={"config": "x"}, hardware={"slice": sections.pop("slice", "v5e-8")}, workload=sections.pop("workload"),
+        **sections,
+    )  # fmt: skip
+    return make_plan(config, model_of(config.workload.position))
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("eval", [False]), ("train", [False, False, True])])
+def test_a_call_is_one_task(kind, expected):
+    """In training there are the forward pass, the one that is computed again, and the gradient."""
+    step = step_of(kind)
+    assert [task.is_sparse_gradient for task in step.sparse_tasks] == expected
+    assert all(task.executions == 2 for task in step.sparse_tasks)
+    assert not step.unpriced and not step.unnamed and not step.has_attention
+    (attention,) = step.attention_kinds
+    assert attention.sparse == LAYER
+    assert attention.name == "causal, native sparse 16 x 64, window 512, head size 64"
+    if kind == "eval":
+        assert step.attention_calls == (attention,) * 2
+    # a gradient has the shapes of what it is the gradient of
+    for task in step.sparse_tasks:
+        if task.is_sparse_gradient:
+            assert [r.dims for r in task.results] == [o.dims for o in task.operands[1:-1]]
+
+
+def test_flops_of_a_step():
+    """By hand: the scores that XLA computes, masked or not; and for the model, those that count."""
+    step, rows = step_of(), 8 * 2048 * 12
+    (task,) = step.sparse_tasks
+    compression = 2 * (8 * 2048 // 16) * 2 * 2 * (32 * 64 * 128 + 128 * 64)
+    for kernel, selected in (("dense_mask", 2048), ("gathered_blocks", 1024)):
+        cost = device_cost(task, assignment(step, {}, {}, kernel=kernel))
+        keys = 127 + selected + 256 + 511
+        assert cost.matmul.flops == pytest.approx(2 * (compression + 2 * rows * keys * 128))
+    by_kind = model_flops_by_kind(model_of(), Workload(batch=8, position=2048).resolve())
+    visible = [min(t + 1, 1024) + min(t + 1, 512) for t in range(2048)]
+    keys = sum(visible) / 2048 + 127 / 2
+    assert by_kind[step.attention_kinds[0]] == pytest.approx(2 * (compression + 2 * rows * keys * 128))
+
+
+@pytest.mark.parametrize("order", [SequenceOrder.CONTIGUOUS, SequenceOrder.ZIGZAG])
+@pytest.mark.parametrize("kind", ["eval", "train"])
+def test_transfers_are_those_of_the_layer(order, kind):
+    """Received bytes of all layers, as `traffic` has them: a gradient gathers again, and sends gradients."""
+    step, parts = step_of(kind), PositionParts(2048, 4, order)
+    shards = {"position": ("data",), "batch": ("replica",), "kv_head": ("model",)}
+    sharded = assignment(
+        step, {"replica": 2, "data": 4, "model": 2}, shards, strategy=Strategy.ALL_GATHER, ring=4, layout=order
+    )
+    itemsize = step.sparse_tasks[0].sparse_queries.itemsize
+    forward, backward = (each(LAYER, parts, 1, itemsize) for each in (forward_traffic, backward_traffic))
+    per_layer = 8 // 2 * 2  # sequences of a device, layers
+    for task in step.sparse_tasks:
+        cost = device_cost(task, sharded)
+        received = {each: 0.0 for each in CollectiveKind}
+        for traffic in cost.traffic:
+            if traffic.mesh_axes == ("data",):
+                received[traffic.kind] += traffic.bytes / per_layer
+        again = forward if task.is_sparse_gradient else forward._replace(selected=0, compressed=0)
+        last = backward if task.is_sparse_gradient else forward
+        permuted = last.permuted + (forward.permuted if task.is_sparse_gradient else 0)
+        assert received[CollectiveKind.COLLECTIVE_PERMUTE] == pytest.approx(permuted)
+        gathered = again.gathered if task.is_sparse_gradient else last.gathered
+        assert received[CollectiveKind.ALL_GATHER] == pytest.approx(gathered)
+        if task.is_sparse_gradient:
+            assert received[CollectiveKind.REDUCE_SCATTER] == pytest.approx(last.gathered)
+
+
+@pytest.mark.parametrize(
+    ("position", "kernel"), [(2048, SparseKernel.DENSE_MASK), (65536, SparseKernel.GATHERED_BLOCKS)]
+)
+def test_the_method_follows_from_the_length(position, kernel):
+    plan = plan_of(workload={"batch": 8, "position": position})
+    assert plan.attention.kernel is kernel
+    assert "q_heads_per_group" not in plan.compute_mapping
+    assert any("q_heads_per_group in computations" in reason for reason in plan.search.reasons)
+    other = next(each for each in SparseKernel if each is not kernel)
+    assert any(f"attention by {other} instead: +" in reason or f" {other} instead: +" in reason
+               for reason in plan.search.reasons)  # fmt: skip
+    assert Plan.from_json(plan.to_json()).attention == plan.attention
+    (attention,) = sparse_attentions(specialize(model_of(position), plan).config.segments)
+    assert (attention.method.value, attention.layout) == (kernel.value, plan.attention.layout)
+
+
+def test_positions_are_sharded_by_whole_blocks():
+    """32 blocks of one sequence: 16 devices share them, 64 do not."""
+    plan = plan_of(workload={"batch": 1, "position": 2048}, slice="v5e-16", pin=["position=data", "mesh.data=16"])
+    assert plan.attention.strategy is Strategy.ALL_GATHER
+    assert plan.attention.ring == 16
+    assert plan.attention.layout in (SequenceOrder.CONTIGUOUS, SequenceOrder.ZIGZAG)
+    with pytest.raises(InfeasibleError, match=r"blocks of position \(32\) is not divisible by data = 64"):
+        plan_of(workload={"batch": 1, "position": 2048}, slice="v5e-64", pin=["position=data", "mesh.data=64"])
+
+
+def test_compressed_without_a_window_of_chunks():
+    """A device with one chunk of queries computes nothing again for gradients."""
+    step = step_of("train", position=256)
+    *_, gradient = step.sparse_tasks
+    forward = device_cost(step.sparse_tasks[0], assignment(step, {}, {}))
+    cost = device_cost(gradient, assignment(step, {}, {}))
+    assert math.isclose(cost.matmul.flops, 2 * forward.matmul.flops)
+    longer = step_of("train", position=512)
+    forward, cost = (device_cost(longer.sparse_tasks[i], assignment(longer, {}, {})) for i in (0, 2))
+    assert math.isclose(cost.matmul.flops, 3 * forward.matmul.flops)
+
+
+def test_kinds_of_tasks():
+    """What was there before is as it was: projections are matmuls."""
+    step = step_of()
+    names = [task.label.rpartition(".")[2] for task in step.tasks if task.kind == TaskKind.CONTRACTION]
+    assert {"parameters['q']", "parameters['o']", "parameters['k_slc']"} <= {*names}
+    assert replace(step.attention_kinds[0], sparse=None).name == "causal, head size 64"
