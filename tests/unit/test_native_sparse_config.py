@@ -2,14 +2,17 @@
 
 from dataclasses import replace
 
+import haliax as hax
 import jax
 import nsa_oracle as oracle
 import numpy as np
 import pytest
+from haliax import Axis
 
 import shardplan.decoder
-from shardplan.decoder import NativeSparseAttention, NativeSparseConfig
+from shardplan.decoder import NativeSparseAttention, NativeSparseConfig, SelectedMethod
 from shardplan.decoder.parts.attention.sparse.config import CompressedRope, Compression
+from shardplan.decoder.parts.attention.sparse.kernels.refusal import kernel_refusal
 from shardplan.errors import ConfigError
 
 NSA = oracle.Nsa(24, 2, 3, 8, 6, block=8, stride=4, selection_block=16, selected=4, window=10)
@@ -39,6 +42,20 @@ def test_impossible_settings(changes, message):
     with pytest.raises(ConfigError) as raised:
         replace(CONFIG, **changes)
     assert str(raised.value) == message
+
+
+def test_layers_without_kernels():
+    """The reason is known before anything is compiled."""
+    config = replace(CONFIG, selection_block=20)
+    assert kernel_refusal(CONFIG) is None
+    layer = NativeSparseAttention.init(config, key=jax.random.key(0))
+    x = hax.zeros((Axis("batch", 1), Axis("position", 40), config.Embed))
+    with pytest.raises(ConfigError) as raised:
+        layer(x, SelectedMethod.KERNEL)
+    assert str(raised.value) == (
+        "native sparse attention: selection_block is 20; kernels copy blocks of a multiple of 8 tokens: use 24, or "
+        "another method"
+    )
 
 
 def test_choices_are_types():

@@ -27,6 +27,7 @@ from shardplan.decoder.parts.attention.sparse.branches.selection import select
 from shardplan.decoder.parts.attention.sparse.branches.window_branch import attend_to_windows
 from shardplan.decoder.parts.attention.sparse.config import CompressedRope, NativeSparseConfig
 from shardplan.decoder.parts.attention.sparse.gates import compute_gates, mix
+from shardplan.decoder.parts.attention.sparse.kernels.compressed_kernel import attend_to_compressed_by_kernel
 from shardplan.decoder.parts.attention.sparse.position_shards import PositionShards
 from shardplan.decoder.parts.attention.sparse.statistics import (
     Neighbours,
@@ -96,8 +97,13 @@ class DeviceBranches:
         selected_values = shards.gather(inputs.selected_values)
         with_details, length = self.query_tile is not None, shards.parts.length
 
+        has_kernel = self.method is SelectedMethod.KERNEL
+
         def attend_compressed(positions: jax.Array, queries: jax.Array) -> tuple[jax.Array, jax.Array]:
             blocks = config.selection_blocks(length)
+            if has_kernel:
+                arrays = queries, compressed_keys, compressed_values
+                return attend_to_compressed_by_kernel(config, blocks, positions, *arrays)
             return attend_to_compressed(config, positions, queries, compressed_keys, compressed_values, blocks)
 
         def attend_selected(positions: jax.Array, queries: jax.Array, blocks: jax.Array) -> SelectedAttention:
@@ -105,12 +111,12 @@ class DeviceBranches:
                 config, self.method, positions, queries, blocks, selected_keys, selected_values, with_details
             )
 
-        compressed, importance = map_query_chunks(attend_compressed, chunk, positions, of_compressed)
+        # kernels bound memory themselves
+        kernel_chunk = len(positions) if has_kernel else chunk
+        compressed, importance = map_query_chunks(attend_compressed, kernel_chunk, positions, of_compressed)
         chosen = select(config, importance, positions)
         blocks: jax.Array = checkpoint_name(chosen, ActivationName.SELECTED_BLOCKS.value)
-        # a kernel bounds memory itself
-        selected_chunk = len(positions) if self.method is SelectedMethod.KERNEL else chunk
-        selected = map_query_chunks(attend_selected, selected_chunk, positions, queries, blocks)
+        selected = map_query_chunks(attend_selected, kernel_chunk, positions, queries, blocks)
         window = self._attend_to_windows(inputs, positions, queries)
         gates = compute_gates(inputs.gate_products, parameters.gate_biases)
         results = TokenResults(mix(gates, (compressed, selected.output, window)), blocks)

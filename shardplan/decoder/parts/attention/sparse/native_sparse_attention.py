@@ -122,7 +122,8 @@ class NativeSparseAttention(eqx.Module):
         `jax.set_mesh`. All arguments but `x` are static.
 
         Args:
-            method: how attention to the selected blocks is computed.
+            method: how attention to the selected blocks is computed; `SelectedMethod.KERNEL` has kernels for compressed
+                blocks as well.
             layout: the order that positions are in already: contiguous or zigzag; see
                 `shardplan.positions.sequence_layout`. The result has the same order, and the numbers of blocks count
                 from the start of the sequence.
@@ -131,8 +132,8 @@ class NativeSparseAttention(eqx.Module):
             query_tile: queries whose union of blocks the statistics count.
 
         Raises:
-            ConfigError: the axis mapping shards heads within a group, sizes cannot be divided as it says, or a tile of
-                queries is on two devices.
+            ConfigError: the axis mapping shards heads within a group, sizes cannot be divided as it says, a tile of
+                queries is on two devices, or there is no kernel for the sizes.
         """
         config, Batch, Pos = self.config, x.resolve_axis(BATCH), x.resolve_axis(POSITION)
         call = SparseCall(

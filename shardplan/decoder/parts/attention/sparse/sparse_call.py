@@ -20,6 +20,7 @@ from shardplan.decoder.parts.attention.sparse.device_branches import (
     TokenInputs,
     TokenResults,
 )
+from shardplan.decoder.parts.attention.sparse.kernels.refusal import check_kernel
 from shardplan.decoder.parts.attention.sparse.mesh_sharding import device_count, resolve_mesh_sharding, run_on_mesh
 from shardplan.decoder.parts.attention.sparse.parts import PositionParts
 from shardplan.decoder.parts.attention.sparse.position_shards import PositionShards
@@ -49,12 +50,14 @@ class SparseCall:
             query_tile: queries whose union of blocks the statistics count; None for no statistics.
 
         Raises:
-            ConfigError: the axis mapping shards heads within a group, sizes cannot be divided as it says, or a tile of
-                queries is on two devices.
+            ConfigError: the axis mapping shards heads within a group, sizes cannot be divided as it says, a tile of
+                queries is on two devices, or there is no kernel for the sizes.
         """
         sharding = resolve_mesh_sharding(self.config, self.Batch, self.Pos)
         parts = PositionParts(self.Pos.size, device_count(sharding.position), self.layout)
         parts.check(self.config, query_tile or 1)
+        if self.method is SelectedMethod.KERNEL:
+            check_kernel(self.config)
         branches = DeviceBranches(
             self.config,
             PositionShards(parts, sharding.position),

@@ -23,8 +23,6 @@ class BlockTables(NamedTuple):
     """int32[tile, 1, u], ascending; 0 after the last one."""
     members: jax.Array
     """int32[tile, 1, u]: bit i says whether query i of the tile has selected the block; 0 after the last one."""
-    counts: jax.Array
-    """int32[tile, 1, 1]: the number of blocks."""
 
 
 class TileLists(NamedTuple):
@@ -67,7 +65,7 @@ def make_block_tables(tiles: QueryTiles, blocks: jax.Array, count: int, multiple
     union, members = (
         jnp.pad(jnp.where(is_used, x, 0)[:, :size], [(0, 0), (0, missing)])[:, None] for x in (union, members)
     )
-    return BlockTables(union, members, is_block.sum(axis=-1, dtype=jnp.int32)[:, None, None])
+    return BlockTables(union, members)
 
 
 def make_tile_lists(tiles: QueryTiles, tables: BlockTables, count: int) -> TileLists:
@@ -76,14 +74,17 @@ def make_tile_lists(tiles: QueryTiles, tables: BlockTables, count: int) -> TileL
     Args:
         count: blocks of the sequence, J.
     """
-    size = tables.blocks.shape[-1]
-    is_used = jnp.arange(size) < tables.counts[:, 0]
-    blocks = jnp.where(is_used, tables.blocks[:, 0], count).reshape(-1, tiles.per_sequence * size)
-    numbers = jnp.broadcast_to(jnp.repeat(jnp.arange(tiles.per_sequence), size), blocks.shape)
-    members = tables.members.reshape(blocks.shape)
-    blocks, numbers, members = jax.lax.sort((blocks, numbers, members), num_keys=2, is_stable=False)
-    starts = jax.vmap(lambda row: jnp.searchsorted(row, jnp.arange(count + 1)))(blocks)
-    missing = -blocks.shape[1] % TILES_PER_CHUNK
+    heads_shape = (-1, tiles.per_sequence * tables.blocks.shape[-1])
+    blocks = jnp.where(tables.members != 0, tables.blocks, count)
+    numbers = (jnp.arange(len(blocks)) % tiles.per_sequence)[:, None, None]
+    # one key for the block and the tile, because sorts by two compile and run for longer
+    keys = blocks.astype(jnp.uint32) * tiles.per_sequence + numbers.astype(jnp.uint32)
+    members = tables.members.reshape(heads_shape)
+    keys, members = jax.lax.sort((keys.reshape(heads_shape), members), num_keys=1, is_stable=False)
+    borders = jnp.arange(count + 1, dtype=jnp.uint32) * tiles.per_sequence
+    starts = jax.vmap(lambda row: jnp.searchsorted(row, borders))(keys)
+    numbers = (keys % tiles.per_sequence).astype(jnp.int32)
+    missing = -keys.shape[1] % TILES_PER_CHUNK
     padded = (jnp.pad(x, [(0, 0), (0, missing)]).reshape(len(x), -1, TILES_PER_CHUNK) for x in (numbers, members))
     return TileLists(jnp.stack([*padded], axis=2), starts.astype(jnp.int32)[:, None])
 

@@ -78,7 +78,6 @@ class BlockWalk:
     step: TileStep
     first_positions: Any
     """int32[tiles of a sequence], in scalar memory; the other references follow in the order of `in_specs`."""
-    counts: Any
     blocks: Any
     next_blocks: Any
     members: Any
@@ -92,8 +91,10 @@ class BlockWalk:
 
     def run(self, compute: Callable[[jax.Array, jax.Array, jax.Array], None]) -> None:
         """Call `compute(step, keys [k, d], values [k, d])` for all steps of the tile, at least one."""
-        tile = self.step.tile
-        steps = quotient(jnp.maximum(self.counts[0, 0, 0], 1) + self.sizes.unit - 1, self.sizes.unit)
+        tile, unit, size = self.step.tile, self.sizes.unit, self.members.shape[-1]
+        # members are 0 after the last block
+        used = [(self.members[0, 0, i] != 0).astype(jnp.int32) for i in range(unit, size, unit)]
+        steps = sum(used, jnp.int32(1))
 
         @pl.when(self.step.is_first)
         def start_first() -> None:
@@ -166,8 +167,8 @@ class BlockWalk:
 
 
 def in_specs(tables: BlockTables) -> list[pl.BlockSpec]:
-    """Return the specs of counts, blocks, the next tile's blocks, members, keys and values."""
-    tiles, size = len(tables.counts), tables.blocks.shape[-1]
+    """Return the specs of blocks, the next tile's blocks, members, keys and values."""
+    tiles, size = len(tables.blocks), tables.blocks.shape[-1]
 
     def of_tile(width: int, distance: int = 0) -> pl.BlockSpec:
         def index(core: jax.Array, i: jax.Array, _: Any) -> tuple[jax.Array, int, int]:
@@ -176,12 +177,12 @@ def in_specs(tables: BlockTables) -> list[pl.BlockSpec]:
         return pl.BlockSpec((1, 1, width), index, memory_space=pltpu.SMEM)
 
     in_hbm = pl.BlockSpec(memory_space=pl.ANY)
-    return [of_tile(1), of_tile(size), of_tile(size, 1), of_tile(size), in_hbm, in_hbm]
+    return [of_tile(size), of_tile(size, 1), of_tile(size), in_hbm, in_hbm]
 
 
 def arguments(tables: BlockTables, keys: jax.Array, values: jax.Array) -> tuple[jax.Array, ...]:
     """Return the arrays of `in_specs`; keys and values are [b * g, s, d] of complete blocks."""
-    return tables.counts, tables.blocks, tables.blocks, tables.members, keys, values
+    return tables.blocks, tables.blocks, tables.members, keys, values
 
 
 def scratch(sizes: WalkSizes, keys: jax.Array, values: jax.Array) -> list[Any]:
@@ -201,4 +202,4 @@ def rows_spec(rows: int, size: int, tiles: int) -> pl.BlockSpec:
 
 def grid(tables: BlockTables) -> tuple[int, int]:
     """Return the grid of a walk: a part of the tiles per core, and the tiles of a part."""
-    return CORES, len(tables.counts) // CORES
+    return CORES, len(tables.blocks) // CORES

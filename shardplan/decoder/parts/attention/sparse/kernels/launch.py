@@ -10,6 +10,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 MASKED_SCORE = -1e30
 """Score of pairs that are masked: finite, so that differences of two of them are 0 and not NaN."""
+LANES = 128
+"""Elements of the minor dimension of a vector register."""
 INTERPRETER: Any = True
 """How devices that are no TPUs run kernels, as `interpret` of `pallas_call`."""
 
@@ -39,7 +41,8 @@ def launch(
                 num_scalar_prefetch=1, grid=grid, in_specs=in_specs, out_specs=out_specs, scratch_shapes=scratch
             ),
             out_shape=out_shapes,
-            compiler_params=pltpu.CompilerParams(dimension_semantics=semantics),
+            # copies are of blocks that exist: checks of their bounds take as long as starting them
+            compiler_params=pltpu.CompilerParams(dimension_semantics=semantics, disable_bounds_checks=True),
             interpret=interpret,
             name=name,
         )
@@ -60,6 +63,11 @@ def multiply(x: jax.Array, y: jax.Array) -> jax.Array:
 def multiply_transposed(x: jax.Array, y: jax.Array) -> jax.Array:
     """Return x y^T in float32: [i, k], [j, k] -> [i, j]."""
     return jax.lax.dot_general(x, y, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+def transpose_multiply(x: jax.Array, y: jax.Array) -> jax.Array:
+    """Return x^T y in float32: [k, i], [k, j] -> [i, j]."""
+    return jax.lax.dot_general(x, y, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
 
 
 def indices(shape: tuple[int, int], axis: int) -> jax.Array:

@@ -56,9 +56,9 @@ def query_gradients(
     """
     count, rows, size = queries.shape
 
-    def kernel(first, counts, blocks, next_blocks, members, k, v, q, do, sums, dq, *scratch) -> None:  # type: ignore[no-untyped-def]
+    def kernel(first, blocks, next_blocks, members, k, v, q, do, sums, dq, *scratch) -> None:  # type: ignore[no-untyped-def]
         *buffers, accumulated, log_sums, delta = scratch
-        walk = BlockWalk(sizes, TileStep.current(), first, counts, blocks, next_blocks, members, k, v, *buffers)
+        walk = BlockWalk(sizes, TileStep.current(), first, blocks, next_blocks, members, k, v, *buffers)
         accumulated[...] = jnp.zeros_like(accumulated)
         log_sums[...], delta[...] = row_to_column(sums[0, 0:1]), row_to_column(sums[0, 1:2])
 

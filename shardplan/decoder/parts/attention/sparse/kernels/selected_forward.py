@@ -48,9 +48,9 @@ def attend_tiles(
     value_size, sums = values.shape[-1], 2 if with_free_mass else 1
 
     def kernel(*refs: Any) -> None:
-        first, counts, blocks, next_blocks, members, k, v, q, output, *row_outputs = refs[: 9 + sums]
-        buffers, (largest, total, free, accumulated) = refs[9 + sums : 13 + sums], refs[13 + sums :]
-        walk = BlockWalk(sizes, TileStep.current(), first, counts, blocks, next_blocks, members, k, v, *buffers)
+        first, blocks, next_blocks, members, k, v, q, output, *row_outputs = refs[: 8 + sums]
+        buffers, (largest, total, free, accumulated) = refs[8 + sums : 12 + sums], refs[12 + sums :]
+        walk = BlockWalk(sizes, TileStep.current(), first, blocks, next_blocks, members, k, v, *buffers)
         largest[...] = jnp.full_like(largest, MASKED_SCORE)
         for each in (total, free, accumulated):
             each[...] = jnp.zeros_like(each)

@@ -1,0 +1,107 @@
+"""How the kernels of the compressed branch divide queries and compressed blocks, and which blocks a tile sees.
+
+Tiles of queries and chunks of keys are dense: a tile walks all chunks up to its last query, and skips the later ones. A
+chunk has the compressed blocks that start in 128 selection blocks, so that the importance of a chunk fills the lanes of
+a register. Heads of a group are padded to a multiple of 8, so that the sum over them adds whole registers.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+
+from shardplan.decoder.parts.attention.sparse.config import NativeSparseConfig
+from shardplan.decoder.parts.attention.sparse.kernels.launch import (
+    LANES,
+    MASKED_SCORE,
+    divide,
+    indices,
+    multiply_transposed,
+    quotient,
+)
+from shardplan.decoder.parts.attention.sparse.kernels.query_tiles import SUBLANES, QueryTiles
+
+MAX_ROWS = 512
+"""Most rows of a tile."""
+MAX_SCORES = 2**18
+"""Most scores of a tile and a chunk, 1 MiB in float32; a few arrays of this size are in VMEM."""
+
+
+@dataclass(frozen=True)
+class CompressedTiles:
+    """Static sizes of the kernels of the compressed branch."""
+
+    config: NativeSparseConfig
+    tiles: QueryTiles
+    """With padded heads."""
+    chunks: int
+    """Chunks of the sequence's compressed blocks, with padding."""
+
+    @classmethod
+    def of(cls, config: NativeSparseConfig, count: int, selection_blocks: int) -> "CompressedTiles":
+        """Choose the tiles of `count` queries of a sequence with so many selection blocks."""
+        heads = -(-config.heads_per_group // SUBLANES) * SUBLANES
+        rows = min(MAX_ROWS, MAX_SCORES // _chunk(config))
+        # tiles divide selection blocks, of which runs of positions consist
+        queries = SUBLANES
+        while config.selection_block % (2 * queries) == 0 and 2 * queries * heads <= rows:
+            queries *= 2
+        return cls(config, QueryTiles(count, heads, queries), -(-selection_blocks // LANES))
+
+    @property
+    def chunk(self) -> int:
+        """Compressed blocks of a chunk."""
+        return _chunk(self.config)
+
+    @property
+    def padding(self) -> int:
+        """Heads of padding in a group."""
+        return self.tiles.heads - self.config.heads_per_group
+
+    def importance_weights(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return what the compressed blocks of a chunk add to its selection blocks, and to the first one after it.
+
+        float32[chunk, 128] and [128, 128]: the tokens that two blocks share, divided by the stride. Of the second
+        array, rows are the last 128 compressed blocks of the chunk, and only the first column has values.
+        """
+        config = self.config
+        starts = np.arange(self.chunk)[:, None] * config.stride
+        firsts = np.arange(2 * LANES) * config.selection_block
+        ends = np.minimum(starts + config.block, firsts + config.selection_block)
+        shared = np.maximum(ends - np.maximum(starts, firsts), 0).astype(np.float32) / config.stride
+        return shared[:, :LANES], shared[-LANES:, LANES:]
+
+    def visible_chunks(self, first_position: jax.Array) -> jax.Array:
+        """Return the number of chunks with a block that the last query of a tile sees."""
+        tokens = self.chunk * self.config.stride
+        # 1 + (position of the last query - last token of the first block) // tokens, of which no part is negative
+        return quotient(first_position + (self.tiles.queries - self.config.block + tokens), tokens)
+
+    def masked_scores(
+        self, queries: jax.Array, keys: jax.Array, first_position: jax.Array, chunk: jax.Array
+    ) -> jax.Array:
+        """Return the scores float32[row, key] of a tile and a chunk; `MASKED_SCORE` where a block is not visible."""
+        config = self.config
+        scores = multiply_transposed(queries, keys) * config.scale
+        blocks = chunk * self.chunk + indices((1, self.chunk), 1)
+        positions = first_position + divide(indices((self.tiles.rows, 1), 0), self.tiles.heads)
+        return jnp.where(blocks * config.stride + (config.block - 1) <= positions, scores, MASKED_SCORE)
+
+    def of_tile(self, rows: int, size: int) -> pl.BlockSpec:
+        """Return the spec of an array [tile, rows, size], for a grid of heads, tiles and chunks."""
+        return pl.BlockSpec((1, rows, size), lambda head, i, c, _: (head * self.tiles.per_sequence + i, 0, 0))
+
+    def of_chunk(self, size: int) -> pl.BlockSpec:
+        """Return the spec of keys [b * g, c, size], for the same grid; chunks that are not visible are not copied."""
+
+        def index(head: jax.Array, i: jax.Array, c: jax.Array, first: jax.Array) -> tuple[jax.Array, jax.Array, int]:
+            last = jnp.maximum(self.visible_chunks(first[i]) - 1, 0)
+            return head, jnp.minimum(c, last), 0
+
+        return pl.BlockSpec((1, self.chunk, size), index)
+
+
+def _chunk(config: NativeSparseConfig) -> int:
+    return LANES * (config.selection_block // config.stride)
