@@ -53,6 +53,7 @@ from shardplan.search.components.compute_sharding import (
     sparse_methods,
 )
 from shardplan.search.components.keeping import Keeping
+from shardplan.search.components.shared_costs import SharedCosts
 
 MINOR_PART = 0.01
 """Part of the bytes of a model's parameters below which those with a logical axis are small."""
@@ -252,9 +253,26 @@ class Space:
         )  # fmt: skip
 
     @cached_property
+    def shared_costs(self) -> SharedCosts:
+        """What meshes have in common of the costs of components."""
+        return SharedCosts()
+
+    @cached_property
     def min_stored_bytes(self) -> float:
         """Bytes per device of the parameters and optimizer state of all components, sharded over all devices."""
         return sum(cost.min_stored_bytes for cost in self.component_costs)
+
+    def compute_limits(self, limits: np.ndarray) -> np.ndarray:
+        """Return what is left of `limits` to buffers whose sizes follow from the compute mapping alone.
+
+        All other buffers take at least the parameters and their optimizer state, sharded over all devices. That does
+        not hold at a row where several options leave out the same buffer, so that the search counts it as less than
+        none: there is no limit at such a row.
+        """
+        costs = (self.base_cost, *self.component_costs)
+        stored = self._limits(sum(cost.param_bytes for cost in costs) / self.hardware.devices, 0.0)
+        is_open = np.any([cost.has_negative_counts(self.keeping) for cost in costs], axis=0)
+        return np.where(is_open, math.inf, limits - stored)
 
     @cached_property
     def min_matmul_seconds(self) -> float:

@@ -35,7 +35,7 @@ from shardplan.search.reasons import SearchStatistics
 from shardplan.search.result.compiler_options import EARLY_HOST_COPIES, TILE_MEMORY, planned_options
 from shardplan.search.search_configuration import search_configuration
 from shardplan.search.space import Space, mesh_shapes
-from shardplan.search.subproblem.mesh_subproblem import enumerate_subproblems
+from shardplan.search.subproblem.mesh_subproblem import MeshSubproblem, enumerate_subproblems
 from shardplan.search.tolerances import TIME_RESOLUTION
 
 MAX_POINTS = 500
@@ -208,6 +208,20 @@ def test_search_equals_brute_force(space, tightness, keep):
     assert best.peak_bytes <= smallest * (1 + 1e-9)
     assert best.seconds == pytest.approx(total_seconds(space, best.assignment))
     assert best.peak_bytes == pytest.approx(estimate_memory(space.step, best.assignment).peak)
+
+
+@settings(max_examples=30)
+@given(spaces())
+def test_meshes_share_equal_costs_alone(space):
+    """Bounds and sizes are those of a mesh by itself, though most of them come from another mesh of the space."""
+    for shared in enumerate_subproblems(space, mesh_shapes(space.hardware, {}), SearchStatistics()):
+        own_space = dataclasses.replace(space)
+        own = MeshSubproblem(own_space, shared.mesh, shared.token_mapping, shared.methods, SearchStatistics())
+        assert own.compute_shardings == shared.compute_shardings
+        if not all(own.compute_shardings):
+            continue  # every mapping has a mesh axis twice
+        for table, expected in zip(shared.compute_tables, own.compute_tables, strict=True):
+            assert all((part == of_own).all() for part, of_own in zip(table, expected, strict=True))
 
 
 def moved_to_host(step, arrays):

@@ -18,11 +18,12 @@ from shardplan.cost.gspmd import depends_on_params
 from shardplan.cost.memory import stored_buffers
 from shardplan.experts.method import ExpertStrategy
 from shardplan.plan.mapping import AxisMapping, MeshAxes
-from shardplan.program.live_buffers import LiveBuffer, ProgramPoint
+from shardplan.program.live_buffers import BufferRole, LiveBuffer, ProgramPoint
 from shardplan.program.named_arrays import TracedArray
 from shardplan.program.tasks import ExpertAxes, Step, Task, TaskKind
 from shardplan.program.variants.kept_activations import Option
 from shardplan.search.components.compute_sharding import ComputeSharding, KindMethods
+from shardplan.search.components.keeping import Keeping
 
 Choice = MeshAxes | KindMethods | ExpertStrategy | None
 """What is chosen of a component: mesh axes of a logical axis, methods of attention, or the strategy of experts."""
@@ -31,12 +32,23 @@ ATTENTION = (TaskKind.ATTENTION, TaskKind.SPARSE_ATTENTION)
 CacheKey = Callable[[Sequence[Choice]], Any]
 """Picks from all choices of a component those that a cost depends on; they serve as the key of a cache."""
 
+SEEING_MESH = (TaskKind.COLLECTIVE, TaskKind.EXPERTS)
+"""Kinds of tasks whose costs depend on mesh axes that no logical axis of theirs is mapped to: a collective of a
+shard_map spans all that do not shard its result."""
+
+STORED_ROLES = (BufferRole.PARAMETER, BufferRole.OPTIMIZER_STATE)
+"""Roles of buffers that are live at every point of the program."""
+
 
 class TaskGroup(NamedTuple):
     """Tasks whose costs depend on the same mesh axes."""
 
     indices: np.ndarray
     """Of the tasks in `ComponentCost.tasks`."""
+    axes: tuple[str, ...]
+    """Those of `ComponentCost.open_axes` that the costs depend on."""
+    sees_mesh: bool
+    """Whether lower bounds depend on mesh axes that the compute mapping does not use."""
     compute_key: CacheKey
     """Takes `ComponentCost.compute_choices`: all that lower bounds depend on."""
     full_key: CacheKey
@@ -48,8 +60,12 @@ class BufferGroup(NamedTuple):
 
     indices: np.ndarray
     """Of the buffers in `ComponentCost.buffers`."""
+    axes: tuple[str, ...]
+    """See `TaskGroup.axes`."""
     full_key: CacheKey
     """See `TaskGroup.full_key`."""
+    depends_on_params: bool
+    """Whether the sizes depend on the mapping of stored parameters."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +100,33 @@ class ComponentCost:
     """Sets of logical axes that meet in a computation, so that no two of them may share a mesh axis."""
     stored_together: frozenset[frozenset[str]]
     """Sets of logical axes that meet in a parameter, likewise."""
+
+    @cached_property
+    def depends_on_params(self) -> np.ndarray:
+        """[buffer]: whether its size depends on the mapping of stored parameters."""
+        result = np.zeros(len(self.buffers), bool)
+        for group in self.buffer_groups:
+            result[group.indices] = group.depends_on_params
+        return result
+
+    @cached_property
+    def param_bytes(self) -> float:
+        """Bytes over all devices of what is stored at every point, if the mapping of stored parameters shards it.
+
+        That of other state, such as a cache of keys and values, follows from the compute mapping.
+        """
+        total = 0.0
+        for buffer, number, depends in zip(self.buffers, self.counts[0], self.depends_on_params, strict=True):
+            if depends and buffer.role in STORED_ROLES and not buffer.array.is_on_host:
+                total += number * buffer.array.elements * buffer.array.itemsize
+        return total
+
+    def has_negative_counts(self, keeping: Keeping) -> np.ndarray:
+        """[row]: whether options together leave out more than there is of a buffer whose size depends on storage."""
+        options = self.option_counts[:, :, self.depends_on_params]
+        counts = self.counts[:, self.depends_on_params]
+        added = keeping.least(options.reshape(len(options), counts.size)).reshape(counts.shape)
+        return np.asarray((counts + added < 0).any(axis=1))
 
     @cached_property
     def has_attention(self) -> bool:
@@ -208,16 +251,16 @@ def _count_table(rows: Sequence[Counter[LiveBuffer]], buffers: Sequence[LiveBuff
 
 def _task_groups(tasks: Sequence[Task], open_axes: Sequence[str]) -> tuple[TaskGroup, ...]:
     """Return the groups of tasks whose costs depend on the same choices."""
-    groups: defaultdict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = defaultdict(list)
+    groups: defaultdict[tuple[tuple[int, ...], tuple[int, ...], bool], list[int]] = defaultdict(list)
     for i, task in enumerate(tasks):
         arrays = (*task.operands, *task.results)
         methods = {"attends": task.kind in ATTENTION, "routes": task.kind == TaskKind.EXPERTS}
         compute = _key_indices(arrays, open_axes, stored=False, **methods)
         full = _key_indices(arrays, open_axes, stored=depends_on_params(task), **methods)
-        groups[compute, full].append(i)
+        groups[compute, full, task.kind in SEEING_MESH].append(i)
     return tuple(
-        TaskGroup(np.array(indices), _cache_key(compute), _cache_key(full))
-        for (compute, full), indices in groups.items()
+        TaskGroup(np.array(indices), _axes_of_key(compute, open_axes), sees_mesh, _cache_key(compute), _cache_key(full))
+        for (compute, full, sees_mesh), indices in groups.items()
     )
 
 
@@ -225,13 +268,16 @@ def _buffer_groups(
     buffers: Sequence[LiveBuffer], open_axes: Sequence[str], is_stored: Callable[[TracedArray], bool]
 ) -> tuple[BufferGroup, ...]:
     """Return the groups of buffers whose sizes depend on the same choices."""
-    groups: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
+    groups: defaultdict[tuple[tuple[int, ...], bool], list[int]] = defaultdict(list)
     for i, buffer in enumerate(buffers):
         arrays, role = (buffer.array, *buffer.related_arrays), ROLES[buffer.role]
         stored = buffer.is_read_by_grouped_matmuls or role.depends_on_storage or any(map(is_stored, arrays))
         methods = {"attends": role.depends_on_attention, "routes": role.depends_on_experts}
-        groups[_key_indices(arrays, open_axes, stored=stored, **methods)].append(i)
-    return tuple(BufferGroup(np.array(indices), _cache_key(key)) for key, indices in groups.items())
+        groups[_key_indices(arrays, open_axes, stored=stored, **methods), stored].append(i)
+    return tuple(
+        BufferGroup(np.array(indices), _axes_of_key(key, open_axes), _cache_key(key), stored)
+        for (key, stored), indices in groups.items()
+    )
 
 
 def _key_indices(
@@ -242,6 +288,11 @@ def _key_indices(
     computed = [2 + i for i, axis in enumerate(open_axes) if axis in names]
     in_params = [len(open_axes) + i for i in computed] if stored else []
     return tuple([0] * attends + [1] * routes + computed + in_params)
+
+
+def _axes_of_key(indices: tuple[int, ...], open_axes: Sequence[str]) -> tuple[str, ...]:
+    """Return the logical axes among what a cost depends on, by its places in `ComponentCost.all_choices`."""
+    return tuple(axis for i, axis in enumerate(open_axes) if 2 + i in indices)
 
 
 def _cache_key(indices: tuple[int, ...]) -> CacheKey:

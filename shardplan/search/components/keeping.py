@@ -8,7 +8,7 @@ these times, until one fits. That is exact.
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -95,11 +95,28 @@ class Keeping:
         return self.hiding - self.combinations @ self.saved
 
     def least(self, options: np.ndarray) -> np.ndarray:
-        """Return a lower bound of what any combination adds: [1 + loops + rows], given that of each option."""
-        total = np.zeros(options.shape[1])
+        """Return a lower bound, at most 0, of what any combination adds, given what each option does.
+
+        Args:
+            options: [..., option, row]; the result is [..., row].
+        """
+        total = np.zeros((*options.shape[:-2], options.shape[-1]))
         for indices in self.activations:
-            total += np.minimum(0.0, options[list(indices)].min(axis=0))
+            total += np.minimum(0.0, options[..., list(indices), :].min(axis=-2))
         return total
+
+    def by_combination(self, seconds: np.ndarray, options: np.ndarray) -> np.ndarray:
+        """Return [choice, combination]: seconds of choices, with those that the options of a combination add.
+
+        Args:
+            seconds: [choice].
+            options: [choice, option].
+        """
+        return seconds[:, None] + options @ self.combinations.T
+
+    def select(self, combinations: np.ndarray) -> "Keeping":
+        """Return some of the combinations."""
+        return replace(self, combinations=self.combinations[combinations], copies=self.copies[combinations])
 
     def fastest(self, amount: Amount, limit: float, handicapped_limit: float, available: np.ndarray) -> Iterator[Kept]:
         """Yield the combinations that fit and tie with the fastest of them.

@@ -2,6 +2,7 @@
 
 import itertools
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -13,15 +14,19 @@ from shardplan.cost.gspmd import DeviceCost, device_cost, device_cost_lower_boun
 from shardplan.cost.roofline import task_seconds
 from shardplan.cost.sharding import ShardingAssignment
 from shardplan.hardware import place_mesh
-from shardplan.plan.mapping import MeshAxes
+from shardplan.plan.mapping import MeshAxes, mesh_size
 from shardplan.program.live_buffers import LiveBuffer
 from shardplan.program.named_arrays import TracedArray
 from shardplan.program.tasks import Task, TaskKind
-from shardplan.search.components.component_cost import ATTENTION, ComponentCost, TaskGroup
+from shardplan.search.components.component_cost import ATTENTION, BufferGroup, ComponentCost, TaskGroup
 from shardplan.search.components.compute_sharding import ComputeSharding, KindMethods
 from shardplan.search.components.keeping import Amount
+from shardplan.search.components.shared_costs import LowerBounds
 from shardplan.search.space import Space
 from shardplan.search.subproblem.component_choices import ComponentChoice, pareto_optimal
+
+Choice = tuple[ComputeSharding, dict[str, MeshAxes]]
+"""The sharding of a component's computations, and the mesh axes of its stored parameters."""
 
 
 class MeshCosts:
@@ -36,10 +41,10 @@ class MeshCosts:
         self.space, self.mesh, self.base = space, mesh, base
         self.placement = place_mesh(space.hardware, mesh)
         # the keys come from `CacheKey`
-        self._group_lower_bounds: defaultdict[int, dict[object, list[DeviceCost]]] = defaultdict(dict)
         self._group_min_seconds: defaultdict[int, dict[object, np.ndarray]] = defaultdict(dict)
         self._group_seconds: defaultdict[int, dict[object, np.ndarray]] = defaultdict(dict)
         self._group_bytes: defaultdict[int, dict[object, np.ndarray]] = defaultdict(dict)
+        self._known_compute_sizes: dict[object, np.ndarray] = {}
         self._weight_bytes: dict[object, float] = {}
         self._methods: dict[object, list[KindMethods | None]] = {}
         self._assignments: dict[object, ShardingAssignment] = {}
@@ -49,9 +54,11 @@ class MeshCosts:
         self, component: ComponentCost, compute: ComputeSharding, params: dict[str, MeshAxes]
     ) -> "ComponentTimes":
         """Return the times of a component's tasks."""
-        seconds = self._seconds(component, compute, params)
-        own, options = component.numbers @ seconds, component.option_numbers @ seconds
-        return ComponentTimes(float(own[0]), own[1:], options)
+        return _times(component, self._seconds(component, compute, params))
+
+    def min_times(self, component: ComponentCost, compute: ComputeSharding) -> "ComponentTimes":
+        """Return lower bounds of `times` for any mapping of the stored parameters."""
+        return _times(component, self._min_seconds(component, compute))
 
     def _seconds(self, component: ComponentCost, compute: ComputeSharding, params: dict[str, MeshAxes]) -> np.ndarray:
         """[task]: time of each of a component's tasks."""
@@ -61,18 +68,12 @@ class MeshCosts:
             known, key = self._group_seconds[id(group)], group.full_key(all_choices)
             if key not in known:
                 assignment = self._assignment(compute, params)
-                lower_bounds = self._lower_bounds(component, group, compute)
+                lower_bounds = self._lower_bounds(component, group, compute).costs
                 tasks = [component.tasks[i] for i in group.indices]
                 costs = map(device_cost, tasks, itertools.repeat(assignment), lower_bounds)
                 known[key] = np.array([*map(self._task_seconds, tasks, costs)])
             seconds[group.indices] = known[key]
         return seconds
-
-    def min_seconds(self, component: ComponentCost, compute: ComputeSharding) -> float:
-        """Lower bound of the time of a component's tasks for any mapping of the stored parameters, and any options."""
-        seconds = self._min_seconds(component, compute)
-        least = self.space.keeping.least(component.option_numbers[:, 0] @ seconds[:, None])
-        return float(component.numbers[0] @ seconds + least[0])
 
     def _min_seconds(self, component: ComponentCost, compute: ComputeSharding) -> np.ndarray:
         """[task]: lower bound of the time of each of a component's tasks."""
@@ -81,44 +82,60 @@ class MeshCosts:
         for group in component.task_groups:
             known, key = self._group_min_seconds[id(group)], group.compute_key(choices)
             if key not in known:
-                tasks = [component.tasks[i] for i in group.indices]
-                known[key] = np.array([*map(self._task_seconds, tasks, self._lower_bounds(component, group, compute))])
+                known[key] = self._group_lower_bound_seconds(component, group, compute)
             seconds[group.indices] = known[key]
         return seconds
 
-    def bytes(self, component: ComponentCost, compute: ComputeSharding, params: dict[str, MeshAxes]) -> np.ndarray:
-        """Bytes per device of a component's buffers at every point of the program, then at every point of the host."""
-        return component.counts @ self._sizes(component, compute, params)
+    def bytes(self, component: ComponentCost, choices: Sequence[Choice]) -> tuple[np.ndarray, np.ndarray]:
+        """Bytes per device of a component's buffers, at every point of the program and then at every one of the host.
 
-    def amount(
-        self,
-        component: ComponentCost,
-        compute: ComputeSharding,
-        params: dict[str, MeshAxes],
-        times: "ComponentTimes",
-    ) -> Amount:
-        """Return what a component takes, given its times."""
-        sizes = self._sizes(component, compute, params)
-        options = np.concatenate([times.options, component.option_counts @ sizes], axis=1)
-        return Amount(times.seconds, component.counts @ sizes, times.copies, options)
+        Returns:
+            [choice, row], and [choice, option, row] of what every option about activations adds.
+        """
+        return _bytes(component, [self._sizes(component, *choice) for choice in choices])
 
-    def option_bytes(
-        self, component: ComponentCost, compute: ComputeSharding, params: dict[str, MeshAxes]
-    ) -> np.ndarray:
-        """[option, row]: bytes that every option about activations adds to those of a component."""
-        return component.option_counts @ self._sizes(component, compute, params)
+    def min_bytes(
+        self, component: ComponentCost, shardings: Sequence[ComputeSharding]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return `bytes` of those buffers alone whose sizes do not depend on the mapping of stored parameters."""
+        return _bytes(component, [self._compute_sizes(component, compute) for compute in shardings])
 
     def _sizes(self, component: ComponentCost, compute: ComputeSharding, params: dict[str, MeshAxes]) -> np.ndarray:
         """[buffer]: bytes per device of each of a component's buffers."""
         choices = component.all_choices(compute, params)
-        sizes = np.empty(len(component.buffers))
+        sizes = self._compute_sizes(component, compute).copy()
         for group in component.buffer_groups:
+            if not group.depends_on_params:
+                continue
             known, key = self._group_bytes[id(group)], group.full_key(choices)
             if key not in known:
-                assignment = self._assignment(compute, params)
-                known[key] = np.array([_bytes_of(component.buffers[i], assignment) for i in group.indices])
+                known[key] = self._group_sizes(component, group, compute, params)
             sizes[group.indices] = known[key]
         return sizes
+
+    def _compute_sizes(self, component: ComponentCost, compute: ComputeSharding) -> np.ndarray:
+        """[buffer]: `_sizes` of buffers that do not depend on the mapping of stored parameters, and 0 of the others."""
+        choices = component.compute_choices(compute)
+        own_key = id(component), choices
+        if own_key not in self._known_compute_sizes:
+            sizes = np.zeros(len(component.buffers))
+            for group in component.buffer_groups:
+                if group.depends_on_params:
+                    continue
+                known = self.space.shared_costs.sizes[id(group)]
+                key = group.full_key(choices), self._visible_mesh(group.axes, compute)
+                if key not in known:
+                    known[key] = self._group_sizes(component, group, compute, {})
+                sizes[group.indices] = known[key]
+            self._known_compute_sizes[own_key] = sizes
+        return self._known_compute_sizes[own_key]
+
+    def _group_sizes(
+        self, component: ComponentCost, group: BufferGroup, compute: ComputeSharding, params: dict[str, MeshAxes]
+    ) -> np.ndarray:
+        """Bytes per device of the buffers of a group."""
+        assignment = self._assignment(compute, params)
+        return np.array([_bytes_of(component.buffers[i], assignment) for i in group.indices])
 
     def weight_bytes(self, component: ComponentCost, compute: ComputeSharding) -> float:
         """Bytes per device, in the compute sharding, of the parameters that a component's matmuls use."""
@@ -149,18 +166,25 @@ class MeshCosts:
         ]  # fmt: skip
         key = tuple(group.compute_key(open_choices) for group in attending)
         if key not in self._methods:
-            shardings = (ComputeSharding(mapping, each) for each in methods)
-            choices = filter(None, (self._method_choice(component, compute) for compute in shardings))
-            self._methods[key] = [choice.compute.methods for choice in pareto_optimal(list(choices))]
+            shardings = [ComputeSharding(mapping, each) for each in methods]
+            possible = [compute for compute in shardings if self._can_attend(component, compute)]
+            if len(possible) > 1:
+                choices = [self._method_choice(component, compute) for compute in possible]
+                possible = [choice.compute for choice in pareto_optimal(choices)]
+            self._methods[key] = [compute.methods for compute in possible]
         return self._methods[key]
 
-    def _method_choice(self, component: ComponentCost, compute: ComputeSharding) -> ComponentChoice | None:
-        """The cost of attention under the methods of `compute`; None if a required kernel cannot run it."""
+    def _can_attend(self, component: ComponentCost, compute: ComputeSharding) -> bool:
+        """Whether a kernel can run the attention of a component, if one is required."""
+        if not self.space.requires_kernel:
+            return True
+        assignment = self._assignment(compute, {})
+        return all(has_kernel(task, assignment) for task in component.tasks if task.kind == TaskKind.ATTENTION)
+
+    def _method_choice(self, component: ComponentCost, compute: ComputeSharding) -> ComponentChoice:
+        """The cost of attention under the methods of `compute`."""
         assignment = self._assignment(compute, {})
         attention = [i for i, task in enumerate(component.tasks) if task.kind in ATTENTION]
-        by_matmuls = (component.tasks[i] for i in attention if component.tasks[i].kind == TaskKind.ATTENTION)
-        if self.space.requires_kernel and not all(has_kernel(task, assignment) for task in by_matmuls):
-            return None
         seconds = float(component.numbers[0, attention] @ self._min_seconds(component, compute)[attention])
         buffers = [buffer for buffer in component.buffers if ROLES[buffer.role].depends_on_attention]
         sizes = [buffer_bytes(buffer, assignment) for buffer in buffers]
@@ -179,13 +203,53 @@ class MeshCosts:
     def _task_seconds(self, task: Task, cost: DeviceCost) -> float:
         return task_seconds(task, cost, self.placement, self.space.calibration).total
 
-    def _lower_bounds(self, component: ComponentCost, group: TaskGroup, compute: ComputeSharding) -> list[DeviceCost]:
+    def _group_lower_bound_seconds(
+        self, component: ComponentCost, group: TaskGroup, compute: ComputeSharding
+    ) -> np.ndarray:
+        """Lower bounds of the times of the tasks of a group."""
+        bounds = self._lower_bounds(component, group, compute)
+        seconds = bounds.seconds.copy()
+        for i in bounds.transferring:
+            seconds[i] = self._task_seconds(component.tasks[group.indices[i]], bounds.costs[i])
+        return seconds
+
+    def _lower_bounds(self, component: ComponentCost, group: TaskGroup, compute: ComputeSharding) -> LowerBounds:
         """Lower bounds of the costs of the tasks of a group."""
-        known, key = self._group_lower_bounds[id(group)], group.compute_key(component.compute_choices(compute))
+        known = self.space.shared_costs.lower_bounds[id(group)]
+        key = (
+            group.compute_key(component.compute_choices(compute)),
+            self._visible_mesh(group.axes, compute, group.sees_mesh),
+        )
         if key not in known:
-            assignment = self._assignment(compute, {})
-            known[key] = [device_cost_lower_bound(component.tasks[i], assignment) for i in group.indices]
+            assignment, tasks = self._assignment(compute, {}), [component.tasks[i] for i in group.indices]
+            costs = [device_cost_lower_bound(task, assignment) for task in tasks]
+            seconds = np.array([*map(self._task_seconds, tasks, costs)])
+            known[key] = LowerBounds(costs, seconds, [i for i, cost in enumerate(costs) if cost.traffic])
         return known[key]
+
+    def _visible_mesh(self, axes: Sequence[str], compute: ComputeSharding, whole: bool = False) -> object:
+        """Return what costs of computations depend on of the mesh, but for the links of the torus.
+
+        Arrays have as many shards, and collectives as many devices and bytes, on all meshes with an equal result. What
+        a collective takes depends on the links of its mesh axes as well, so that its seconds are those of one mesh
+        alone. Mesh axes that the mapping does not use shard nothing. Those that shard the batch and nothing else count
+        as one, of the product of their sizes: every array has both of them or none.
+
+        Args:
+            axes: the logical axes that the costs depend on, beside batch, positions and the residual axis.
+            whole: whether they depend on mesh axes that the mapping does not use, too.
+        """
+        base, batch_axis = self.base.mapping, self.space.batch
+        batch = base.get(batch_axis, ())
+        used = {mesh_axis for axis, mesh_axes in base.items() if axis != batch_axis for mesh_axis in mesh_axes}
+        used.update(mesh_axis for axis in axes for mesh_axis in compute.mapping.get(axis, ()))
+        together = batch if used.isdisjoint(batch) else ()
+        sizes = tuple(
+            size if whole or axis in used or axis in batch else 1
+            for axis, size in self.mesh.items()
+            if axis not in together
+        )
+        return self.base.methods, tuple(base.items()), mesh_size(self.mesh, together), sizes
 
 
 class ComponentTimes(NamedTuple):
@@ -197,6 +261,22 @@ class ComponentTimes(NamedTuple):
     """[loop]: these copies, of which nothing is hidden."""
     options: np.ndarray
     """[option, 1 + loops]: what every option about activations adds to both."""
+
+    def amount(self, size: np.ndarray, option_bytes: np.ndarray) -> Amount:
+        """Return what a component takes that has these times, given its bytes [row] and [option, row]."""
+        return Amount(self.seconds, size, self.copies, np.concatenate([self.options, option_bytes], axis=1))
+
+
+def _times(component: ComponentCost, seconds: np.ndarray) -> ComponentTimes:
+    """Return the times of a component, given those of its tasks."""
+    own, options = component.numbers @ seconds, component.option_numbers @ seconds
+    return ComponentTimes(float(own[0]), own[1:], options)
+
+
+def _bytes(component: ComponentCost, sizes: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Return [choice, row] and [choice, option, row]: bytes of a component, given the sizes of its buffers."""
+    of_choices = np.array(sizes)
+    return of_choices @ component.counts.T, np.tensordot(of_choices, component.option_counts, axes=(1, 2))
 
 
 def _bytes_of(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:

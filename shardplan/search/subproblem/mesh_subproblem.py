@@ -9,7 +9,6 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 
@@ -22,6 +21,7 @@ from shardplan.search.components.compute_sharding import ComputeSharding, KindMe
 from shardplan.search.ranking import Candidate, Ranking
 from shardplan.search.reasons import Indivisible, Rejection, SearchStatistics
 from shardplan.search.space import Space
+from shardplan.search.subproblem.choice_table import ChoiceTable, Possible, find_possible
 from shardplan.search.subproblem.component_choices import (
     Choices,
     Combination,
@@ -30,7 +30,10 @@ from shardplan.search.subproblem.component_choices import (
     pareto_optimal,
     smallest_combination,
 )
-from shardplan.search.subproblem.mesh_costs import ComponentTimes, MeshCosts
+from shardplan.search.subproblem.mesh_costs import Choice, ComponentTimes, MeshCosts
+
+UNSHARDED = ComputeSharding({})
+"""The compute sharding of what depends on no component."""
 
 
 def enumerate_subproblems(
@@ -83,14 +86,6 @@ def _count_divided_blocks(
             statistics.indivisible.setdefault(axis, indivisible)
 
 
-class _TimedChoice(NamedTuple):
-    """A choice for a component, of which the bytes are not known yet."""
-
-    compute: ComputeSharding
-    params: dict[str, MeshAxes]
-    times: ComponentTimes
-
-
 class MeshSubproblem:
     """One mesh with the compute mapping of batch, positions and residual axis.
 
@@ -138,12 +133,26 @@ class MeshSubproblem:
         return [list(self._compute_shardings(component)) for component in self.space.component_costs]
 
     @cached_property
-    def min_seconds(self) -> list[list[float]]:
+    def min_times(self) -> list[list[ComponentTimes]]:
         """[component][choice]: lower bounds of the times under `compute_shardings`."""
         return [
-            [self.costs.min_seconds(component, compute) for compute in shardings]
+            [self.costs.min_times(component, compute) for compute in shardings]
             for component, shardings in zip(self.space.component_costs, self.compute_shardings, strict=True)
         ]
+
+    @cached_property
+    def min_base_times(self) -> ComponentTimes:
+        """Lower bounds of the times that depend on no component."""
+        return self.costs.min_times(self.space.base_cost, UNSHARDED)
+
+    @cached_property
+    def min_seconds(self) -> list[list[float]]:
+        """[component][choice]: lower bounds of the seconds under `compute_shardings`, whatever the options."""
+        return [[self._least_seconds(times) for times in each] for each in self.min_times]
+
+    def _least_seconds(self, times: ComponentTimes) -> float:
+        """Return a lower bound of the seconds under any combination of options."""
+        return times.seconds + float(self.space.keeping.least(times.options)[0])
 
     @cached_property
     def quick_lower_bound(self) -> float:
@@ -158,7 +167,7 @@ class MeshSubproblem:
         if not all(self.compute_shardings) or self.leaves_idle:
             return math.inf
         components = sum(map(min, self.min_seconds))
-        base = self.costs.min_seconds(self.space.base_cost, ComputeSharding({}))
+        base = self._least_seconds(self.min_base_times)
         placement = place_mesh(self.space.hardware, self.mesh)
         rates = [placement.collective_cost(CollectiveKind.ALL_GATHER, axes).seconds_per_byte
                  for axes in STORAGE_CHOICES[1:] if mesh_size(self.mesh, axes) > 1]  # fmt: skip
@@ -178,9 +187,10 @@ class MeshSubproblem:
     @cached_property
     def stored_residual_choices(self) -> list[tuple[MeshAxes, np.ndarray]]:
         """Mesh axes of the stored residual axis, each with the bytes at every point that depend on no component."""
-        axis, base = self.space.residual, self.space.base_cost
+        axis = self.space.residual
         choices = self._storage_choices(axis, self.token_mapping)
-        return [(axes, self.costs.bytes(base, ComputeSharding({}), {axis: axes} if axes else {})) for axes in choices]
+        sizes, _ = self.costs.bytes(self.space.base_cost, [(UNSHARDED, self._stored(axes)) for axes in choices])
+        return list(zip(choices, sizes, strict=True))
 
     @cached_property
     def min_bytes(self) -> float:
@@ -192,9 +202,30 @@ class MeshSubproblem:
     @cached_property
     def least_base_bytes(self) -> np.ndarray:
         """Lower bound, at most 0, of the bytes that options about activations add to those of no component."""
-        base = self.space.base_cost
-        sizes = self.costs.option_bytes(base, ComputeSharding({}), {})
-        return self.space.keeping.least(sizes)
+        _, options = self.costs.bytes(self.space.base_cost, [(UNSHARDED, {})])
+        return self.space.keeping.least(options[0])
+
+    @cached_property
+    def compute_tables(self) -> list[ChoiceTable]:
+        """The base and every component, with a choice for each of `compute_shardings`.
+
+        Times are lower bounds for any mapping of stored parameters. Bytes are those of buffers that do not depend on
+        it: a plan may have `Space.compute_limits` of them.
+        """
+        components = (self.space.base_cost, *self.space.component_costs)
+        return [
+            ChoiceTable.of(self.space.keeping, times, *self.costs.min_bytes(component, shardings))
+            for component, shardings, times in zip(
+                components,
+                ([UNSHARDED], *self.compute_shardings),
+                ([self.min_base_times], *self.min_times),
+                strict=True,
+            )
+        ]
+
+    def _stored(self, residual: MeshAxes) -> dict[str, MeshAxes]:
+        """Return the mapping of stored parameters that has the residual axis alone."""
+        return {self.space.residual: residual} if residual else {}
 
     def rank(self, ranking: Ranking) -> None:
         """Add to `ranking` the candidates that fit and tie for fastest.
@@ -202,12 +233,16 @@ class MeshSubproblem:
         They form one group for every sharding of the residual stream's axis in stored parameters; the ranking keeps one
         candidate of each group.
         """
+        possible = self._possible_computations(ranking.limit, self.space.limits)
+        if isinstance(possible, Rejection):
+            self.statistics.rejected[possible] += 1
+            return
         for residual, base_bytes in self.stored_residual_choices:
             limit = ranking.limit
             if self.lower_bound > limit:
                 self.statistics.rejected[Rejection.SLOWER] += 1
                 return  # the bound holds for the choices that follow, too
-            choices = self._choices(residual, base_bytes, limit, self.space.limits)
+            choices = self._choices(residual, base_bytes, possible, limit, self.space.limits)
             if isinstance(choices, Rejection):
                 self.statistics.rejected[choices] += 1
                 continue
@@ -220,9 +255,12 @@ class MeshSubproblem:
     def find_smallest(self, limit_bytes: float) -> Candidate | None:
         """The candidate with the smallest peak memory, even if it does not fit; None if no peak is below the limit."""
         best: Combination | None = None
+        possible = self._possible_computations(math.inf, self.space.device_limits(limit_bytes))
+        if isinstance(possible, Rejection):
+            return None
         for residual, base_bytes in self.stored_residual_choices:
             limit = best.peak_bytes if best is not None else limit_bytes
-            choices = self._choices(residual, base_bytes, math.inf, self.space.device_limits(limit))
+            choices = self._choices(residual, base_bytes, possible, math.inf, self.space.device_limits(limit))
             if not isinstance(choices, Rejection):
                 best = smallest_combination(choices, limit) or best
         return self._candidate(best) if best is not None else None
@@ -276,69 +314,84 @@ class MeshSubproblem:
             return False
         return _divides(self.space, self.mesh, axis, mesh_axes, self.statistics)
 
-    def _choices(
-        self, residual: MeshAxes, base_bytes: np.ndarray, limit: float, available_bytes: np.ndarray
-    ) -> Choices | Rejection:
-        """The Pareto-optimal choices of every component, or why a component has none.
+    def _possible_computations(self, limit: float, available_bytes: np.ndarray) -> Possible | Rejection:
+        """Return what of `compute_tables` may be in a plan with any mapping of stored parameters, or why nothing is.
 
-        Left out are choices that exceed `limit` (seconds) or `available_bytes` (at every point), whatever the other
-        components choose.
+        Args:
+            limit: step time in seconds above which a plan is of no interest.
+            available_bytes: bytes that a plan may use at every row of `Space.limits`.
         """
         if not all(self.compute_shardings):
             return Rejection.DUPLICATE
         if self.leaves_idle:
             return Rejection.IDLE
-        stored = {self.space.residual: residual} if residual else {}
-        points = len(self.space.points)
+        limits = self.space.compute_limits(available_bytes)
+        return find_possible(self.compute_tables, self.space.keeping, limit, limits)
+
+    def _choices(
+        self,
+        residual: MeshAxes,
+        base_bytes: np.ndarray,
+        computations: Possible,
+        limit: float,
+        available_bytes: np.ndarray,
+    ) -> Choices | Rejection:
+        """The Pareto-optimal choices of every component, or why a component has none.
+
+        Left out are choices that exceed `limit` (seconds) or `available_bytes` (at every point), whatever the other
+        components choose. Most of them exceed one of both even by the lower bounds of their times, so that the times
+        are computed for the others alone.
+
+        Args:
+            computations: the result of `_possible_computations`, for no smaller limits.
+        """
+        stored, points = self._stored(residual), len(self.space.points)
         if (base_bytes + self.least_base_bytes + self.space.min_stored_bytes > available_bytes)[:points].any():
             return Rejection.MEMORY
-        keeping, unsharded = self.space.keeping, ComputeSharding({})
-        base = self._choice(self.space.base_cost, unsharded, stored)
-        least_base = base.amount.seconds + keeping.least(base.amount.options)[0]
-        slack = limit - least_base - sum(map(min, self.min_seconds))
-        components = []
-        for component, shardings, bounds in zip(
-            self.space.component_costs, self.compute_shardings, self.min_seconds, strict=True
+        keeping = self.space.keeping.select(computations.combinations)
+        components = (self.space.base_cost, *self.space.component_costs)
+        choices: list[list[Choice]] = [[(UNSHARDED, stored)]]
+        min_seconds = [self.compute_tables[0].seconds]
+        for component, shardings, rows, table in zip(
+            components[1:], self.compute_shardings, computations.choices[1:], self.compute_tables[1:], strict=True
         ):
-            fast = [compute for compute, bound in zip(shardings, bounds, strict=True) if bound - min(bounds) <= slack]
             pairs = [
-                (compute, params)
-                for compute in fast
-                for params in self._param_mappings(component, compute.mapping, stored)
+                (i, params) for i in rows for params in self._param_mappings(component, shardings[i].mapping, stored)
             ]
             self.statistics.evaluated += len(pairs)
             if not pairs:
-                return Rejection.DUPLICATE if fast else Rejection.SLOWER
-            timed = [_TimedChoice(*pair, self.costs.times(component, *pair)) for pair in pairs]
-            components.append([
-                each for each in timed
-                if each.times.seconds + keeping.least(each.times.options)[0] - min(bounds) <= slack
-            ])  # fmt: skip
-        if not all(components):
-            return Rejection.SLOWER
-        choices = [
-            [ComponentChoice(each.compute, each.params, self.costs.amount(component, *each)) for each in timed]
-            for component, timed in zip(self.space.component_costs, components, strict=True)
+                return Rejection.DUPLICATE
+            choices.append([(shardings[i], params) for i, params in pairs])
+            min_seconds.append(table.seconds[[i for i, _ in pairs]])
+        tables = [
+            ChoiceTable(seconds[:, computations.combinations], *self.costs.bytes(component, each))
+            for component, each, seconds in zip(components, choices, min_seconds, strict=True)
         ]
-        loops = keeping.loops
-        least = [[c.amount.bytes + keeping.least(c.amount.options)[1 + loops :] for c in each] for each in choices]
-        smallest = [np.min(each, axis=0) for each in least]
-        together = base_bytes + self.least_base_bytes + sum(smallest)
-        if (together > available_bytes).any():
-            return Rejection.MEMORY
-        left = available_bytes - together
-        kept = []
-        for each, sizes, min_bytes in zip(choices, least, smallest, strict=True):
-            fitting = [c for c, size in zip(each, sizes, strict=True) if (size - min_bytes <= left).all()]
-            kept.append(pareto_optimal(fitting, self.required))
-        return Choices(base, kept, points, keeping, self.required) if all(kept) else Rejection.MEMORY
-
-    def _choice(
-        self, component: ComponentCost, compute: ComputeSharding, params: dict[str, MeshAxes]
-    ) -> ComponentChoice:
-        """Return a choice for a component with its cost."""
-        times = self.costs.times(component, compute, params)
-        return ComponentChoice(compute, params, self.costs.amount(component, compute, params, times))
+        possible = find_possible(tables, keeping, limit, available_bytes)
+        if isinstance(possible, Rejection):
+            return possible
+        choices = [[each[i] for i in rows] for each, rows in zip(choices, possible.choices, strict=True)]
+        timed = [
+            [self.costs.times(component, *choice) for choice in each]
+            for component, each in zip(components, choices, strict=True)
+        ]
+        tables = [
+            ChoiceTable.of(keeping, times, table.bytes[rows], table.option_bytes[rows])
+            for table, times, rows in zip(tables, timed, possible.choices, strict=True)
+        ]
+        possible = find_possible(tables, keeping, limit, available_bytes)
+        if isinstance(possible, Rejection):
+            return possible
+        kept: list[list[ComponentChoice]] = []
+        for each, times, table, rows in zip(choices, timed, tables, possible.choices, strict=True):
+            kept.append([])
+            for i in rows:
+                compute, params = each[i]
+                amount = times[i].amount(table.bytes[i], table.option_bytes[i])
+                kept[-1].append(ComponentChoice(compute, params, amount))
+        (base,), *others = kept
+        optimal = [pareto_optimal(each, self.required) for each in others]
+        return Choices(base, optimal, points, keeping.select(possible.combinations), self.required)
 
     def _candidate(self, combination: Combination) -> Candidate:
         compute, params, methods = dict(self.token_mapping), dict[str, MeshAxes](), self.methods[0]

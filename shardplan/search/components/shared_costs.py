@@ -1,0 +1,34 @@
+"""What computations cost, for all meshes on which they cost the same.
+
+Many meshes divide the same devices differently between axes that a computation does not see: its arrays have as many
+shards, and its collectives as many devices. `MeshCosts` computes such costs once for a space.
+"""
+
+from collections import defaultdict
+from typing import NamedTuple
+
+import numpy as np
+
+from shardplan.cost.gspmd import DeviceCost
+
+
+class LowerBounds(NamedTuple):
+    """Lower bounds of what the tasks of a group take under a compute mapping, for any mapping of stored parameters."""
+
+    costs: list[DeviceCost]
+    """[task]"""
+    seconds: np.ndarray
+    """[task]: on one of the meshes that the costs hold for."""
+    transferring: list[int]
+    """The tasks with collectives, whose seconds are those of that mesh alone."""
+
+
+class SharedCosts:
+    """The costs of a space that do not depend on the mapping of stored parameters, filled in by `MeshCosts`.
+
+    The keys are ids of groups, then the choices and the part of the mesh that the costs depend on.
+    """
+
+    def __init__(self) -> None:
+        self.lower_bounds: defaultdict[int, dict[object, LowerBounds]] = defaultdict(dict)
+        self.sizes: defaultdict[int, dict[object, np.ndarray]] = defaultdict(dict)

@@ -1,0 +1,86 @@
+"""Bounds over all components at once, which leave most choices out before their times are known.
+
+How fast a step is depends on which activations it keeps, and so does how much memory it takes. The bounds are therefore
+computed for every combination of options about activations (`shardplan.search.components.keeping`): a choice may be in
+a plan only if some combination fits with it and is fast enough.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from shardplan.search.components.keeping import Keeping
+from shardplan.search.reasons import Rejection
+from shardplan.search.subproblem.mesh_costs import ComponentTimes
+
+
+class ChoiceTable(NamedTuple):
+    """All choices of one component, as arrays."""
+
+    seconds: np.ndarray
+    """[choice, combination]: time, or a lower bound of it, under every combination of options. Without copies to and
+    from the host in loops, which take no less than nothing."""
+    bytes: np.ndarray
+    """[choice, row]: bytes at every point of the program, then in the memory of the host."""
+    option_bytes: np.ndarray
+    """[choice, option, row]: bytes that every option adds to them."""
+
+    @staticmethod
+    def of(
+        keeping: Keeping, times: Sequence[ComponentTimes], size: np.ndarray, option_bytes: np.ndarray
+    ) -> "ChoiceTable":
+        """Return the table of choices with their times; the bytes are those of the table."""
+        seconds, options = np.array([each.seconds for each in times]), np.array([each.options[:, 0] for each in times])
+        return ChoiceTable(keeping.by_combination(seconds, options), size, option_bytes)
+
+
+class Possible(NamedTuple):
+    """What may be in a plan, by the bounds."""
+
+    choices: list[np.ndarray]
+    """[table]: indices of choices."""
+    combinations: np.ndarray
+    """Indices of combinations of options."""
+
+
+def find_possible(
+    tables: Sequence[ChoiceTable], keeping: Keeping, limit: float, available_bytes: np.ndarray
+) -> Possible | Rejection:
+    """Return the choices that may be in a plan, or why there is none.
+
+    A plan has one choice of every table and one combination of options. Its time is the sum of the times of its choices
+    under this combination, plus copies; its bytes are the sums of bytes of its choices and of its options. So it takes
+    at least the sum of the least time of every table under its combination, and likewise of bytes. With a given choice,
+    the least of this choice's own table is replaced by what the choice itself takes.
+
+    Args:
+        limit: step time in seconds above which a plan is of no interest.
+        available_bytes: [row]: bytes that a plan may use.
+    """
+    # no combination adds less than the least option of every activation does
+    smallest = [table.bytes + keeping.least(table.option_bytes) for table in tables]
+    least_bytes = [each.min(axis=0) for each in smallest]
+    left = available_bytes - np.sum(least_bytes, axis=0)
+    if (left < 0).any():
+        return Rejection.MEMORY
+    fastest = [table.seconds.min(axis=0) for table in tables]
+    seconds = np.sum(fastest, axis=0)
+    combinations = np.flatnonzero(seconds <= limit)
+    if not len(combinations):
+        return Rejection.SLOWER
+    no_plan = Rejection.MEMORY if limit == np.inf else Rejection.SLOWER
+    size = np.sum([table.bytes.min(axis=0) for table in tables], axis=0)
+    options = np.sum([table.option_bytes.min(axis=0) for table in tables], axis=0)
+    rows = np.flatnonzero(size - keeping.least(-options) > available_bytes)  # elsewhere every combination fits
+    added = keeping.combinations[combinations] @ options[:, rows]
+    combinations = combinations[(size[rows] + added <= available_bytes[rows]).all(axis=1)]
+    if not len(combinations):
+        return no_plan
+    choices = []
+    for table, own_fastest, sizes, own_least in zip(tables, fastest, smallest, least_bytes, strict=True):
+        others = (seconds - own_fastest)[combinations]
+        is_fast = (others + table.seconds[:, combinations] <= limit).any(axis=1)
+        fits = (sizes - own_least <= left).all(axis=1)
+        choices.append(np.flatnonzero(is_fast & fits))
+    return Possible(choices, combinations) if all(map(len, choices)) else no_plan
