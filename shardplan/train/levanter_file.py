@@ -22,6 +22,7 @@ from shardplan.levanter_config.writer import trainer_section
 from shardplan.lint.parser.problem import Problem, ProblemKind
 from shardplan.lint.parser.worker import find_problems
 from shardplan.model.registry import Model
+from shardplan.plan.attention_plan import SparseKernel
 from shardplan.plan.plan import Plan
 from shardplan.plan.workload.checkpointing import CheckpointPolicy
 from shardplan.synthetic_data import COMPONENT_TYPE
@@ -32,6 +33,8 @@ REMEDY_OF_VALUES = "correct it, or leave it out for Levanter's default"
 POLICY = "gradient_checkpointing"
 FLASH = "jax_flash"
 """Levanter's attention backend that is right under any sharding."""
+DOCUMENTS = "block_cross_document_attention"
+"""Levanter's key of data whose packed texts do not attend to each other."""
 
 
 @dataclass(frozen=True)
@@ -181,10 +184,15 @@ def _data_section(config: TrainCommand, plan: Plan, model: Model, files: Trainin
     """Return the data to train on: the user's, or synthetic data.
 
     Raises:
-        ConfigError: texts are named, and no tokenizer.
+        ConfigError: texts are named, and no tokenizer; or they are packed as documents that the model cannot separate.
     """
     if not is_synthetic(config):
         data = dict(nested_sections(config.levanter)["data"])
+        if isinstance(plan.attention.kernel, SparseKernel) and data.get(DOCUMENTS, True):
+            raise ConfigError(
+                f"data.{DOCUMENTS} is true, as by default, and native sparse attention does not keep the texts of a "
+                "sequence apart; set it to false, which lets tokens attend to the texts before theirs"
+            )
         if "tokenizer" not in data and not config.model.ref:
             raise ConfigError("data.tokenizer is not set; name a tokenizer, whose tokens the model has")
         data.setdefault("tokenizer", config.model.ref)

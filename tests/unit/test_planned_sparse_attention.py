@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 from test_sparse_decoder import SIZES
 
-from shardplan.config import load_config
+from shardplan.config import load_config, parse_config
+from shardplan.config.command_flags import TrainCommand
 from shardplan.cost.gspmd import device_cost
 from shardplan.cost.roofline import model_flops_by_kind
 from shardplan.cost.sharding import ShardingAssignment
@@ -14,7 +15,7 @@ from shardplan.decoder import NativeSparseConfig
 from shardplan.decoder.parts.attention.sparse.parts import PositionParts
 from shardplan.decoder.parts.attention.sparse.traffic import backward_traffic, forward_traffic
 from shardplan.decoder.sparse_layers import sparse_attentions
-from shardplan.errors import InfeasibleError
+from shardplan.errors import ConfigError, InfeasibleError
 from shardplan.execution import specialize
 from shardplan.hardware import CollectiveKind
 from shardplan.model.registry import build_model
@@ -24,7 +25,9 @@ from shardplan.plan.workload.workload import Workload
 from shardplan.positions.sequence_order import SequenceOrder
 from shardplan.program.step_trace import plan_step
 from shardplan.program.tasks import TaskKind
-from shardplan.search.make_plan import make_plan
+from shardplan.search.make_plan import make_plan, model_from_config
+from shardplan.train.levanter_file import TrainingFiles, levanter_sections
+from shardplan.train.prepare import make_training_plan
 
 CONFIG = {**SIZES, "hidden_size": 768, "num_attention_heads": 12, "head_dim": 64, "v_head_dim": 64, "vocab_size": 512,
           "intermediate_size": 1024, "max_position_embeddings": 131072,
@@ -162,3 +165,22 @@ def test_kinds_of_tasks():
     names = [task.label.rpartition(".")[2] for task in step.tasks if task.kind == TaskKind.CONTRACTION]
     assert {"parameters['q']", "parameters['o']", "parameters['k_slc']"} <= {*names}
     assert replace(step.attention_kinds[0], sparse=None).name == "causal, head size 64"
+
+
+def test_a_training_has_the_method_and_no_packed_documents():
+    """The `model` section of Levanter's file has the plan's method; documents are refused before anything starts."""
+
+    def sections(*argv):
+        config = parse_config(["--config", "configs/nsa-tiny.yaml", *argv], TrainCommand)
+        model = model_from_config(config)
+        plan = make_training_plan(config, model)
+        return plan, levanter_sections(config, plan, model, TrainingFiles("/x", "/x", "/x", "x"))
+
+    plan, made = sections()
+    assert plan.attention.kernel is SparseKernel.DENSE_MASK
+    assert "position" not in plan.compute_mapping
+    assert made["model"]["selected_method"] == "dense_mask"
+    with pytest.raises(ConfigError, match="block_cross_document_attention is true, as by default"):
+        sections("--data.tokenizer=gpt2")
+    *_, made = sections("--data.tokenizer=gpt2", "--data.block_cross_document_attention=false")
+    assert made["data"]["block_cross_document_attention"] is False

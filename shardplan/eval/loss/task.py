@@ -17,6 +17,7 @@ from shardplan.eval.texts.store import TextStore
 from shardplan.execution import step_program
 from shardplan.execution.aot_program import Program
 from shardplan.model.registry import Model
+from shardplan.plan.attention_plan import SparseKernel
 from shardplan.plan.plan import Plan
 from shardplan.plan.workload.workload import Workload
 
@@ -92,5 +93,9 @@ class LossTask:
 
 
 def _may_pack(plan: Plan) -> bool:
-    """Return whether several windows may share a sequence: not if devices share the positions of one."""
-    return not plan.compute_mapping.get(plan.model.position)
+    """Return whether several windows may share a sequence.
+
+    They may not if devices share the positions of one, nor with Native Sparse Attention, whose blocks would mix two.
+    """
+    is_sparse = any(isinstance(method.kernel, SparseKernel) for method in plan.attention.methods)
+    return not is_sparse and not plan.compute_mapping.get(plan.model.position)
