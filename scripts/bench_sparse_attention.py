@@ -1,0 +1,331 @@
+"""python scripts/bench_sparse_attention.py --output docs/benchmarks/sparse_attention.md
+
+Compiles the branches of Native Sparse Attention by each method for one TPU chip, forward and with gradients, beside
+dense splash attention: modelled time, peak memory and temporaries. Needs libtpu, but no TPU. A row takes up to a few
+minutes, and is printed when it is there.
+"""
+
+import argparse
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from shardplan.hardware import GIB, Slice, parse_slice
+from shardplan.verify.compiler.libtpu import libtpu_environment
+
+os.environ.update(libtpu_environment(parse_slice("v5p-8")))
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+from jax.experimental.layout import Format, Layout
+from jax.sharding import NamedSharding, PartitionSpec
+from levanter.layers.attention import AttentionMask
+
+from shardplan.attention import dot_product_attention
+from shardplan.decoder import NativeSparseConfig, SelectedMethod
+from shardplan.decoder.parts.attention.sparse.branches.compressed_branch import attend_to_compressed
+from shardplan.decoder.parts.attention.sparse.branches.query_chunks import map_query_chunks
+from shardplan.decoder.parts.attention.sparse.branches.selected_branch import attend_to_selected
+from shardplan.decoder.parts.attention.sparse.branches.window_branch import attend_to_windows
+from shardplan.decoder.parts.attention.sparse.kernels.compressed_kernel import attend_to_compressed_by_kernel
+from shardplan.decoder.parts.attention.sparse.kernels.compressed_tiles import CompressedTiles
+from shardplan.decoder.parts.attention.sparse.kernels.query_tiles import QueryTiles
+from shardplan.decoder.parts.attention.sparse.native_sparse_attention import QUERIES_PER_CHUNK
+from shardplan.verify.compiler.topology import make_topology_mesh
+from shardplan.verify.hlo.collectives import Network
+from shardplan.verify.hlo.parser import parse
+from shardplan.verify.hlo.timing import model_step
+
+CONFIG = NativeSparseConfig(2560, 4, 16, 128, 128, block=32, stride=16, selection_block=64, selected=16, window=512)
+LENGTHS = (8192, 32768, 65536, 262144)
+DENSE_EFFICIENCY = 0.6
+"""Share of peak FLOP/s of dense splash attention: an assumption, as nothing runs here."""
+HBM_EFFICIENCY = 0.8
+"""Share of peak HBM bandwidth of copies by kernels: an assumption."""
+LARGEST_UNION = CONFIG.initial + CONFIG.local + 8 * (CONFIG.selected - CONFIG.initial - CONFIG.local)
+"""Blocks of a tile of 8 queries that share no other than forced blocks."""
+UNIONS = (24, LARGEST_UNION)
+"""Blocks of a tile: of neighbours that select much the same, and of unrelated ones."""
+DENSE = "dense splash"
+KEYS_PER_STEP, TILES_PER_STEP = 512, 4
+CORES = 2
+"""Cores of a v5p chip, which share the tiles."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Cycles of one core in a kernel, by the compiler's schedule for v5p (instruction bundles; no waiting)."""
+
+    step: int
+    """A step of a tile: 128 rows and 512 keys of the selected branch, 512 rows and 512 keys of the compressed one."""
+    tile: int
+    """What a tile, a block or a skipped step takes beside."""
+
+
+SELECTED, SELECTED_DQ, SELECTED_DKV = Schedule(724, 500), Schedule(599, 306), Schedule(547, 3700)
+"""Of dk and dv: a step has 4 tiles of queries and 64 keys; a block waits 2 us for the first copies."""
+COMPRESSED, IMPORTANCE = Schedule(1902, 250), Schedule(1258, 120)
+COMPRESSED_DQ, COMPRESSED_DKV = Schedule(1568, 160), Schedule(2250, 200)
+
+
+def arrays(length: int, keys: int) -> list[tuple[tuple[int, ...], Any]]:
+    """Return shapes and dtypes of queries, keys and values."""
+    of_keys = (keys, CONFIG.groups, CONFIG.key_size)
+    return [
+        ((length, CONFIG.groups, CONFIG.heads_per_group, CONFIG.key_size), jnp.bfloat16),
+        *[(of_keys, jnp.bfloat16)] * 2,
+    ]
+
+
+def selected(method: SelectedMethod, length: int) -> tuple[Callable[..., jax.Array], list[Any]]:
+    """Return the selected branch, and its arrays."""
+
+    def attend(blocks: jax.Array, queries: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
+        def run(positions: jax.Array, queries: jax.Array, blocks: jax.Array) -> jax.Array:
+            return attend_to_selected(CONFIG, method, positions, queries, blocks, keys, values).output
+
+        chunk = length if method is SelectedMethod.KERNEL else QUERIES_PER_CHUNK
+        return map_query_chunks(run, chunk, jnp.arange(length), queries, blocks)
+
+    return attend, [((length, CONFIG.groups, CONFIG.selected), jnp.int32), *arrays(length, length)]
+
+
+def compressed(by_kernel: bool, length: int) -> tuple[Callable[..., Any], list[Any]]:
+    """Return the compressed branch with the importance of blocks, and its arrays."""
+    blocks = CONFIG.selection_blocks(length)
+
+    def attend(queries: jax.Array, keys: jax.Array, values: jax.Array) -> Any:
+        if by_kernel:
+            return attend_to_compressed_by_kernel(CONFIG, blocks, jnp.arange(length), queries, keys, values)
+
+        def run(positions: jax.Array, queries: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return attend_to_compressed(CONFIG, positions, queries, keys, values, blocks)
+
+        return map_query_chunks(run, QUERIES_PER_CHUNK, jnp.arange(length), queries)
+
+    return attend, arrays(length, CONFIG.compressed_blocks(length))
+
+
+def window(length: int) -> tuple[Callable[..., jax.Array], list[Any]]:
+    """Return the window branch, and its arrays."""
+
+    def attend(queries: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
+        return attend_to_windows(CONFIG, jnp.int32(0), queries, keys, values, QUERIES_PER_CHUNK)
+
+    return attend, arrays(length, length + CONFIG.window - 1)
+
+
+def dense(length: int) -> tuple[Callable[..., jax.Array], list[Any]]:
+    """Return dense causal attention by splash, and its arrays."""
+    names = ("batch", "kv_head", "q_heads_per_group", "position", "head_size")
+
+    def attend(queries: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
+        q = hax.named(queries, names)
+        k, v = (hax.named(x, ("batch", "kv_head", "key_position", "head_size")) for x in (keys, values))
+        output = dot_product_attention(
+            "position", "key_position", "head_size", q, k, v, AttentionMask.causal(), strategy="none", kernel="splash"
+        )
+        return output.array
+
+    of_keys = (CONFIG.groups, length, CONFIG.key_size)
+    of_queries = (CONFIG.groups, CONFIG.heads_per_group, length, CONFIG.key_size)
+    return attend, [(of_queries, jnp.bfloat16), *[(of_keys, jnp.bfloat16)] * 2]
+
+
+def with_gradients(function: Callable[..., Any], inputs: Sequence[Any]) -> tuple[Callable[..., Any], list[Any]]:
+    """Return the function that computes gradients of queries, keys and values, and its arrays."""
+    queries, _, values = inputs[-3:]
+    gradient = (*queries[0][:-1], values[0][-1]), jnp.bfloat16
+
+    def backward(*arguments: jax.Array) -> Any:
+        *before, queries, keys, values, of_output = arguments
+
+        def run(*differentiated: jax.Array) -> jax.Array:
+            results = function(*before, *differentiated)
+            return results[0] if isinstance(results, tuple) else results
+
+        return jax.vjp(run, queries, keys, values)[1](of_output)
+
+    return backward, [*inputs, gradient]
+
+
+def compile_for(hardware: Slice, function: Callable[..., Any], inputs: Sequence[Any]) -> tuple[float, float, float]:
+    """Return modelled seconds without kernels, peak GiB, and GiB of temporaries, of one device with one sequence.
+
+    The compiler chooses the layouts of inputs and outputs, as it does where the layer's projections are before and
+    after them.
+    """
+    mesh = make_topology_mesh(hardware, {"device": hardware.devices})
+    spec = PartitionSpec("device")
+    layout = Format(Layout.AUTO, NamedSharding(mesh, spec))
+    structs = [jax.ShapeDtypeStruct((hardware.devices, *shape), dtype) for shape, dtype in inputs]
+    run = jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    compiled = jax.jit(run, in_shardings=layout, out_shardings=layout).lower(*structs).compile()
+    network = Network({"device": hardware.devices}, hardware, [0] * hardware.devices)
+    timing = model_step(parse(compiled.as_text()), network, hardware)
+    memory = compiled.memory_analysis()
+    return timing.seconds, memory.peak_memory_in_bytes / GIB, memory.temp_size_in_bytes / GIB
+
+
+def dense_seconds(hardware: Slice, length: int, is_backward: bool) -> float:
+    """Seconds = matmuls * 2 * heads * head size * length^2 / 2 / (60 % of peak): 2 matmuls forward, 7 backward."""
+    heads = CONFIG.groups * CONFIG.heads_per_group
+    flops = (7 if is_backward else 2) * heads * CONFIG.key_size * length**2
+    return flops / (DENSE_EFFICIENCY * hardware.generation.flops)
+
+
+def selected_seconds(hardware: Slice, length: int, union: int, is_backward: bool) -> float:
+    """Seconds of the kernels of the selected branch: the larger of cycles and of copies from HBM."""
+    tiles = QueryTiles.of(CONFIG, length)
+    count, union = CONFIG.groups * tiles.per_sequence, min(union, CONFIG.selection_blocks(length))
+    steps = count * -(-union * CONFIG.selection_block // KEYS_PER_STEP)
+    block_bytes = 2 * CONFIG.selection_block * (CONFIG.key_size + CONFIG.value_size)
+    row_bytes = 2 * tiles.rows * (CONFIG.key_size + CONFIG.value_size)
+    walk = SELECTED_DQ if is_backward else SELECTED
+    bandwidth = HBM_EFFICIENCY * hardware.generation.hbm_bandwidth
+    seconds = max(cycle_seconds(hardware, walk, steps, count), count * union * block_bytes / bandwidth)
+    if is_backward:
+        blocks = CONFIG.groups * CONFIG.selection_blocks(length)
+        cycles = cycle_seconds(hardware, SELECTED_DKV, -(-count * union // TILES_PER_STEP), blocks)
+        seconds += max(cycles, count * union * row_bytes / bandwidth)
+    return seconds
+
+
+def compressed_seconds(hardware: Slice, length: int, is_backward: bool) -> float:
+    """Seconds of the kernels of the compressed branch: a tile computes the chunks up to its own, and skips the rest."""
+    sizes = CompressedTiles.of(CONFIG, length, CONFIG.selection_blocks(length))
+    tiles = CONFIG.groups * sizes.tiles.per_sequence
+    all_steps = tiles * sizes.chunks
+    computed = (all_steps + tiles) // 2
+    kernels = (COMPRESSED_DQ, COMPRESSED_DKV) if is_backward else (COMPRESSED, IMPORTANCE)
+    return sum(cycle_seconds(hardware, kernel, computed, all_steps) for kernel in kernels)
+
+
+def cycle_seconds(hardware: Slice, schedule: Schedule, steps: int, others: int) -> float:
+    """Seconds of cycles that the cores share; of other generations in the ratio of peak FLOP/s to that of v5p."""
+    v5p = parse_slice("v5p-8").generation
+    seconds = (schedule.step * steps + schedule.tile * others) / (CORES * v5p.clock)
+    return seconds * v5p.flops / hardware.generation.flops
+
+
+def rows(hardware: Slice, length: int) -> Iterator[str]:
+    """Yield the rows of the table for one length, with the time of dense attention over each time."""
+    branches: dict[str, tuple[Callable[..., Any], list[Any]]] = {
+        DENSE: dense(length),
+        "selected, kernel": selected(SelectedMethod.KERNEL, length),
+        "compressed and importance, kernel": compressed(True, length),
+        "window, XLA": window(length),
+        "compressed and importance, XLA": compressed(False, length),
+        "selected, gathered blocks, XLA": selected(SelectedMethod.GATHERED_BLOCKS, length),
+        "selected, dense mask, XLA": selected(SelectedMethod.DENSE_MASK, length),
+    }
+    for name, (function, inputs) in branches.items():
+        for is_backward in (False, True):
+            program = with_gradients(function, inputs) if is_backward else (function, inputs)
+            direction = "backward" if is_backward else "forward"
+            label = f"| {hardware.generation.name} | {length // 1024}K | {direction} | {name}"
+            try:
+                in_xla, peak, temporaries = compile_for(hardware, *program)
+            except jax.errors.JaxRuntimeError as error:
+                yield f"{label} | does not compile: {str(error).splitlines()[0][:80]} | | | |"
+                continue
+            times = kernel_times(hardware, name, length, is_backward) or {"": 0.0}
+            if name == DENSE:  # the reading of the module has its kernels, at peak
+                in_xla = 0.0
+            for of_what, by_kernels in times.items():
+                seconds = in_xla + by_kernels
+                ratio = dense_seconds(hardware, length, is_backward) / seconds
+                yield f"{label}{of_what} | {1e3 * seconds:.1f} | {ratio:.2f} | {peak:.2f} | {temporaries:.2f} |"
+
+
+def kernel_times(hardware: Slice, name: str, length: int, is_backward: bool) -> dict[str, float]:
+    """Label -> seconds of the kernels of a branch; empty if it has none."""
+    if name == DENSE:
+        return {"": dense_seconds(hardware, length, is_backward)}
+    if name == "selected, kernel":
+        seconds = partial(selected_seconds, hardware, length, is_backward=is_backward)
+        return {f", unions of {union}": seconds(union) for union in UNIONS}
+    if name == "compressed and importance, kernel":
+        return {"": compressed_seconds(hardware, length, is_backward)}
+    return {}
+
+
+def kernel_table(hardware: Slice) -> str:
+    """Return the times of kernels for all lengths, which need no compiler."""
+    lines = []
+    for length in LENGTHS:
+        for is_backward in (False, True):
+            of_dense = dense_seconds(hardware, length, is_backward)
+            times = [selected_seconds(hardware, length, union, is_backward) for union in UNIONS]
+            times.append(compressed_seconds(hardware, length, is_backward))
+            cells = [f"{1e3 * each:.1f} ({of_dense / each:.1f})" for each in times]
+            direction = "backward" if is_backward else "forward"
+            lines.append(f"| {length // 1024}K | {direction} | {1e3 * of_dense:.1f} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+TEMPLATE = """# Native Sparse Attention, by the TPU compiler
+
+Made by `python scripts/bench_sparse_attention.py {arguments}--output docs/benchmarks/sparse_attention.md`
+with libtpu on a CPU machine with 2 cores. Nothing ran on a TPU.
+
+One sequence on one chip: 64 query heads, 4 groups, heads of size 128, bfloat16; blocks of 32 with stride 16, 16
+selected blocks of 64, window of 512. Times are modelled:
+
+- XLA: the compiler's cycles, and gathers at HBM bandwidth, as `shardplan.verify` reads compiled programs. Backward
+  programs compute the output again, chunk by chunk. Work for which the compiler gives no cycles is counted by its
+  bytes, so that the dense mask is a lower bound.
+- Kernels of the sparse branches: the larger of their cycles, counted in the compiler's schedule for v5p, and their
+  copies at 80% of HBM bandwidth; and the compiler's cycles for tables, without sorts. The time of backward rows is that
+  of the backward kernels alone; their memory is that of the program that computes the output first.
+- Dense splash: 2 matmuls forward and 7 backward at 60% of peak; the compiler gives no cycles.
+
+"Unions" are the blocks that the 8 queries of a tile select together: 24 where neighbours select much the same blocks,
+{largest} if they share forced blocks only. Ratios are the time of dense splash to that of the method.
+
+## Kernels on v5p
+
+Milliseconds, and ratios; the compressed branch has the importance of blocks in its forward pass.
+
+| length | pass | dense splash | selected, unions of 24 | selected, unions of {largest} | compressed |
+| --- | --- | --- | --- | --- | --- |
+{kernels}
+
+## Compiled programs
+
+| chip | length | pass | method | ms | dense / this | peak GiB | temporaries GiB |
+| --- | --- | --- | --- | --- | --- | --- | --- |
+{rows}
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--slices", nargs="+", default=["v5p-8"], help="slices of one chip generation each")
+    parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS)
+    parser.add_argument("--output", help="Markdown file to write; default: the rows on stdout only")
+    options = parser.parse_args()
+    lines: list[str] = []
+    for name in options.slices:
+        for length in options.lengths:
+            for line in rows(parse_slice(name), length):
+                print(line, flush=True)
+                lines.append(line)
+                if options.output:
+                    write(Path(options.output), options.slices, options.lengths, lines)
+
+
+def write(path: Path, slices: Sequence[str], lengths: Sequence[int], lines: Sequence[str]) -> None:
+    """Write the page with the rows so far."""
+    arguments = f"--slices {' '.join(slices)} --lengths {' '.join(map(str, lengths))} "
+    kernels = kernel_table(parse_slice("v5p-8"))
+    text = TEMPLATE.format(arguments=arguments, largest=LARGEST_UNION, kernels=kernels, rows="\n".join(lines))
+    path.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
