@@ -232,6 +232,11 @@ def _build_space(variant: WorkloadVariant, model: Model, rules: Rules, own_atten
         if pin.mesh_axes and pin.axis not in (*space.tensor_axes, space.residual, *tokens):
             reason = "layers are stacked along it" if pin.axis in space.step.stacked_axes else "no computation uses it"
             raise ConfigError(f"pin {pin}: plans never shard {pin.axis}, for {reason}")
+        if pin.mesh_axes and not pin.is_stored and pin.axis in step.sparse_axes:
+            raise ConfigError(
+                f"pin {pin}: plans never shard {pin.axis} in computations of native sparse attention, for the heads of "
+                "a group select blocks by one sum; shard the axis of groups (kv_head)"
+            )
     return space
 
 

@@ -147,6 +147,11 @@ def test_positions_are_sharded_by_whole_blocks():
         plan_of(workload={"batch": 1, "position": 2048}, slice="v5e-64", pin=["position=data", "mesh.data=64"])
 
 
+def test_a_pin_of_the_heads_of_a_group_is_refused():
+    with pytest.raises(ConfigError, match=r"plans never shard q_heads_per_group in computations of native sparse"):
+        plan_of(workload={"batch": 8, "position": 2048}, pin=["q_heads_per_group=model"])
+
+
 def test_compressed_without_a_window_of_chunks():
     """A device with one chunk of queries computes nothing again for gradients."""
     step = step_of("train", position=256)
