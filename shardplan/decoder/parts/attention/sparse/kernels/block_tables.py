@@ -74,7 +74,8 @@ def make_tile_lists(tiles: QueryTiles, tables: BlockTables, count: int) -> TileL
     Args:
         count: blocks of the sequence, J.
     """
-    heads_shape = (-1, tiles.per_sequence * tables.blocks.shape[-1])
+    # with an axis of size 1, as the tables have it: the compiler needs minutes for the sort of a reshaped table
+    heads_shape = (-1, 1, tiles.per_sequence * tables.blocks.shape[-1])
     blocks = jnp.where(tables.members != 0, tables.blocks, count)
     numbers = (jnp.arange(len(blocks)) % tiles.per_sequence)[:, None, None]
     # one key for the block and the tile, because sorts by two compile and run for longer
@@ -82,10 +83,12 @@ def make_tile_lists(tiles: QueryTiles, tables: BlockTables, count: int) -> TileL
     members = tables.members.reshape(heads_shape)
     keys, members = jax.lax.sort((keys.reshape(heads_shape), members), num_keys=1, is_stable=False)
     borders = jnp.arange(count + 1, dtype=jnp.uint32) * tiles.per_sequence
-    starts = jax.vmap(lambda row: jnp.searchsorted(row, borders))(keys)
+    starts = jax.vmap(lambda row: jnp.searchsorted(row, borders))(keys[:, 0])
     numbers = (keys % tiles.per_sequence).astype(jnp.int32)
-    missing = -keys.shape[1] % TILES_PER_CHUNK
-    padded = (jnp.pad(x, [(0, 0), (0, missing)]).reshape(len(x), -1, TILES_PER_CHUNK) for x in (numbers, members))
+    missing = -keys.shape[2] % TILES_PER_CHUNK
+    padded = (
+        jnp.pad(x, [(0, 0), (0, 0), (0, missing)]).reshape(len(x), -1, TILES_PER_CHUNK) for x in (numbers, members)
+    )
     return TileLists(jnp.stack([*padded], axis=2), starts.astype(jnp.int32)[:, None])
 
 
