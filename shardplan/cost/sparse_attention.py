@@ -314,7 +314,7 @@ def sparse_buffer_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> f
 
     These are the float32 keys and values of the sequence, rotated queries, the outputs of branches, the importance of
     blocks, and the scores and gathered rows of one chunk of queries. A gradient has gradients of them, too; those of
-    gathered rows are added up at once. Compared with the compiler's temporaries in tests.
+    gathered rows are added up at once. docs/log.md compares it with XLA's temporaries.
     """
     assert buffer.attention is not None
     work = sparse_work(buffer.attention, buffer.array, assignment)
