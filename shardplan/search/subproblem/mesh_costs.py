@@ -275,7 +275,7 @@ def _times(component: ComponentCost, seconds: np.ndarray) -> ComponentTimes:
 
 def _bytes(component: ComponentCost, sizes: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """Return [choice, row] and [choice, option, row]: bytes of a component, given the sizes of its buffers."""
-    of_choices = np.array(sizes)
+    of_choices = np.array(sizes).reshape(len(sizes), len(component.buffers))  # there may be no choice
     return of_choices @ component.counts.T, np.tensordot(of_choices, component.option_counts, axes=(1, 2))
 
 
