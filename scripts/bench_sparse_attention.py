@@ -280,12 +280,12 @@ selected blocks of 64, window of 512. Times are modelled:
   programs compute the output again, chunk by chunk. Work for which the compiler gives no cycles is counted by its
   bytes, so that the dense mask is a lower bound.
 - Kernels of the sparse branches: the larger of their cycles, counted in the compiler's schedule for v5p, and their
-  copies at 80% of HBM bandwidth; and the compiler's cycles for tables, without sorts. The time of backward rows is that
-  of the backward kernels alone; their memory is that of the program that computes the output first.
+  copies at 80% of HBM bandwidth; and the compiler's cycles for tables, without sorts. Backward rows have
+  the time of the backward kernels alone, and the memory of a program that computes the output first.
 - Dense splash: 2 matmuls forward and 7 backward at 60% of peak; the compiler gives no cycles.
 
 "Unions" are the blocks that the 8 queries of a tile select together: 24 where neighbours select much the same blocks,
-{largest} if they share forced blocks only. Ratios are the time of dense splash to that of the method.
+{largest} if they share forced blocks only. A ratio is the time of dense splash divided by the method's.
 
 ## Kernels on v5p
 

@@ -6,12 +6,12 @@ l', n selected blocks, window w, h hidden elements of the compression; q queries
 
 | stage | FLOPs, forward | bytes through HBM |
 |---|---|---|
-| compression | 2 B G T / d (l D h + h D) | the tokens of a block, d / l of which are read once more |
+| compression | 2 B G T / d (l D h + h D) | the tokens of all blocks, each in l / d of them, written and read |
 | compressed branch | 2 B T G R C D | float32 scores B T G R C, `COMPRESSED_PASSES` times |
 | choice of blocks | - | float32 importance B T G J, `CHOICE_PASSES` times |
 | selected, dense mask | 2 B T G R S D | float32 scores B T G R S, `SELECTED_PASSES` times |
-| selected, gathered | 2 B T G R n l' D | scores B T G R n l' likewise; the rows B T G n l' D, in float32 and in b |
-| window | 2 B T G R (q + w - 1) D | scores B T G R (q + w - 1) likewise |
+| selected, gathered | 2 B T G R n l' D | scores as above, with n l' for S; the rows B T G n l' D, in float32 and in b |
+| window | 2 B T G R (q + w - 1) D | scores as above, with q + w - 1 for S |
 
 A stage takes the longer of its FLOPs at peak and its bytes at HBM bandwidth. A gradient has two matmuls for each, and
 computes the forward pass again where a device has more than one chunk of queries. XLA computes masked scores too. To
@@ -113,12 +113,12 @@ class SparseWork:
 
     @cached_property
     def window_keys(self) -> float:
-        """Keys of a query in the window branch, with those that the mask removes."""
+        """Keys of a query in the window branch, masked ones among them."""
         return self.chunk + self.config.window - 1
 
     @cached_property
     def selected_keys(self) -> int:
-        """Keys of a query in the selected branch, with those that the mask removes."""
+        """Keys of a query in the selected branch, masked ones among them."""
         match self.method:
             case SparseKernel.GATHERED_BLOCKS:
                 return self.config.selected * self.config.selection_block

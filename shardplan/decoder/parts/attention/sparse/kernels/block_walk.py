@@ -60,7 +60,7 @@ class TileStep(NamedTuple):
 
     tile: jax.Array
     is_first: jax.Array
-    """Whether no step before this one has started copies for it."""
+    """Whether it starts its own first copies, because it is the first of its core."""
     has_next: jax.Array
 
     @classmethod
@@ -196,7 +196,7 @@ def scratch(sizes: WalkSizes, keys: jax.Array, values: jax.Array) -> list[Any]:
 
 
 def rows_spec(rows: int, size: int, tiles: int) -> pl.BlockSpec:
-    """Return the spec of an array [tile, rows, size], of which a grid step has its tile."""
+    """Return the spec of an array [tile, rows, size]: every grid step has its own tile."""
     return pl.BlockSpec((1, rows, size), lambda core, i, _: (core * (tiles // CORES) + i, 0, 0))
 
 

@@ -44,7 +44,7 @@ class CompressedTiles:
         """Choose the tiles of `count` queries of a sequence with so many selection blocks."""
         heads = -(-config.heads_per_group // SUBLANES) * SUBLANES
         rows = min(MAX_ROWS, MAX_SCORES // _chunk(config))
-        # tiles divide selection blocks, of which runs of positions consist
+        # tiles divide selection blocks, and runs of positions consist of complete blocks
         queries = SUBLANES
         while config.selection_block % (2 * queries) == 0 and 2 * queries * heads <= rows:
             queries *= 2
