@@ -19,7 +19,7 @@ def by_size(name: str) -> list[str | float]:
 
 _FILES = Path(__file__).with_name("configs").glob("*.json")
 BUNDLED = {path.stem: path for path in sorted(_FILES, key=lambda path: by_size(path.stem))}
-"""Name of a released model -> path of its config.json in the package, so that planning needs no network."""
+"""Name of a released model, or of nsa-125m -> path of its config.json in the package; planning needs no network."""
 
 HUB_NAMES = {
     "apertus-8b": ("swiss-ai/Apertus-8B-2509", "swiss-ai/Apertus-8B-Instruct-2509"),

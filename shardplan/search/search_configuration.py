@@ -9,11 +9,13 @@ from typing import Any
 
 from shardplan.config import PlanConfig
 from shardplan.cost.calibration import calibration_of, compiler_quirks, usable_bytes, usable_host_bytes
+from shardplan.decoder.sparse_layers import selected_method
 from shardplan.errors import ConfigError, InfeasibleError
 from shardplan.hardware import Slice, parse_slice
 from shardplan.hardware.mesh_axes import POSITION_CHOICES
 from shardplan.model.inspect import inspect_model
 from shardplan.model.registry import Model
+from shardplan.plan.attention_plan import Strategy
 from shardplan.plan.mapping import MeshAxes
 from shardplan.plan.pins import Rules, parse_rules
 from shardplan.plan.workload.checkpointing import DEFAULT, OPEN_CHECKPOINTING
@@ -249,6 +251,10 @@ def attention_methods(
         kinds: the kinds of attention in the model; they decide for models whose attention is not planned.
     """
     contiguous = tuple(method for method in METHODS if method.order == SequenceOrder.CONTIGUOUS)
+    if model.is_decoder and selected_method(model.config.segments) is not None:
+        # queries select blocks of the whole sequence, so that their keys are gathered
+        gathering = tuple(method for method in METHODS if method.strategy == Strategy.ALL_GATHER)
+        return gathering[:1] if is_training else gathering
     if model.is_attention_planned:
         return METHODS[:1] if is_training else METHODS
     if not kinds or not all(kind.can_shard_positions for kind in kinds):

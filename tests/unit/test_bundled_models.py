@@ -17,8 +17,8 @@ from shardplan.search.make_plan import make_plan
 PUBLISHED = {
     "apertus-8b": 8.05, "aya-23-8b": 8.03, "command-a": 111, "command-r": 35, "command-r7b": 8.03, "deepseek-v2": 236,
     "deepseek-v2-lite": 15.7, "deepseek-v3": 671, "deepseek-v3.2": 671, "dots.llm1": 142, "ernie-4.5-21b-a3b": 21.8,
-    "exaone-4.0-32b": 32.0, "gemma-2-27b": 27.2, "gemma-2-2b": 2.61, "gemma-2-9b": 9.24,
-    "gemma-2b": 2.51, "gemma-3-12b": 11.8, "gemma-3-1b": 1.0, "gemma-3-27b": 27.0, "gemma-3-4b": 3.88, "gemma-7b": 8.54,
+    "exaone-4.0-32b": 32.0, "gemma-2-27b": 27.2, "gemma-2-2b": 2.61, "gemma-2-9b": 9.24, "gemma-2b": 2.51,
+    "gemma-3-12b": 11.8, "gemma-3-1b": 1.0, "gemma-3-27b": 27.0, "gemma-3-4b": 3.88, "gemma-7b": 8.54,
     "glm-4-32b-0414": 32.6, "glm-4-9b": 9.4, "glm-4-9b-0414": 9.4, "glm-4.5": 355, "glm-4.5-air": 106,
     "glm-4.7-flash": 30, "glm-5": 744, "gpt-j-6b": 6.05, "gpt-neox-20b": 20.55, "gpt-oss-120b": 116.8,
     "gpt-oss-20b": 20.9, "gpt2": 0.124, "gpt2-large": 0.774, "gpt2-medium": 0.355, "gpt2-xl": 1.558,
@@ -28,9 +28,9 @@ PUBLISHED = {
     "llama-3.2-3b": 3.21, "llama-3.3-70b": 70.6, "llama-4-maverick": 400, "llama-4-scout": 109, "minimax-m2": 230,
     "ministral-3-3b": 3.4, "ministral-3-8b": 8.4, "mistral-7b-v0.1": 7.24, "mistral-7b-v0.3": 7.25,
     "mistral-nemo-12b": 12.2, "mistral-small-24b": 23.6, "mistral-small-4-119b": 119, "mixtral-8x22b": 141,
-    "mixtral-8x7b": 46.7, "moonlight-16b": 16, "olmo-3-32b": 32.2, "olmo-3-7b": 7.3, "olmo2-13b": 13.7,
-    "olmo2-32b": 32.2, "olmo2-7b": 7.3, "olmoe-1b-7b": 6.92, "opt-1.3b": 1.3, "opt-125m": 0.125, "opt-13b": 13,
-    "opt-2.7b": 2.7, "opt-30b": 30, "opt-6.7b": 6.7, "opt-66b": 66, "phi-1.5": 1.42, "phi-2": 2.78,
+    "mixtral-8x7b": 46.7, "moonlight-16b": 16, "nsa-125m": 0.116, "olmo-3-32b": 32.2, "olmo-3-7b": 7.3,
+    "olmo2-13b": 13.7, "olmo2-32b": 32.2, "olmo2-7b": 7.3, "olmoe-1b-7b": 6.92, "opt-1.3b": 1.3, "opt-125m": 0.125,
+    "opt-13b": 13, "opt-2.7b": 2.7, "opt-30b": 30, "opt-6.7b": 6.7, "opt-66b": 66, "phi-1.5": 1.42, "phi-2": 2.78,
     "phi-3-mini-4k": 3.82, "phi-3.5-mini": 3.82, "phi-4": 14.7, "phi-4-mini": 3.84, "pythia-1.4b": 1.415,
     "pythia-12b": 11.846, "pythia-160m": 0.1623, "pythia-1b": 1.0118, "pythia-2.8b": 2.7752, "pythia-410m": 0.4053,
     "pythia-6.9b": 6.8573, "pythia-70m": 0.0704, "qwen2.5-0.5b": 0.49, "qwen2.5-1.5b": 1.54, "qwen2.5-14b": 14.7,
@@ -42,7 +42,8 @@ PUBLISHED = {
 }  # fmt: skip
 """Name -> parameters as published, in billions: by the model's card or paper; of Gemma 3 and Ministral 3 the text.
 
-Of Llama 4, the image model is among them, less than one of the billions.
+Of Llama 4, the image model is among them, less than one of the billions. Nobody published nsa-125m, which is the model
+of two reports of training runs.
 """
 SPREAD = ("command-r7b", "gpt-neox-20b", "ministral-3-3b", "mixtral-8x22b", "pythia-70m", "qwen2.5-72b")
 """Models of several families and sizes, which are planned in every run."""

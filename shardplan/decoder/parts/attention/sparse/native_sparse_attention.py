@@ -18,6 +18,7 @@ from shardplan.decoder.parts.attention.grouped_attention import POSITION
 from shardplan.decoder.parts.attention.sparse.branches.selected_branch import SelectedMethod
 from shardplan.decoder.parts.attention.sparse.config import NativeSparseConfig
 from shardplan.decoder.parts.attention.sparse.device_branches import GroupInputs, TokenInputs
+from shardplan.decoder.parts.attention.sparse.mesh_sharding import resolve_mesh_sharding
 from shardplan.decoder.parts.attention.sparse.parameters import init_parameters, name_arrays
 from shardplan.decoder.parts.attention.sparse.sparse_call import SparseCall, attend_sparsely
 from shardplan.decoder.parts.attention.sparse.statistics import SelectionSums
@@ -136,8 +137,9 @@ class NativeSparseAttention(eqx.Module):
                 queries is on two devices, or there is no kernel for the sizes.
         """
         config, Batch, Pos = self.config, x.resolve_axis(BATCH), x.resolve_axis(POSITION)
+        sharding = resolve_mesh_sharding(config, Batch, Pos)  # it refuses a mapping before the projections use it
         call = SparseCall(
-            config, Batch, Pos, self._token_inputs(x), self._group_inputs(), method, layout, queries_per_chunk
+            config, Pos, sharding, self._token_inputs(x), self._group_inputs(), method, layout, queries_per_chunk
         )
         if not with_details:
             return self._output(attend_sparsely(call).astype(x.dtype), Batch, Pos)

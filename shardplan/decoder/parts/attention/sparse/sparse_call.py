@@ -21,7 +21,7 @@ from shardplan.decoder.parts.attention.sparse.device_branches import (
     TokenResults,
 )
 from shardplan.decoder.parts.attention.sparse.kernels.refusal import check_kernel
-from shardplan.decoder.parts.attention.sparse.mesh_sharding import device_count, resolve_mesh_sharding, run_on_mesh
+from shardplan.decoder.parts.attention.sparse.mesh_sharding import MeshSharding, device_count, run_on_mesh
 from shardplan.decoder.parts.attention.sparse.parts import PositionParts
 from shardplan.decoder.parts.attention.sparse.position_shards import PositionShards
 from shardplan.decoder.parts.attention.sparse.statistics import SelectionSums
@@ -33,8 +33,8 @@ class SparseCall:
     """The inputs of the branches of a layer, and how they are computed."""
 
     config: NativeSparseConfig
-    Batch: Axis
     Pos: Axis
+    sharding: MeshSharding
     inputs: TokenInputs
     parameters: GroupInputs
     method: SelectedMethod
@@ -44,29 +44,28 @@ class SparseCall:
     """Queries of a device that are computed at a time."""
 
     def run(self, query_tile: int | None = None) -> tuple[TokenResults, SelectionSums | None]:
-        """Compute the branches on the devices of the mesh in force.
+        """Compute the branches on the devices of the mesh.
 
         Args:
             query_tile: queries whose union of blocks the statistics count; None for no statistics.
 
         Raises:
-            ConfigError: the axis mapping shards heads within a group, sizes cannot be divided as it says, a tile of
-                queries is on two devices, or there is no kernel for the sizes.
+            ConfigError: positions cannot be divided as the mesh shards them, a tile of queries is on two devices, or
+                there is no kernel for the sizes.
         """
-        sharding = resolve_mesh_sharding(self.config, self.Batch, self.Pos)
-        parts = PositionParts(self.Pos.size, device_count(sharding.position), self.layout)
+        parts = PositionParts(self.Pos.size, device_count(self.sharding.position), self.layout)
         parts.check(self.config, query_tile or 1)
         if self.method is SelectedMethod.KERNEL:
             check_kernel(self.config)
         branches = DeviceBranches(
             self.config,
-            PositionShards(parts, sharding.position),
-            sharding.mesh_axes,
+            PositionShards(parts, self.sharding.position),
+            self.sharding.mesh_axes,
             self.method,
             self.queries_per_chunk,
             query_tile,
         )
-        return run_on_mesh(branches, sharding, self.inputs, self.parameters)
+        return run_on_mesh(branches, self.sharding, self.inputs, self.parameters)
 
 
 def compute_sparse_call(call: SparseCall) -> jax.Array:
