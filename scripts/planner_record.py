@@ -267,6 +267,28 @@ def record_key(case: Case) -> str:
     return f"{digest(case)[:24]} {code_digest(READING)[:8]}"
 
 
+def record_keys(cases: Sequence[Case], records: Mapping[str, Record], takes_earlier: bool) -> list[str]:
+    """The key of each case: of the program, or of an earlier result that counts for it.
+
+    Args:
+        takes_earlier: whether a result of the same layout counts that was compiled by earlier code or packages.
+    """
+    keys = [record_key(case) for case in cases]
+    if not takes_earlier:
+        return keys
+    by_layout = {record.layout.text: record.key for record in records.values()}
+    return [
+        key if key in records else by_layout.get(Layout.of(case).text, key)
+        for key, case in zip(keys, cases, strict=True)
+    ]
+
+
+def find_records(cases: Sequence[Case], path: Path) -> list[Record | None]:
+    """The results that the file `path` holds of cases, those of earlier code too; None where there is none."""
+    records = read_records(path)
+    return [records.get(key) for key in record_keys(cases, records, takes_earlier=True)]
+
+
 def compile_cases(cases: Sequence[Case], path: Path, jobs: int | None, takes_earlier: bool = False) -> list[Record]:
     """Compile the cases that the file `path` does not hold yet, add each result to it, and return all their records.
 
@@ -275,12 +297,7 @@ def compile_cases(cases: Sequence[Case], path: Path, jobs: int | None, takes_ear
         takes_earlier: whether a result of the same layout counts that was compiled by earlier code or packages.
     """
     records = read_records(path)
-    keys = {id(case): record_key(case) for case in cases}
-    if takes_earlier:
-        by_layout = {record.layout.text: record.key for record in records.values()}
-        for case in cases:
-            if keys[id(case)] not in records:
-                keys[id(case)] = by_layout.get(Layout.of(case).text, keys[id(case)])
+    keys = {id(case): key for case, key in zip(cases, record_keys(cases, records, takes_earlier), strict=True)}
     lock = threading.Lock()
 
     def keep(case: Case, verdict: Verdict) -> None:
