@@ -232,6 +232,8 @@ class CompilerConfig:
     """Memory limit of one compile, GiB of this machine."""
     cache: str | None = "~/.cache/shardplan/verify"
     """Folder that keeps verdicts; null for none."""
+    memory_only: bool = False
+    """Judge memory and collectives alone, in seconds, without the time of a step."""
 
     def __post_init__(self) -> None:
         for key in ("jobs", "seconds", "gib"):

@@ -22,6 +22,7 @@ from haliax import NamedArray
 from haliax.nn import Linear
 from haliax.nn.scan import ScanCheckpointPolicy
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from shardplan.runtime.private_jax import named_splash_residuals
 
@@ -108,7 +109,11 @@ def _with_name(node: Any, name: ActivationName | None) -> Any:
 
 
 class _NamedDotGeneral(eqx.Module):
-    """A `dot_general` of Haliax whose result has a name, and its operand too, if that is the context of attention."""
+    """A `dot_general` of Haliax whose result has a name, and its operand too, if that is the context of attention.
+
+    Both are in row-major order. Otherwise the TPU compiler lets the matmuls of gradients choose the order of what is
+    kept for the backward pass, and copies all layers of it to this order between the passes.
+    """
 
     dot_general: Any
     name: ActivationName = eqx.field(static=True)
@@ -117,5 +122,11 @@ class _NamedDotGeneral(eqx.Module):
         """Multiply as `jax.lax.dot_general`."""
         if self.name is ActivationName.ATTENTION_OUT and not _KERNEL_NAMES_CONTEXT.get():
             lhs = checkpoint_name(lhs, ActivationName.CONTEXT.value)
-        product: jax.Array = checkpoint_name(self.dot_general(lhs, rhs, *arguments, **settings), self.name.value)
-        return product
+        product = self.dot_general(_row_major(lhs), rhs, *arguments, **settings)
+        return _row_major(checkpoint_name(product, self.name.value))
+
+
+def _row_major(x: jax.Array) -> jax.Array:
+    """Have the compiler keep an array in row-major order."""
+    constrained: jax.Array = with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+    return constrained

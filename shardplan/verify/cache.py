@@ -132,9 +132,16 @@ def _is_ignored(statement: ast.stmt) -> bool:
     return is_text or isinstance(statement, ast.Import | ast.ImportFrom)
 
 
-def cache_path(case: Case, folder: str | None) -> Path | None:
-    """The file that keeps the result of `case`; None without a cache folder."""
-    return None if folder is None else Path(folder).expanduser() / f"{digest(case)[:32]}.json.gz"
+def cache_path(case: Case, folder: str | None, memory_only: bool = False) -> Path | None:
+    """The file that keeps the result of `case`; None without a cache folder.
+
+    Args:
+        memory_only: whether the result may be without cycles; if there is one with them, it is returned.
+    """
+    if folder is None:
+        return None
+    path = Path(folder).expanduser() / f"{digest(case)[:32]}.json.gz"
+    return path.with_name(f"memory-{path.name}") if memory_only and not path.exists() else path
 
 
 def facts_path(case: Case, folder: str | None) -> Path | None:

@@ -10,7 +10,7 @@ from shardplan.verify.hlo.collectives import Network
 from shardplan.verify.hlo.kernels import KernelWork
 from shardplan.verify.hlo.module import HloError, Module
 from shardplan.verify.hlo.parser import parse
-from shardplan.verify.hlo.peak_buffers import hbm_buffers, hbm_bytes, live_bytes
+from shardplan.verify.hlo.peak_buffers import hbm_buffers, hbm_bytes, host_bytes, live_bytes
 from shardplan.verify.hlo.timing import Timing, model_step
 from shardplan.verify.model_facts import ModelFacts
 from shardplan.verify.verdict import (
@@ -49,7 +49,9 @@ def read_verdict(
     live = live_bytes(module, compiled.live_ranges) if module else []
     if not compiled.error:
         sizes = dict(compiled.memory)
-        if sizes.get("host"):  # the compiler's peak counts it as well
+        if module is not None and not compiled.has_cycles:
+            sizes = _reported_sizes(module, compiled.usage)
+        elif sizes.get("host"):  # the compiler's peak counts it as well
             sizes["peak"] = hbm_bytes(compiled.usage)
         memory = CompiledMemory(**sizes, available=available, buffers=buffers[:MAX_ROWS], live=live)
         values |= {"outcome": Outcome.FITS, "reason": None, "memory": memory}
@@ -78,23 +80,37 @@ def _failure_fields(
     peak = hbm_bytes(compiled.usage)
     if module is None or peak <= available:  # the reports are of another program
         return {"outcome": Outcome.DOES_NOT_FIT, "reason": CompileError(compiled.error)}
-    parameters = [i for i in module.entry.instructions.values() if i.opcode == "parameter"]
-    arguments = sum(array.bytes for parameter in parameters for array in parameter.arrays)
+    sizes = _reported_sizes(module, compiled.usage)
     return {
         "outcome": Outcome.DOES_NOT_FIT,
         "reason": OutOfMemory(peak - available, buffers[:MAX_NAMED_BUFFERS]),
-        "memory": CompiledMemory(peak, arguments, peak - arguments, 0, available, buffers[:MAX_ROWS], live),
+        "memory": CompiledMemory(**sizes, available=available, buffers=buffers[:MAX_ROWS], live=live),
     }
 
 
+def _reported_sizes(module: Module, usage: str) -> dict[str, int]:
+    """Field of `CompiledMemory` -> bytes, of a program without code, from the compiler's report.
+
+    The report does not tell output from temporaries.
+    """
+    parameters = [i for i in module.entry.instructions.values() if i.opcode == "parameter"]
+    arguments = sum(array.bytes for parameter in parameters for array in parameter.arrays)
+    peak = hbm_bytes(usage)
+    return {
+        "peak": peak, "arguments": arguments, "temporaries": peak - arguments, "output": 0, "host": host_bytes(usage),
+    }  # fmt: skip
+
+
 def _time_fields(module: Module, compiled: Compiled, plan: Plan, facts: ModelFacts) -> dict[str, Any]:
-    """Fields of the verdict on a program that fits: its collectives and its modelled time."""
+    """Fields of the verdict on a program that fits: its collectives, and its modelled time if there are cycles."""
     hardware = parse_slice(plan.hardware.slice)
     network = Network(plan.mesh, hardware, compiled.slices)
     try:
         timing = model_step(module, network, hardware, KernelWork(facts.attended_fraction, facts.routed_rows))
     except HloError as error:
         return {"not_understood": {Omission(OmissionKind.MODULE_STRUCTURE, detail=str(error)): 1}}
+    if not compiled.has_cycles:
+        return {"collectives": _sum_collectives(timing)}
     peak = hardware.generation.flops * hardware.devices
     return {
         "collectives": _sum_collectives(timing),

@@ -45,7 +45,7 @@ def verify(
     environments = [libtpu_environment(parse_slice(case.plan.hardware.slice)) for case in cases]
     if compiler.cache is not None:
         check_folder_writable("compiler.cache", str(Path(compiler.cache).expanduser()))
-    paths = [cache_path(case, compiler.cache) for case in cases]
+    paths = [cache_path(case, compiler.cache, compiler.memory_only) for case in cases]
     facts = _find_facts(cases, compiler.cache)
     stop = threading.Event()
     # several cases with the same cache file are compiled once

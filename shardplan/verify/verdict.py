@@ -1,5 +1,6 @@
 """The TPU compiler's verdict on one program of a plan: outcome, reason, memory, time and collectives."""
 
+import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -202,6 +203,7 @@ class Verdict(Displayed):
     versions: dict[str, str]
     memory: CompiledMemory | None = None
     time: CompiledTime | None = None
+    """None if the program does not fit, or memory alone was judged."""
     collectives: list[CompiledCollective] = field(default_factory=list)
     not_understood: dict[Omission, int] = field(default_factory=dict)
     """Omission -> number of times that it occurs in the module."""
@@ -216,4 +218,6 @@ class Verdict(Displayed):
         order = list(Outcome).index(self.outcome)
         if self.time is not None:
             return order, self.time.step_seconds / workload.tokens
+        if self.fits:  # in the order of estimates, in which they were compiled
+            return order, math.inf
         return order, self.memory.peak if self.memory is not None else 0.0

@@ -341,7 +341,7 @@ def test_a_model_of_the_hub_that_is_bundled_without_a_network(monkeypatch, ref):
 
 
 def test_names_of_bundled_models_on_the_hub():
-    assert HUB_NAMES.keys() | {"llama-3.1-8b-1m"} == BUNDLED.keys()
+    assert HUB_NAMES.keys() | {"llama-3.1-8b-1m", "nsa-125m"} == BUNDLED.keys()
 
 
 def test_positions_by_default(golden):

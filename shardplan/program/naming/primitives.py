@@ -87,6 +87,7 @@ ROWS = (
     Primitive(("convert_element_type",), is_cast=True, is_rewrite=True),
     Primitive(("pvary", "reshard", "tie")),
     Primitive(("copy", "copy_p", "optimization_barrier", "reduce_precision", "stop_gradient"), is_view=True),
+    Primitive(("layout_constraint",), is_view=True),
     Primitive(("name",), name_activation, is_view=True),
     Primitive(("broadcast_in_dim",), broadcast, is_view=True, result_dimensions=lambda p: p["broadcast_dimensions"]),
     Primitive(

@@ -112,10 +112,9 @@ def print_verdict(label: str, plan: Plan, verdict: Verdict, out: Console) -> Non
     )  # fmt: skip
     is_step = verdict.program == plan.workload.kind  # the plan predicts nothing about other programs
     if memory is not None:
-        text = (
-            f"arguments {memory.arguments / GIB:.2f}, temporaries {memory.temporaries / GIB:.2f}, output "
-            f"{memory.output / GIB:.2f} GiB"
-        )
+        text = f"arguments {memory.arguments / GIB:.2f}, temporaries {memory.temporaries / GIB:.2f}"
+        # without a time, the compiler's report has output among the temporaries
+        text += f", output {memory.output / GIB:.2f} GiB" if time is not None else " GiB"
         if memory.host:
             text += f", of the host {memory.host / GIB:.2f} GiB"
         print_wrapped(text + (f"; the plan predicted {plan.memory.peak / GIB:.2f}" if is_step else ""), out, "memory  ")
@@ -135,6 +134,8 @@ def print_verdict(label: str, plan: Plan, verdict: Verdict, out: Console) -> Non
                 "compiler makes of dense ones over all experts: it has no kernel for the gradient of their weights"
             )
             print_bullets([text], out)
+    elif verdict.fits and not verdict.not_understood:
+        print_bullets(["the time of a step is not judged, because compiler.memory_only is set"], out)
     if verdict.collectives:
         print_first_fitting(_collective_tables(verdict.collectives), out)
     print_bullets(

@@ -40,9 +40,11 @@ class Compiled:
     usage: str = ""
     """The compiler's report of memory by memory space."""
     memory: dict[str, int] = field(default_factory=dict)
-    """Field of `CompiledMemory` -> bytes per device; empty if the program did not compile."""
+    """Field of `CompiledMemory` -> bytes per device; empty without a program."""
     slices: list[int] = field(default_factory=list)
     """Partition -> the number of its slice."""
+    has_cycles: bool = True
+    """Whether the compiler went on to make code for the cores, so that instructions of the module have cycles."""
 
     def save(self, path: Path) -> None:
         """Write gzipped JSON to `path`."""

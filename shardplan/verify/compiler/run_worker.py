@@ -47,7 +47,7 @@ def compile_case(case: Case, variables: dict[str, str], compiler: CompilerConfig
     """
     with tempfile.TemporaryDirectory(prefix="shardplan-verify-") as folder:
         request, answer, dump = (Path(folder) / name for name in ("request.json", "compiled.json.gz", "dump"))
-        request.write_text(json.dumps(_request(case)), encoding="utf-8")
+        request.write_text(json.dumps(_request(case, compiler)), encoding="utf-8")
         inherited = {key: value for key, value in os.environ.items() if key != "LIBTPU_INIT_ARGS"}
         flags = f"--xla_dump_to={dump} --xla_dump_hlo_as_text --xla_dump_hlo_module_re={PROGRAMS}"
         with open(Path(folder) / "log", "w+b") as log:
@@ -98,10 +98,11 @@ def _resident_gib(pid: int) -> float:
     return pages * os.sysconf("SC_PAGE_SIZE") / GIB
 
 
-def _request(case: Case) -> dict[str, object]:
+def _request(case: Case, compiler: CompilerConfig) -> dict[str, object]:
     return {
         "plan": case.plan.to_json(),
         "hf_config": case.hf_config,
         "program": case.program,
         "options": case.options,
+        "memory_only": compiler.memory_only,
     }

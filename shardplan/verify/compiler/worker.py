@@ -26,6 +26,9 @@ from shardplan.verify.compiler.compiled import Compiled, package_versions
 from shardplan.verify.compiler.topology import make_topology_mesh
 
 PARENT_POLL_SECONDS = 1.0
+ASSIGNED = "after_buffer_assignment"
+"""End of the name of the report that the compiler writes last before it makes code for the cores."""
+ASSIGNED_POLL_SECONDS = 0.1
 MAX_ERROR = 600
 """Characters of an error that are kept."""
 
@@ -37,16 +40,26 @@ def main(request: str, compiled: str, dump: str) -> None:
     plan = Plan.from_json(values["plan"])
     model = build_model(values["hf_config"], plan.workload.position)
     program = CompiledProgram(values["program"])
-    compile_plan(model, plan, program, values["options"], Path(dump)).save(Path(compiled))
+    answer = Path(compiled) if values["memory_only"] else None
+    compile_plan(model, plan, program, values["options"], Path(dump), answer).save(Path(compiled))
 
 
-def compile_plan(model: Model, plan: Plan, choice: CompiledProgram, options: Mapping[str, str], dump: Path) -> Compiled:
+def compile_plan(
+    model: Model,
+    plan: Plan,
+    choice: CompiledProgram,
+    options: Mapping[str, str],
+    dump: Path,
+    memory_answer: Path | None = None,
+) -> Compiled:
     """Compile one program of `plan`; an error of JAX or the compiler becomes a part of the result.
 
     Args:
         choice: the step of the workload, or Levanter's assembly of a loaded model.
         options: compiler options.
         dump: the folder into which XLA writes its reports (`--xla_dump_to`).
+        memory_answer: the file for the result if memory alone is judged; this process then ends as soon as the
+            compiler has assigned buffers, and nothing is returned but an error.
 
     Raises:
         ConfigError: the plan has another attention than the model, or no mesh fits the slice.
@@ -60,7 +73,15 @@ def compile_plan(model: Model, plan: Plan, choice: CompiledProgram, options: Map
         slices=[getattr(device, "slice_index", 0) or 0 for device in mesh.devices.flat],
     )
     try:
-        compiled = _program(model, plan, mesh, choice).lower().compile(compiler_options=dict(options))
+        lowered = _program(model, plan, mesh, choice).lower()
+        if memory_answer is None:
+            compiled = lowered.compile(compiler_options=dict(options))
+        else:
+            ending = threading.Thread(target=_end_when_assigned, args=(result, dump, memory_answer, started))
+            ending.daemon = True  # an error comes before the report that it waits for
+            ending.start()
+            compiled = lowered.compile(compiler_options=dict(options))
+            ending.join()
     except Exception as error:  # whatever JAX or the compiler raises is a verdict
         text = f"{type(error).__name__}: {one_line(error, limit=MAX_ERROR)}"
         changes: dict[str, Any] = {
@@ -81,13 +102,27 @@ def compile_plan(model: Model, plan: Plan, choice: CompiledProgram, options: Map
                 "host": stats.host_temp_size_in_bytes,
             },
         }
-    return dataclasses.replace(
+    return dataclasses.replace(result, **changes, **_memory_reports(dump), seconds=time.perf_counter() - started)
+
+
+def _end_when_assigned(result: Compiled, dump: Path, answer: Path, started: float) -> None:
+    """Write the result to the file `answer` once the compiler has assigned buffers, and end this process."""
+    while not _reports(dump, ASSIGNED):
+        time.sleep(ASSIGNED_POLL_SECONDS)
+    assigned = dataclasses.replace(
         result,
-        **changes,
-        live_ranges=_read_report(dump, "live-range"),
-        usage=_read_report(dump, "memory-usage-report"),
+        module=_read_report(dump, "after_optimizations"),
+        **_memory_reports(dump),
+        has_cycles=False,
         seconds=time.perf_counter() - started,
     )
+    assigned.save(answer)
+    os._exit(0)  # the compiler cannot be interrupted otherwise
+
+
+def _memory_reports(dump: Path) -> dict[str, Any]:
+    """Field of `Compiled` -> the compiler's report."""
+    return {"live_ranges": _read_report(dump, "live-range"), "usage": _read_report(dump, "memory-usage-report")}
 
 
 def _program(model: Model, plan: Plan, mesh: Mesh, choice: CompiledProgram) -> Program:
@@ -103,9 +138,14 @@ def _program(model: Model, plan: Plan, mesh: Mesh, choice: CompiledProgram) -> P
 
 def _read_report(dump: Path, kind: str) -> str:
     """The text of the compiler's report whose file name ends in `kind`; empty if there is none."""
-    # JAX compiles small programs for the CPU while it traces; the names of their reports contain cpu
-    paths = [path for path in dump.glob(f"*{kind}.txt") if ".cpu_" not in path.name]
+    paths = _reports(dump, kind)
     return max(paths, key=lambda path: path.stat().st_size).read_text(errors="replace") if paths else ""
+
+
+def _reports(dump: Path, kind: str) -> list[Path]:
+    """The compiler's reports whose file names end in `kind`."""
+    # JAX compiles small programs for the CPU while it traces; the names of their reports contain cpu
+    return [path for path in dump.glob(f"*{kind}.txt") if ".cpu_" not in path.name]
 
 
 def _end_with_parent(parent: int) -> None:

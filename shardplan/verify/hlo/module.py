@@ -18,8 +18,8 @@ BITS = {
 """Element type -> bits per element."""
 SAME_VALUE = ("copy", "bitcast", "reshape", "convert", "copy-start", "copy-done", "opt-barrier")
 """Opcodes whose result has the value of their first operand."""
-HOST_SPACE = 5
-"""Number of the memory of the host among memory spaces."""
+HBM_SPACE, HOST_SPACE = 0, 5
+"""Numbers of these memories among memory spaces."""
 
 
 class HloError(ValueError):
@@ -49,7 +49,7 @@ class ArrayShape:
     @property
     def in_hbm(self) -> bool:
         """Whether the array is in HBM, rather than in a memory of the core."""
-        return self.space == 0
+        return self.space == HBM_SPACE
 
     @property
     def on_host(self) -> bool:

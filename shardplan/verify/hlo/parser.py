@@ -26,12 +26,13 @@ def parse(text: str) -> Module:
         name = header.removeprefix("ENTRY ").partition(" ")[0].removeprefix("%")
         try:
             instructions = [_parse_instruction(line.removeprefix("ROOT ")) for line in body]
-        except (ValueError, KeyError) as error:
+            by_name = _with_elements(instructions)
+        except (ValueError, LookupError) as error:
             raise HloError(f"computation {name}: {error}") from error
         roots = [i for i, line in zip(instructions, body, strict=True) if line.startswith("ROOT ")]
         if len(roots) != 1:
             raise HloError(f"computation {name} has {len(roots)} roots")
-        computations[name] = Computation(name, {i.name: i for i in instructions}, roots[0])
+        computations[name] = Computation(name, by_name, roots[0])
         if header.startswith("ENTRY "):
             entry = computations[name]
     if entry is None:
@@ -88,6 +89,23 @@ def _parse_instruction(line: str) -> Instruction:
         else:
             attributes[key] = value
     return Instruction(name.removeprefix("%"), opcode, tuple(_parse_shape(rest[:end])), tuple(operands), attributes)
+
+
+def _with_elements(instructions: list[Instruction]) -> dict[str, Instruction]:
+    """Return name -> instruction, with an instruction for each element of a tuple that operands name, as `tuple#3`.
+
+    The text of a module without cycles has them in place of instructions of their own.
+    """
+    by_name: dict[str, Instruction] = {}
+    for instruction in instructions:
+        if instruction.opcode not in ("constant", "parameter"):
+            for operand in instruction.operands:
+                name, mark, index = operand.partition("#")
+                if mark and operand not in by_name:
+                    array = by_name[name].arrays[int(index)]
+                    by_name[operand] = Instruction(operand, "get-tuple-element", (array,), (name,), {"index": index})
+        by_name[instruction.name] = instruction
+    return by_name
 
 
 def _parse_shape(text: str) -> Iterator[ArrayShape]:

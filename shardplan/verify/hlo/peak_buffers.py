@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from shardplan.verify.hlo.collectives import short_op
-from shardplan.verify.hlo.module import BITS, HOST_SPACE, ArrayShape, Instruction, Module, split_integers
+from shardplan.verify.hlo.module import BITS, HBM_SPACE, HOST_SPACE, ArrayShape, Instruction, Module, split_integers
 from shardplan.verify.verdict import Buffer, LiveBytes
 
 MAX_POINTS = 200
@@ -85,11 +85,21 @@ def _thin(points: list[LiveBytes]) -> Iterator[LiveBytes]:
 
 
 def hbm_bytes(usage: str) -> int:
-    """Bytes of HBM that the program requires, with padding and gaps, from the text of the compiler's usage report.
+    """Bytes of HBM that the program requires, with padding and gaps, from the text of the compiler's usage report."""
+    return _space_bytes(usage, HBM_SPACE)
 
-    The report has a section for every memory: `Memory Space: default (color=0)`, then `Total bytes: 123 (...)`.
+
+def host_bytes(usage: str) -> int:
+    """Bytes of the host's memory that the program requires for a device, from the same report."""
+    return _space_bytes(usage, HOST_SPACE)
+
+
+def _space_bytes(usage: str, space: int) -> int:
+    """Bytes of a memory space; 0 if the report has no section for it.
+
+    The section of each is `Memory Space: default (color=0)`, then `Total bytes: 123 (...)`.
     """
-    _, _, rest = usage.partition("(color=0)\nTotal bytes: ")
+    _, _, rest = usage.partition(f"(color={space})\nTotal bytes: ")
     return int(rest.partition(" ")[0] or 0)
 
 
