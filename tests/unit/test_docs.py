@@ -201,6 +201,28 @@ def test_paths_in_sentences_exist(page):
             assert (ROOT / code).exists(), code
 
 
+IMPLEMENTED = re.compile(r"-> implemented in\s((?:`[\w/]+\.py`\s\((?:`\w+`(?:,\s)?)+\)(?:,\s)?)+)")
+"""Behind a formula of the design: modules, each with the names that implement the formula there."""
+
+
+def test_formulas_of_the_design_are_implemented_where_it_says():
+    text = " ".join(prose("docs/explanation/design.md").split())
+    implementations = IMPLEMENTED.findall(text)
+    assert len(implementations) == text.count("-> implemented in") > 20
+    for path, names in re.findall(r"`([\w/]+\.py)`\s\(([^)]+)\)", "".join(implementations)):
+        source = (ROOT / path).read_text(encoding="utf-8")
+        for name in re.findall(r"\w+", names):
+            assert re.search(rf"^(def |class )?{name}\b", source, re.MULTILINE), f"{path}: {name}"
+
+
+def test_modules_of_the_design_exist():
+    """Also those that it names without their folder."""
+    files = {path.name for folder in ("shardplan", "scripts") for path in (ROOT / folder).rglob("*.*")}
+    named = code_in_prose("docs/explanation/design.md")
+    bare = [code for code in named if re.fullmatch(r"[a-z_]+\.(py|html|json)", code)]
+    assert bare and files.issuperset(bare)
+
+
 def test_names_in_the_contributing_guide_are_where_it_says():
     for item in prose("CONTRIBUTING.md").split("\n- ")[1:]:
         sources = [(ROOT / path).read_text(encoding="utf-8") for path in re.findall(r"[\w/]+/[a-z_]+\.py", item)]
