@@ -7,12 +7,13 @@ The tutorial's are in `test_tutorial.py`. Left out is what needs a TPU, a networ
 import contextlib
 import io
 import os
+import shlex
 import shutil
 from pathlib import Path
 
 import pytest
 from processes import fork_python
-from unit.test_docs import LAUNCH_FILE, PARSED
+from unit.test_docs import LAUNCH_FILE, PARSED, blocks
 
 from shardplan.__main__ import main
 from shardplan.errors import ConfigError, InfeasibleError
@@ -34,6 +35,8 @@ TAKES_LONG = (
 )  # fmt: skip
 HAS_ERRORS = ("configs/levanter/405b-heads-mlp.yaml",)
 """What `--lint` finds errors in."""
+WIDTH = "100"
+"""Columns of the output that README shows."""
 RUN = {
     " ".join(arguments): arguments
     for _, arguments in PARSED
@@ -89,3 +92,11 @@ def test_it_runs(arguments, folder, capsys, monkeypatch):
         assert code == InfeasibleError.exit_code
     else:  # what is wrong with the host of a test is a finding of doctor, too
         assert code == 0 or (code == ConfigError.exit_code and arguments[0] == "doctor"), printed.err
+
+
+def test_the_front_page_shows_what_plan_prints(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", WIDTH)
+    (shown,) = [text for text in blocks("README.md", "") if text.startswith("$ shardplan plan ")]
+    command, *lines = shown.splitlines()
+    assert main(None, shlex.split(command)[2:]) == 0
+    assert len(lines) == 10 and capsys.readouterr().out.splitlines()[:10] == lines

@@ -106,8 +106,9 @@ def test_links_resolve(page):
 
 
 def test_the_front_pages_link_every_page():
-    """The one on the code host all of them, that of the site those of docs."""
-    assert PAGES.keys() - {"README.md"} <= set(LINK.findall(prose("README.md")))
+    """README links the pages beside it, and that of docs all others."""
+    beside = {page for page in PAGES if "/" not in page} - {"README.md"}
+    assert {*beside, "docs/index.md"} <= set(LINK.findall(prose("README.md")))
     linked = {f"docs/{path}" for path in LINK.findall(prose("docs/index.md"))}
     assert {page for page in PAGES if page.startswith("docs/")} - {"docs/index.md"} <= linked
 
@@ -281,10 +282,15 @@ def test_exit_codes_are_those_of_the_errors():
     ]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/reference/commands.md"])
-def test_model_types_are_those_of_the_registry(page):
-    listed = re.search(r"Model types: ([^.]+)\.", PAGES[page])
+def test_model_types_are_those_of_the_registry():
+    listed = re.search(r"Model types: ([^.]+)\.", PAGES["docs/reference/commands.md"])
     assert listed and re.split(r",\s", listed[1]) == sorted(SUPPORTED_TYPES)
+
+
+def test_the_table_of_models_has_every_type():
+    table = PAGES["README.md"].partition("| models | `model_type` | parameters |\n")[2].partition("\n\n")[0]
+    listed = [name for row in table.splitlines()[1:] for name in row.split("|")[2].strip().split(", ")]
+    assert sorted(listed) == sorted(SUPPORTED_TYPES)
 
 
 def test_advice_to_install_works():
