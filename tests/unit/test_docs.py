@@ -245,24 +245,28 @@ def test_python_snippets(page):
                     import_module(alias.name)
 
 
-def test_the_tour_lists_every_folder_in_the_order_of_imports():
-    tour = {}
-    folder = ""
-    for line in "".join(blocks("docs/folders.md", "")).partition("\nconfigs/")[0].splitlines()[1:]:
-        match = re.match(r"  (\w+)/ ", line)
-        folder = match[1] if match else folder
-        tour[folder] = tour.get(folder, "") + line
-    tour.pop("")  # the package's own files
-    package = ROOT / "shardplan"
-    assert set(tour) == {path.parent.name for path in package.glob("*/__init__.py")}
+def test_folders_are_listed_in_the_order_of_imports_with_their_docstrings():
     layers = PROJECT["tool"]["importlinter"]["contracts"][0]["layers"]
-    assert list(tour) == [layer for layer in reversed(layers) if layer in tour]
-    for folder, text in tour.items():
-        files = {path.name for path in (package / folder).rglob("*.py")}
-        assert set(re.findall(r"\w+\.py", text)) <= files, folder
+    expected = []
+    for layer in reversed(layers):
+        for path in sorted((ROOT / "shardplan" / layer).rglob("__init__.py")):
+            docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+            depth = len(path.parent.relative_to(ROOT / "shardplan").parts)
+            expected.append((depth, path.parent.name, " ".join(docstring.partition("\n\n")[0].split())))
+    listed = []
+    for line in "".join(blocks("docs/folders.md", "")).partition("\nconfigs/")[0].splitlines()[1:]:
+        match = re.match(r"( +)(\w+)/ (.+)", line)
+        if match:
+            listed.append((len(match[1]) // 2, match[2], match[3]))
+        else:
+            depth, name, sentence = listed.pop()
+            listed.append((depth, name, f"{sentence} {line.strip()}"))
+    assert listed == expected
+    packages = {path.parent.name for path in (ROOT / "shardplan").glob("*/__init__.py")}
+    assert packages == {name for depth, name, _ in listed if depth == 1}
 
 
-def test_top_level_folders_in_the_tour():
+def test_top_level_folders_are_listed():
     _, _, rest = "".join(blocks("docs/folders.md", "")).partition("\nconfigs/")
     listed = {"configs", *re.findall(r"^(\w+)/ ", rest, re.MULTILINE)}
     ignored = (ROOT / ".gitignore").read_text(encoding="utf-8")
