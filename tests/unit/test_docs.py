@@ -316,5 +316,5 @@ def test_the_licence_is_declared_and_there():
 
 
 def test_the_bundled_models_are_listed():
-    (names,) = re.findall(r"is part of the package: ([^:]+?)\.\n", PAGES["docs/reference/commands.md"])
+    (names,) = re.findall(r"is\spart\sof\sthe\spackage:\s([^:]+?)\.\n", PAGES["docs/reference/commands.md"])
     assert {name.strip() for name in names.split(",")} == BUNDLED.keys()
