@@ -245,30 +245,29 @@ def test_python_snippets(page):
                     import_module(alias.name)
 
 
+def rows_of_folders():
+    """The cells of both tables of docs/folders.md: those of the package, and those beside it."""
+    tables = [part for part in PAGES["docs/folders.md"].split("\n\n") if part.startswith("|")]
+    return [[[cell.strip() for cell in row.split("|")[1:-1]] for row in table.splitlines()[2:]] for table in tables]
+
+
 def test_folders_are_listed_in_the_order_of_imports_with_their_docstrings():
-    layers = PROJECT["tool"]["importlinter"]["contracts"][0]["layers"]
-    expected = []
-    for layer in reversed(layers):
-        for path in sorted((ROOT / "shardplan" / layer).rglob("__init__.py")):
-            docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-            depth = len(path.parent.relative_to(ROOT / "shardplan").parts)
-            expected.append((depth, path.parent.name, " ".join(docstring.partition("\n\n")[0].split())))
-    listed = []
-    for line in "".join(blocks("docs/folders.md", "")).partition("\nconfigs/")[0].splitlines()[1:]:
-        match = re.match(r"( +)(\w+)/ (.+)", line)
-        if match:
-            listed.append((len(match[1]) // 2, match[2], match[3]))
-        else:
-            depth, name, sentence = listed.pop()
-            listed.append((depth, name, f"{sentence} {line.strip()}"))
-    assert listed == expected
-    packages = {path.parent.name for path in (ROOT / "shardplan").glob("*/__init__.py")}
-    assert packages == {name for depth, name, _ in listed if depth == 1}
+    package, expected = ROOT / "shardplan", []
+    for name in reversed(PROJECT["tool"]["importlinter"]["contracts"][0]["layers"]):
+        files = sorted((package / name).rglob("__init__.py"))
+        if files:
+            docstring = ast.get_docstring(ast.parse((package / name / "__init__.py").read_text(encoding="utf-8")))
+            inner = [
+                path.parent.relative_to(package / name).as_posix() for path in files if path.parent != package / name
+            ]
+            sentence = " ".join((docstring or "").partition("\n\n")[0].split())
+            expected.append([f"`{name}`", sentence, ", ".join(inner)])
+    assert rows_of_folders()[0] == expected
+    assert {path.parent.name for path in package.glob("*/__init__.py")} == {row[0].strip("`") for row in expected}
 
 
-def test_top_level_folders_are_listed():
-    _, _, rest = "".join(blocks("docs/folders.md", "")).partition("\nconfigs/")
-    listed = {"configs", *re.findall(r"^(\w+)/ ", rest, re.MULTILINE)}
+def test_folders_beside_the_package_are_listed():
+    listed = {row[0].strip("`") for row in rows_of_folders()[1]}
     ignored = (ROOT / ".gitignore").read_text(encoding="utf-8")
     folders = {path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith(".")}
     assert listed == {
