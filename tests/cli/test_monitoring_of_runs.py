@@ -6,7 +6,7 @@ from pathlib import Path
 import jax
 import pytest
 from conftest import run, start
-from test_commands import arguments, summary
+from evaluation_runs import arguments, summary
 
 STAGES = ["started", "loaded", "compiled", "first step"]
 

@@ -6,7 +6,7 @@ import numpy as np
 import numpy_qwen3_moe
 import pytest
 from conftest import fails, run
-from test_commands import PLANNING
+from evaluation_runs import PLANNING
 
 LENGTHS = (48, 40, 31, 30, 29, 28, 27, 26, 33, 8, 9, 5)
 """Tokens of the texts; the last three share sequences with others."""

@@ -6,8 +6,8 @@ import math
 import haliax as hax
 import jax
 import pytest
+from decoder_families import CONSTANTS, FAMILIES, ON_ONE_DEVICE, config_of, saved_tensors
 from levanter.layers.attention import AttentionBackend
-from test_families import CONSTANTS, FAMILIES, ON_ONE_DEVICE, config_of, saved_tensors
 
 from shardplan.decoder.config import DecoderConfig
 from shardplan.model.huggingface.hf_config import read_config

@@ -11,8 +11,8 @@ import haliax as hax
 import jax
 import numpy as np
 import pytest
+from decoder_families import FOLDER, config_of, text_tensors
 from levanter.models.lm_model import LmExample
-from test_families import FOLDER, config_of, text_tensors
 
 from shardplan.decoder.config import DecoderConfig
 from shardplan.plan.workload.checkpointing import CheckpointPolicy

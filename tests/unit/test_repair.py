@@ -1,42 +1,24 @@
 """The smallest edit: fewer are not enough, its result has no error, and its lines show every changed key."""
 
-import dataclasses
-import io
 import itertools
 import math
 
 import pytest
 import yaml
-from test_lint import EXPECTED_ERRORS, LLAMA, ROOT, USUAL, trainer_of
+from lint_trainers import EXPECTED_ERRORS, LLAMA, ROOT, USUAL, seconds_per_sequence, target_8b, trainer_of
 
 from shardplan import config as configuration
-from shardplan.errors import ConfigError
 from shardplan.levanter_config.trainer_section import parse_trainer_section
-from shardplan.lint.edits import Edit, candidate_edits, diff_trainers, explain_lines
+from shardplan.lint.edits import candidate_edits, diff_trainers
 from shardplan.lint.lint import lint_trainer, target_of
 from shardplan.lint.repair import NEAR_BEST, find_smallest_edit, review
 from shardplan.lint.smallest_edit import SearchLimit, _new_warnings
-from shardplan.report.console import console
-from shardplan.report.page.page import plan_page
-from shardplan.report.page.panels.repair import AS_IT_IS, repair_panel
-from shardplan.report.plan.lint import print_review, review_json
-from shardplan.search.make_plan import make_plan
 
 
 @pytest.fixture(autouse=True)
 def unlimited(monkeypatch):
     """Results must not depend on how busy the machine is."""
     monkeypatch.setattr("shardplan.lint.repair.SEARCH_SECONDS", math.inf)
-
-
-@pytest.fixture(scope="module")
-def target():
-    argv = [f"--model.config={LLAMA}", "--hardware.slice=v4-16", "--workload.batch=16"]
-    return target_of(configuration.parse_config(argv))
-
-
-def seconds_per_sequence(result):
-    return result.plan.cost.step_seconds / result.plan.workload.batch
 
 
 BROKEN = {
@@ -54,8 +36,9 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_no_single_edit_is_missed(target, name):
+def test_no_single_edit_is_missed(name):
     """Compared with every candidate edit, also those of axes that the first error does not concern."""
+    target = target_8b()
     start = lint_trainer({"mp": "bf16", **yaml.safe_load(BROKEN[name])}, target)
     assert start.errors
     repair = find_smallest_edit(start, target)
@@ -73,8 +56,9 @@ def test_no_single_edit_is_missed(target, name):
         assert seconds_per_sequence(repair.lint) <= 1.05 * fastest
 
 
-def test_two_edits_if_one_is_not_enough(target):
+def test_two_edits_if_one_is_not_enough():
     """Only one of the three axes of queries can stay; compared with every pair of candidate edits."""
+    target = target_8b()
     trainer = yaml.safe_load(
         "{mp: bf16, mesh: {axes: {model: 8},"
         " shared_mapping: {heads: null, kv_head: model, q_heads_per_group: model, head_size: model},"
@@ -96,7 +80,7 @@ def test_two_edits_if_one_is_not_enough(target):
     assert repair.lint.plan is not None and repair.lint.plan.cost.step_seconds <= 1.05 * best
 
 
-def test_no_edit_if_nothing_fits(target):
+def test_no_edit_if_nothing_fits():
     argv = [f"--model.config={LLAMA}", "--hardware.slice=v5e-1", "--workload.batch=16"]
     small = target_of(configuration.parse_config(argv))
     start = lint_trainer({"mp": "f32"}, small)
@@ -123,7 +107,8 @@ def test_repaired_configurations_parse_without_errors(config_405b, name):
     check_edits(reviewed, trainer_of(name), target_of(config_405b))
 
 
-def test_a_slow_file_without_errors_is_made_faster(target, tmp_path):
+def test_a_slow_file_without_errors_is_made_faster(tmp_path):
+    target = target_8b()
     path = tmp_path / "levanter.yaml"
     content = "{trainer: {mp: bf16, train_batch_size: 16, mesh: {axes: {model: 8}, shared_mapping: {heads: null}}}}"
     path.write_text(content)
@@ -196,58 +181,6 @@ def test_one_edit_repairs_an_indivisible_batch(trainer, line):
 
 
 @pytest.mark.parametrize(
-    "trainer",
-    [
-        "{mesh: {axes: {model: 2}, shared_mapping: {layers: data, layer: null}}}",
-        "{mesh: {axes: {model: 2}, param_mapping: {layer: data}}}",
-        "{mesh: {axes: {model: 2}, shared_mapping: {layer: replica}}}",
-    ],
-)
-def test_no_edit_maps_the_axis_along_which_layers_are_stacked(target, trainer):
-    start = lint_trainer(yaml.safe_load(trainer), target)
-    for edit in candidate_edits(start.trainer, start.subject):
-        mapped = {key: value for key, value in edit.values.items() if value is not None}
-        assert "layer" not in mapped.values() and not any(key.endswith(".layer") for key in mapped)
-
-
-def test_repair_tries_microbatches(tmp_path):
-    """The file does not require the configuration's default of one microbatch; an explicit one is kept."""
-    path = tmp_path / "levanter.yaml"
-    path.write_text(
-        "{trainer: {train_batch_size: 128, mp: 'p=f32,c=bf16'}, model: {type: llama, gradient_checkpointing: false}}"
-    )
-    argv = [f"--model.config={LLAMA}", "--hardware.slice=v5p-16", "--workload.kind=train"]
-    reviewed = review(str(path), configuration.parse_config(argv))
-    assert [error.kind for error in reviewed.lint.errors] == ["memory"] and reviewed.best is not None
-    assert reviewed.repair is not None and reviewed.repair.lines == ["+trainer.per_device_parallelism: 2"]
-    explicit = review(str(path), configuration.parse_config([*argv, "--workload.microbatches=1"]))
-    assert explicit.best is None and explicit.why_no_best.startswith("no plan fits")
-    assert review_json(explicit)["why_no_best"] == explicit.why_no_best
-    plan, panel = repair_panel(explicit)
-    page = plan_page(plan, [], panel)
-    assert explicit.why_no_best[1:] in page and 'id="yaml"' not in page and "#yaml" not in page
-
-
-def test_the_page_of_a_file_shows_its_memory_and_the_section_of_the_best_plan(tmp_path):
-    """Its memory fits, though it cannot run: no verdict stands over it. The compiler options are the best plan's."""
-    path = tmp_path / "levanter.yaml"
-    path.write_text(
-        "{trainer: {mp: bf16, train_batch_size: 16,"
-        " mesh: {axes: {model: 8}, shared_mapping: {mlp: model, heads: model}}}}"
-    )
-    argv = [f"--model.config={LLAMA}", "--hardware.slice=v4-16", "--workload.batch=16"]
-    reviewed = review(str(path), configuration.parse_config(argv))
-    plan, panel = repair_panel(reviewed)
-    assert reviewed.lint.errors and plan.memory.fits and panel.shown == AS_IT_IS
-    assert plan.details is not None and plan.details.live and plan.details.tasks  # of which the page draws its charts
-    assert panel.compiler_options == reviewed.best.compiler_options
-    panel = dataclasses.replace(panel, compiler_options={"xla_of_the_best_plan": "true"})
-    page = plan_page(plan, [], panel)
-    assert "cannot run (heads)" in page and f"<h2>Memory of {AS_IT_IS}: " in page and "Fits: " not in page
-    assert "xla_of_the_best_plan=true" in page and f"{next(iter(plan.compiler_options))}=" not in page
-
-
-@pytest.mark.parametrize(
     ("content", "lines"),
     [
         (
@@ -281,150 +214,9 @@ def test_smallest_edit_leaves_nothing_that_levanter_rejects(tmp_path, content, l
     assert repair.edits == len({line[1:].split(": ")[0].replace("batchsize", "batch_size") for line in lines})
 
 
-def test_best_plan_is_never_slower_than_the_smallest_edit(tmp_path):
-    """No plan shards the file's batch of 17 evenly; the smallest edit makes it 16."""
-    path = tmp_path / "levanter.yaml"
-    path.write_text("{trainer: {mp: bf16, train_batch_size: 17, mesh: {shared_mapping: {heads: null}}}}")
-    argv = [f"--model.config={LLAMA}", "--hardware.slice=v4-16"]
-    reviewed = review(str(path), configuration.parse_config(argv))
-    assert reviewed.repair is not None and reviewed.best is not None
-    assert reviewed.repair.lines == ["-trainer.train_batch_size: 17", "+trainer.train_batch_size: 16"]
-    per_sequence = reviewed.best.cost.step_seconds / reviewed.best.workload.batch
-    assert reviewed.best.workload.batch == 16 and per_sequence <= seconds_per_sequence(reviewed.repair.lint)
-    as_it_is = make_plan(configuration.parse_config([*argv, "--workload.batch=17"]), own_attention=True)
-    assert per_sequence < as_it_is.cost.step_seconds / 17
-    stream = io.StringIO()
-    print_review(reviewed, console(stream))
-    best = " ".join(stream.getvalue().split()).split("the best plan: peak ")[1]
-    assert " GiB per device, batch 16, " in best.split("trainer:")[0]
-    assert review_json(reviewed)["best"]["batch"] == 16
-
-
-def printed(reviewed):
-    stream = io.StringIO()
-    print_review(reviewed, console(stream))
-    return stream.getvalue()
-
-
-def test_the_section_of_the_best_plan_is_printed(tmp_path):
-    path = tmp_path / "levanter.yaml"
-    path.write_text("trainer: {mesh: {axes: {model: 16}}}")
-    argv = [f"--model.config={LLAMA}", "--hardware.slice=v4-16", "--workload.batch=16"]
-    reviewed = review(str(path), configuration.parse_config(argv))
-    assert reviewed.best is not None and not reviewed.converted
-    best = review_json(reviewed)["best"]["trainer"]
-    assert parse_trainer_section(best, 8).mesh == reviewed.best.mesh
-    text = printed(reviewed)
-    assert yaml.safe_load(text[text.index("\ntrainer:") :])["trainer"] == best
-    assert "trainer.mesh.shared_mapping.heads (Levanter's default)" in " ".join(text.split())
-    assert (
-        "assumed, not in the file: evaluation (workload.kind); batch 16 (Levanter's default is 512); "
-        "2048 tokens per sequence"
-    ) in " ".join(text.split())
-
-
-def test_a_file_of_levanter_12_is_an_error_and_its_converted_section_is_reviewed(tmp_path):
-    path = tmp_path / "levanter.yaml"
-    path.write_text(
-        "{model: {type: llama, seq_len: 4096}, trainer: {mp: bf16, model_axis_sise: 8, fsdp_axis: null,"
-        " axis_resources: {mlp: model, heads: model, kv_heads: model}}}"
-    )
-    argv = [f"--model.config={LLAMA}", "--hardware.slice=v4-16", "--workload.batch=16"]
-    reviewed = review(str(path), configuration.parse_config(argv))
-    (schema,) = [finding for finding in reviewed.lint.errors if finding.kind == "schema"]
-    assert set(schema.where) == {
-        "trainer.model_axis_size", "trainer.fsdp_axis", "trainer.axis_resources", "model.seq_len"
-    }  # fmt: skip
-    assert schema.text.endswith(
-        " are of levanter 1.2: Levanter does not start; the other findings are about the converted section"
-    )
-    assert reviewed.converted == {
-        "model": {"type": "llama", "max_seq_len": 4096},
-        "trainer": {
-            "mp": "bf16",
-            "mesh": {
-                "axes": {"replica": 1, "data": 1, "model": 8},
-                "shared_mapping": {"mlp": "model", "heads": "model", "kv_heads": "model"},
-                "compute_mapping": {"batch": ["replica", "data"]},
-                "param_mapping": {},
-            },
-        },
-    }
-    (unknown,) = [finding for finding in reviewed.lint.errors if finding.kind == "unknown axis"]
-    assert unknown.where == ("trainer.mesh.shared_mapping.kv_heads",)
-    (key,) = [finding for finding in reviewed.lint.errors if finding.kind == "unknown key"]
-    assert key.remedy == "did you mean 'model_axis_size'?"
-    assert reviewed.repair is not None and reviewed.repair.lines == [
-        "-trainer.mesh.shared_mapping.kv_heads: model",
-        "+trainer.mesh.shared_mapping.kv_head: model",
-    ]
-    assert reviewed.best is not None
-    best = review_json(reviewed)["best"]["trainer"]
-    assert parse_trainer_section(best, 8).mesh == reviewed.best.mesh
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (None, "cannot be read"),
-        ("trainer: [", "is not YAML"),
-        ("trainer: 3", "levanter.yaml: trainer is 3; it"),
-    ],
-)
-def test_file_errors_are_raised_before_the_model_is_built(tmp_path, content, message):
-    path = tmp_path / "levanter.yaml"
-    if content is not None:
-        path.write_text(content)
-    nothing = configuration.parse_config([f"--model.config={tmp_path / 'no-model.json'}"])
-    with pytest.raises(ConfigError, match=message):
-        review(str(path), nothing)
-
-
-def test_an_edit_does_not_change_its_input():
-    before = {"mesh": {"batch_axis_name": None, "shared_mapping": {"mlp": "model", "kv_heads": "model"}}, "seed": 3}
-    edit = Edit(
-        {"trainer.mesh.shared_mapping.kv_head": "model", "trainer.mesh.param_mapping.embed": ["model", "data"]},
-        ("trainer.mesh.shared_mapping.kv_heads", "trainer.mesh.batch_axis_name"),
-    )
-    after = edit.apply(before)
-    assert before["mesh"] == {"batch_axis_name": None, "shared_mapping": {"mlp": "model", "kv_heads": "model"}}
-    assert after == {
-        "mesh": {
-            "shared_mapping": {"mlp": "model", "kv_head": "model"},
-            "param_mapping": {"embed": ["model", "data"]},
-        },
-        "seed": 3,
-    }
-    assert diff_trainers(before, after) == [
-        "-trainer.mesh.batch_axis_name: null",
-        "-trainer.mesh.shared_mapping.kv_heads: model",
-        "+trainer.mesh.shared_mapping.kv_head: model",
-        "+trainer.mesh.param_mapping.embed: [model, data]",
-    ]
-
-
-def test_lines_say_what_replaces_what():
-    """Where only one of the two lines is there, it says what holds instead."""
-    lines = [
-        "-trainer.mesh.axes.model: 3", "+trainer.mesh.axes.model: 2", "+trainer.per_device_parallelism: 2",
-        "-trainer.mesh.param_mapping.embed: model", "+trainer.mesh.shared_mapping.kv_head: model",
-        "-trainer.mesh.shared_mapping.vocab: model", "-trainer.qqq: 1",
-        "+train_config.trainer.mesh.axes.model: 4",
-    ]  # fmt: skip
-    assert explain_lines(lines) == [
-        "-trainer.mesh.axes.model: 3",
-        "+trainer.mesh.axes.model: 2",
-        "+trainer.per_device_parallelism: 2 (instead of Levanter's default, -1)",
-        "-trainer.mesh.param_mapping.embed: model (then it is Levanter's default, data)",
-        "+trainer.mesh.shared_mapping.kv_head: model (instead of no entry)",
-        "-trainer.mesh.shared_mapping.vocab: model",
-        "-trainer.qqq: 1",
-        "+train_config.trainer.mesh.axes.model: 4 (instead of Levanter's default, 1)",
-    ]
-
-
-def test_a_search_that_is_stopped_says_so(target):
+def test_a_search_that_is_stopped_says_so():
     """The second number of edits is not tried."""
+    target = target_8b()
     trainer = yaml.safe_load(
         "{mp: bf16, mesh: {axes: {model: 8}, shared_mapping:"
         " {mlp: null, heads: null, kv_head: model, q_heads_per_group: model, head_size: model}}}"
@@ -433,24 +225,3 @@ def test_a_search_that_is_stopped_says_so(target):
     assert start.errors and find_smallest_edit(start, target, limit=limit) is None and limit.has_stopped
     unlimited = SearchLimit()
     assert find_smallest_edit(start, target, limit=unlimited) is not None and not unlimited.has_stopped
-
-
-def test_repairs_keep_a_schedule():
-    """128 and 1024 sequences, on 64 batch shards with 4 sequences each."""
-    argv = [f"--model.config={LLAMA}", "--hardware.slice=v4-128", "--workload.kind=train", "--workload.position=512"]
-    target = target_of(configuration.parse_config(argv))
-    schedule = [{"start": 0, "value": 128}, {"start": 1000, "value": 1024}]
-    start = lint_trainer({"mp": "p=f32,c=bf16", "per_device_parallelism": 4, "train_batch_size": schedule}, target)
-    assert [error.kind for error in start.errors] == ["batch"]
-    edits = [
-        edit for edit in candidate_edits(start.trainer, start.subject)
-        if {"trainer.train_batch_size", "trainer.per_device_parallelism"} & edit.values.keys()
-    ]  # fmt: skip
-    schedules = [edit.values["trainer.train_batch_size"] for edit in edits if "trainer.train_batch_size" in edit.values]
-    assert [{"start": 0, "value": 256}, schedule[1]] in schedules
-    assert all([step["start"] for step in each] == [0, 1000] for each in schedules)
-    per_device = {edit.values.get("trainer.per_device_parallelism") for edit in edits}
-    assert {-1, 1, 2} <= per_device and 8 not in per_device
-    assert diff_trainers({"train_batch_size": schedule}, {"train_batch_size": schedules[0]})[0] == (
-        "-trainer.train_batch_size: [{start: 0, value: 128}, {start: 1000, value: 1024}]"
-    )

@@ -5,6 +5,7 @@ import io
 import json
 
 import pytest
+from report_plans import FITS, TOO_LARGE
 from test_cases import load
 
 from shardplan.plan.workload.workload import BATCH_AXIS
@@ -18,10 +19,6 @@ from shardplan.verify.model_facts import ModelFacts
 from shardplan.verify.read import read_verdict
 from shardplan.verify.verdict import (
     Buffer,
-    CollectiveForm,
-    CompiledCollective,
-    CompiledMemory,
-    CompiledTime,
     CompileError,
     CompilerCrash,
     DuplicateMeshAxis,
@@ -36,29 +33,6 @@ from shardplan.verify.verdict import (
 )
 
 GIB = 2**30
-FITS = Verdict(
-    outcome=Outcome.FITS,
-    reason=None,
-    program="eval",
-    slice="v5p-16",
-    mesh={"replica": 1, "data": 8, "model": 1},
-    options={},
-    attention="splash",
-    compile_seconds=1.0,
-    versions={"libtpu": "1.2.3"},
-    memory=CompiledMemory(3 * GIB, 2 * GIB, GIB, 0, 4 * GIB, [Buffer(GIB, "bf16[4]", "module.weight[0:2]")]),
-    time=CompiledTime(2.0, 1.5, 0.0, 0.0, 4e12, 0.25, {}),
-    collectives=[CompiledCollective("all-gather", ["data"], GIB, 32, 0.5, "mlp", CollectiveForm.ASYNC)],
-    not_understood={Omission(OmissionKind.NO_CYCLES, "mystery"): 3},
-)
-TOO_LARGE = dataclasses.replace(
-    FITS,
-    outcome=Outcome.DOES_NOT_FIT,
-    reason=OutOfMemory(GIB, [Buffer(GIB, "bf16[4]", "[all of it]")]),
-    memory=dataclasses.replace(FITS.memory, peak=5 * GIB),
-    time=None,
-    collectives=[],
-)
 
 
 @pytest.fixture(scope="module")

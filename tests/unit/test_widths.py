@@ -8,8 +8,8 @@ from functools import partial
 
 import pytest
 from conftest import GOLDEN
+from report_plans import FITS, TOO_LARGE
 from rich.console import Console
-from test_verdicts import FITS, TOO_LARGE
 
 from shardplan import config as configuration
 from shardplan.checkpoint.forecast import ArrayForecast, Forecast
