@@ -34,9 +34,8 @@ from shardplan.hardware import parse_slice, place_mesh
 from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.registry import Model, build_model
 from shardplan.runtime.processes.hub.hub import Hub
-from shardplan.runtime.processes.hub.hub_process import TICK_S
 from shardplan.runtime.processes.hub.messages import Kind, decode, encode
-from shardplan.runtime.processes.link import BEAT_S
+from shardplan.runtime.processes.timing import TIMING
 from shardplan.runtime.processes.watch.activity import Activity
 from shardplan.storage import open_folder
 from shardplan.storage.folder import REMOTE
@@ -139,10 +138,10 @@ class HubOfFleet:
     def beat(self, seconds: float) -> float:
         """Have all processes give signs of life for a while; returns the seconds of the hub, with its looks at them."""
         activity, used = Activity("loading", 3).report(), 0.0
-        for beat in range(round(seconds / BEAT_S)):
+        for beat in range(round(seconds / TIMING.beat_s)):
             used += self.from_all(Kind.BEAT, lambda i, done=beat: {"activity": {**activity, "done": i + done}})
-            for _ in range(round(BEAT_S / TICK_S)):
-                self.now += TICK_S
+            for _ in range(round(TIMING.beat_s / TIMING.tick_s)):
+                self.now += TIMING.tick_s
                 started = time.process_time()
                 assert all(reply.kind is Kind.ALIVE for reply in self.hub.tick(self.now))
                 used += time.process_time() - started

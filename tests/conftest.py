@@ -221,6 +221,17 @@ def build_shared():
 
 
 @pytest.fixture
+def own_hub(monkeypatch, tmp_path):
+    """This process has no peers after the test, and the stacks of processes that are stuck are in its folder."""
+    from shardplan.runtime.processes import link
+    from shardplan.runtime.processes.watch import watch
+    from shardplan.runtime.processes.watch.stacks import Stacks
+
+    monkeypatch.setattr(link, "_current", None)
+    monkeypatch.setattr(watch, "process_stacks", lambda: Stacks(tmp_path / "stacks.txt"))
+
+
+@pytest.fixture
 def without_pictures(monkeypatch):
     """Runs in this process draw nothing."""
     monkeypatch.setattr("shardplan.commands.eval.eval.draw_extraction", lambda *_: None)

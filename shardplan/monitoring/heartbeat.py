@@ -16,8 +16,8 @@ HEARTBEAT_S, UPLOAD_S = 10.0, 60.0
 
 
 @contextlib.contextmanager
-def write_heartbeats(watch: Watch, records: RunRecords) -> Iterator[None]:
-    """Write a line about this process every few seconds until the block ends, and a last one then."""
+def write_heartbeats(watch: Watch, records: RunRecords, interval_s: float = HEARTBEAT_S) -> Iterator[None]:
+    """Write a line about this process every `interval_s` seconds until the block ends, and a last one then."""
     path, stop = records.own_file(HEARTBEAT), threading.Event()
 
     def write() -> None:
@@ -27,7 +27,7 @@ def write_heartbeats(watch: Watch, records: RunRecords) -> Iterator[None]:
     def run() -> None:
         uploaded = time.monotonic()
         with contextlib.suppress(OSError):  # of a full disk, which the results report
-            while not stop.wait(HEARTBEAT_S):
+            while not stop.wait(interval_s):
                 write()
                 if time.monotonic() - uploaded >= UPLOAD_S:
                     uploaded = time.monotonic()
@@ -40,7 +40,7 @@ def write_heartbeats(watch: Watch, records: RunRecords) -> Iterator[None]:
         yield
     finally:
         stop.set()
-        thread.join(HEARTBEAT_S)
+        thread.join(interval_s)
         write()
 
 

@@ -10,7 +10,8 @@ import time
 
 from shardplan.runtime.processes.hub.hub import Member
 from shardplan.runtime.processes.hub.messages import Kind, host_and_port
-from shardplan.runtime.processes.link import BEAT_S, open_link, start_hub
+from shardplan.runtime.processes.link import open_link, start_hub
+from shardplan.runtime.processes.timing import TIMING
 
 
 def main(address: str, index: int, count: int) -> None:
@@ -34,7 +35,7 @@ def main(address: str, index: int, count: int) -> None:
             link.send(Kind.BROADCAST, name="broadcast", value="x" * 10**6)
         else:
             received.append({"length": len(str(ask(Kind.BROADCAST, "broadcast")["value"]))})
-        time.sleep(1.5 * BEAT_S)
+        time.sleep(1.5 * TIMING.beat_s)
         received.append(ask(Kind.AGREE, "end", parts={}, problem=None))
     print(json.dumps(received))
 

@@ -1,11 +1,11 @@
 """The hub of thousands of processes has little to do, and tells each of them no more than it needs."""
 
 import pytest
-from bench_fleet import BEAT_S, HubOfFleet
+from bench_fleet import HubOfFleet
 from conftest import work_of
 
-from shardplan.runtime.processes.hub import hub
 from shardplan.runtime.processes.hub.messages import Kind
+from shardplan.runtime.processes.timing import TIMING
 
 FLEET = 4096
 
@@ -20,19 +20,18 @@ def run_fleet(count):
     fleet.broadcast("x" * 100_000)
     assert fleet.replies == 3 * count - 1
     fleet.beat(seconds)
-    assert fleet.replies == 3 * count - 1 + seconds / BEAT_S  # to process 0
+    assert fleet.replies == 3 * count - 1 + seconds / TIMING.beat_s  # to process 0
     before = fleet.replies
     fleet.from_all(Kind.EXCHANGE, lambda i: {"name": "x", "values": {str(i * 7 % count): i, "1": i}})
     assert fleet.replies - before == count
     fleet.end()
 
 
-def test_the_hub_has_work_in_proportion_to_its_fleet(monkeypatch):
+def test_the_hub_has_work_in_proportion_to_its_fleet():
     """Each message is answered by as many as there are receivers; the work grows with the fleet, not its square.
 
     The seconds that it takes are in docs/benchmarks/fleet.md.
     """
-    monkeypatch.setattr(hub, "SILENCE_S", 20.0)
     small, large = (work_of(lambda count=count: run_fleet(count)) for count in (FLEET // 128, FLEET // 32))
     assert large == pytest.approx(4 * small, rel=0.1)
 

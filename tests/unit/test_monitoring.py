@@ -99,10 +99,9 @@ def test_the_largest_of_all_processes_counts():
     assert largest([MemoryUse(1, None, 5, 7), MemoryUse(3, None, 4, 2)]) == MemoryUse(3, None, 5, 7)
 
 
-def test_heartbeats_say_what_a_process_does(tmp_path, monkeypatch):
-    monkeypatch.setattr(heartbeat, "HEARTBEAT_S", 0.05)
+def test_heartbeats_say_what_a_process_does(tmp_path):
     watch, records = Watch(), RunRecords(str(tmp_path), 3)
-    with heartbeat.write_heartbeats(watch, records):
+    with heartbeat.write_heartbeats(watch, records, 0.05):
         watch.set_activity(Activity("loading", 1, 7.0, doing="lm_head.weight"))
         time.sleep(0.3)
     lines = [json.loads(line) for line in (tmp_path / HEARTBEAT.format(3)).read_text().splitlines()]
@@ -111,10 +110,9 @@ def test_heartbeats_say_what_a_process_does(tmp_path, monkeypatch):
     assert lines[-1]["seconds_without_progress"] >= 0.2
 
 
-def test_heartbeats_reach_a_remote_folder(monkeypatch):
-    monkeypatch.setattr(heartbeat, "HEARTBEAT_S", 60)  # only the first and the last
+def test_heartbeats_reach_a_remote_folder():
     records = RunRecords("memory://bucket/run", 0)
-    with heartbeat.write_heartbeats(Watch(), records):
+    with heartbeat.write_heartbeats(Watch(), records, 60.0):  # only the first and the last line
         pass
     local = records.own_file(HEARTBEAT)
     records.close()

@@ -13,26 +13,23 @@ from pathlib import Path
 
 import pytest
 
+from shardplan.runtime.processes.timing import ProcessTiming
 from shardplan.runtime.processes.watch import stacks, watch
 from shardplan.runtime.processes.watch.activity import Activity
 from shardplan.runtime.processes.watch.stacks import Stacks
 from shardplan.runtime.processes.watch.watch import Watch, handle_problem
 
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    """Looks at the process, and the limit of its disk, are shorter."""
-    monkeypatch.setattr(watch, "BEAT_S", 0.05)
-    monkeypatch.setattr(stacks, "WRITE_S", 0.5)
+QUICK = ProcessTiming(beat_s=0.05)
+"""Looks at the process follow each other faster."""
 
 
 def get_stuck(monkeypatch, path, device_lines=list):
     """The line of a process that is stuck, whose stacks are written to `path`."""
-    written, problems = Stacks(path), queue.Queue()
+    written, problems = Stacks(path, write_s=0.5), queue.Queue()
     written.device_lines = device_lines
     monkeypatch.setattr(watch, "process_stacks", lambda: written)
     with handle_problem(problems.put):
-        process = Watch()
+        process = Watch(QUICK)
         with process.work():
             process.set_activity(Activity("loading", 1, 0.0, 0.1, "lm_head"))
             problem = problems.get(timeout=10)
@@ -123,7 +120,7 @@ def test_no_temporary_folder(monkeypatch):
 def test_work_after_a_stall_that_has_passed(tmp_path, monkeypatch):
     """A program or a notebook goes on, and is watched as before."""
     monkeypatch.setattr(watch, "process_stacks", lambda: Stacks(tmp_path / "stacks.txt"))
-    process, problems = Watch(), queue.Queue()
+    process, problems = Watch(QUICK), queue.Queue()
     with handle_problem(problems.put):
         for done in range(2):
             with process.work():

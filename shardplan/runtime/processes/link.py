@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from shardplan import errors
 from shardplan.errors import ConfigError, PeerError, ShardplanError, one_line
 from shardplan.runtime.environment import ADDRESS, PROCESS_ID
-from shardplan.runtime.processes.hub.hub import AGAIN, LINE_INTERVAL_S, SILENCE_S, Member
+from shardplan.runtime.processes.hub.hub import AGAIN, Member
 from shardplan.runtime.processes.hub.messages import (
     Kind,
     Lines,
@@ -26,19 +26,10 @@ from shardplan.runtime.processes.hub.messages import (
     listen,
     set_options,
 )
+from shardplan.runtime.processes.timing import TIMING, ProcessTiming
 from shardplan.runtime.processes.watch.places import THREAD_PREFIX, find_place
-from shardplan.runtime.processes.watch.watch import BEAT_S, Watch
+from shardplan.runtime.processes.watch.watch import Watch
 
-START_LIMIT_S = 300.0
-"""Most seconds to wait for processes that have not started."""
-CONNECT_S, RETRY_S = 2.0, 0.5
-"""Most seconds for an attempt to reach the hub, and seconds between attempts."""
-PROBLEM_KNOWN_S = SILENCE_S + 2 * BEAT_S
-"""Seconds after which the hub knows that a process was lost."""
-LINE_S = 5.0
-"""Seconds between lines that say that the hub is not there."""
-MEETING_SILENCE_S = LINE_INTERVAL_S + SILENCE_S
-"""Seconds without a line of the hub, while processes are missing, after which it counts as lost."""
 READ_BYTES = 2**20
 END = "end"
 """Name of the exchange in which a process waits for the others at its end."""
@@ -60,7 +51,7 @@ class PhaseProgress(NamedTuple):
 class Link(Watch):
     """The connection to the hub, once all processes of the run are there."""
 
-    def __init__(self, connection: socket.socket, lines: Lines, jax_address: str):
+    def __init__(self, connection: socket.socket, lines: Lines, jax_address: str, timing: ProcessTiming = TIMING):
         """Receive what the hub sends, and send signs of life, until the process ends."""
         global _current
         _current = self
@@ -73,7 +64,7 @@ class Link(Watch):
         """How much all processes have done in the phase of this one; known in process 0 only."""
         self._heard, self._was_silent = time.monotonic(), False
         connection.settimeout(None)
-        super().__init__()
+        super().__init__(timing)
         threading.Thread(target=self._receive, name=f"{THREAD_PREFIX}receiver", daemon=True).start()
 
     def send(self, kind: Kind, **values: Any) -> None:
@@ -98,7 +89,7 @@ class Link(Watch):
     def await_problem(self) -> ShardplanError | None:
         """Return the problem of the run once it is known; None if none becomes known soon."""
         with self._changed:
-            self._changed.wait_for(lambda: self._problem is not None, PROBLEM_KNOWN_S)
+            self._changed.wait_for(lambda: self._problem is not None, self.timing.problem_known_s)
             return self._problem
 
     def _enter(self, is_end: bool) -> None:
@@ -114,13 +105,13 @@ class Link(Watch):
     def _report(self) -> None:
         """Send a sign of life, by which the hub sees whether this process is stuck."""
         self.send(Kind.BEAT, activity=self.activity.report())
-        is_silent = time.monotonic() - self._heard > SILENCE_S
+        is_silent = time.monotonic() - self._heard > self.timing.hub_silence_s
         if is_silent and self._was_silent:  # at the first time this process may not have run for a while
             self._fail(PeerError(LOST_HUB))
         self._was_silent = is_silent
 
     def _seconds_left(self) -> float:
-        return SILENCE_S
+        return self.timing.hub_silence_s
 
     def _receive(self) -> None:
         """Keep what the hub sends for those who wait for it."""
@@ -154,7 +145,9 @@ class Link(Watch):
                     self._changed.notify_all()
 
 
-def open_link(address: str, own: Member, report: Report, limit_s: float = START_LIMIT_S) -> Link:
+def open_link(
+    address: str, own: Member, report: Report, limit_s: float = TIMING.start_limit_s, timing: ProcessTiming = TIMING
+) -> Link:
     """Meet the other processes of a run at its hub.
 
     Args:
@@ -169,10 +162,10 @@ def open_link(address: str, own: Member, report: Report, limit_s: float = START_
     started = next_line = time.monotonic()
     while True:
         with contextlib.suppress(OSError):
-            connection = socket.create_connection((host, port), timeout=CONNECT_S)
-            set_options(connection, SILENCE_S)
+            connection = socket.create_connection((host, port), timeout=timing.connect_s)
+            set_options(connection, timing.hub_silence_s)
             connection.sendall(encode(Kind.HELLO, **dataclasses.asdict(own)))
-            link = _meet(connection, report)
+            link = _meet(connection, report, timing)
             if link is not None:
                 return link
         seconds = time.monotonic() - started
@@ -181,13 +174,13 @@ def open_link(address: str, own: Member, report: Report, limit_s: float = START_
                 f"process 0 did not answer at {address} within {limit_s:.0f} s; start it, and set {ADDRESS} to its "
                 "host and a free port there"
             )
-        if time.monotonic() >= next_line + LINE_S:
+        if time.monotonic() >= next_line + timing.no_hub_line_s:
             report(f"waiting for process 0 at {address}, {seconds:.0f} s")
-            next_line += LINE_S
-        time.sleep(RETRY_S)
+            next_line += timing.no_hub_line_s
+        time.sleep(timing.retry_s)
 
 
-def start_hub(host: str, port: int, count: int, limit_s: float = START_LIMIT_S, *, has_service: bool) -> str:
+def start_hub(host: str, port: int, count: int, limit_s: float = TIMING.start_limit_s, *, has_service: bool) -> str:
     """Start the process of the hub, which goes on when this process is stuck or killed; returns its address.
 
     Args:
@@ -232,22 +225,22 @@ def start_hub(host: str, port: int, count: int, limit_s: float = START_LIMIT_S, 
         return f"{host}:{listener.getsockname()[1]}"
 
 
-def _meet(connection: socket.socket, report: Report) -> Link | None:
+def _meet(connection: socket.socket, report: Report, timing: ProcessTiming) -> Link | None:
     """Wait until all processes are there; None if the hub has gone.
 
     Raises:
         ShardplanError: the run does not start, or the hub sends nothing any more.
     """
     lines = Lines()
-    connection.settimeout(MEETING_SILENCE_S)
+    connection.settimeout(timing.meeting_silence_s)
     while True:
         try:
             data = connection.recv(READ_BYTES)
         except TimeoutError:
             connection.close()
             raise PeerError(
-                f"the hub of the run sent nothing for {MEETING_SILENCE_S:.0f} s while processes were missing: the "
-                f"network to the host of process 0 is cut, or another program listens there; {AGAIN}"
+                f"the hub of the run sent nothing for {timing.meeting_silence_s:.0f} s while processes were missing: "
+                f"the network to the host of process 0 is cut, or another program listens there; {AGAIN}"
             ) from None
         if not data:
             connection.close()
@@ -258,7 +251,7 @@ def _meet(connection: socket.socket, report: Report) -> Link | None:
                 connection.close()
                 raise error_of(message)
             if message["kind"] is Kind.GO:
-                return Link(connection, lines, message["address"])
+                return Link(connection, lines, message["address"], timing)
             report(message["text"])
         if lines.unfinished[:1] not in (b"", b"{"):
             raise error_of(None)

@@ -21,7 +21,8 @@ from shardplan.runtime.environment import ProcessVariables
 from shardplan.runtime.private_jax import abandon_coordination, coordinator_address, key_value_store
 from shardplan.runtime.processes.hub.hub import AGAIN, Member
 from shardplan.runtime.processes.hub.messages import host_and_port, problem_values
-from shardplan.runtime.processes.link import LINE_S, START_LIMIT_S, Link, end_together, error_of, open_link, start_hub
+from shardplan.runtime.processes.link import Link, end_together, error_of, open_link, start_hub
+from shardplan.runtime.processes.timing import TIMING, ProcessTiming
 from shardplan.runtime.processes.watch.stacks import process_stacks
 from shardplan.runtime.processes.watch.watch import Watch
 from shardplan.runtime.progress import print_note
@@ -117,7 +118,7 @@ def _open_through_store() -> Link:
     return link
 
 
-def _hub_address(store: Any) -> str:
+def _hub_address(store: Any, timing: ProcessTiming = TIMING) -> str:
     """Wait for the address of the hub, which process 0 starts.
 
     Raises:
@@ -127,7 +128,7 @@ def _hub_address(store: Any) -> str:
     started = time.monotonic()
     while True:
         try:
-            message = json.loads(store.blocking_key_value_get(STORE_KEY, round(1000 * LINE_S)))
+            message = json.loads(store.blocking_key_value_get(STORE_KEY, round(1000 * timing.no_hub_line_s)))
         except jax.errors.JaxRuntimeError as error:
             if "DEADLINE_EXCEEDED" not in str(error):
                 raise
@@ -137,7 +138,7 @@ def _hub_address(store: Any) -> str:
             problem = error_of(message)
             raise type(problem)(f"process 0: {problem}")
         seconds = time.monotonic() - started
-        if seconds >= START_LIMIT_S:
+        if seconds >= timing.start_limit_s:
             raise PeerError(
                 f"process 0 has begun no work that needs all processes within {seconds:.0f} s; call the same functions "
                 f"of shardplan in every process, and {AGAIN}"

@@ -15,21 +15,9 @@ from shardplan.errors import ConfigError, PeerError, ShardplanError
 from shardplan.runtime.environment import ADDRESS, PROCESS_COUNT, PROCESS_ID
 from shardplan.runtime.processes.hub.exchanges import Exchanges
 from shardplan.runtime.processes.hub.messages import Kind, Message, problem_values
+from shardplan.runtime.processes.timing import TIMING, ProcessTiming
 from shardplan.runtime.processes.watch.activity import Activity, Place, describe_stall, is_stalled, names_of
 
-LINES_AT_S = (2.0, 5.0, 10.0, 15.0, 20.0, 25.0)
-"""Seconds after which all processes are told who is missing; then every `LINE_INTERVAL_S`."""
-LINE_INTERVAL_S = 30.0
-REMEDY_AFTER_S = 10.0
-"""Seconds from which on they are told what to do, too."""
-LATE_S = 3.0
-"""Seconds for which those who come late are told why the run does not start."""
-SILENCE_S = 20.0
-"""Seconds without a sign of life after which a process counts as lost."""
-ALIVE_S = 5.0
-"""Seconds between two signs of life of the hub."""
-LOCATE_S = 3.0
-"""Seconds in which every process whose Python code runs says where it is."""
 OWN_WORK = "working on its own"
 """What a process does that the others wait for: words that follow `while`."""
 AGAIN = "start the run again"
@@ -101,13 +89,21 @@ class _Entry:
 class Hub:
     """The hub of one run."""
 
-    def __init__(self, count: int, limit_s: float, now: float, start_service: Callable[[], str]):
+    def __init__(
+        self,
+        count: int,
+        limit_s: float,
+        now: float,
+        start_service: Callable[[], str],
+        timing: ProcessTiming = TIMING,
+    ):
         """Wait for `count` processes for `limit_s` seconds.
 
         Args:
             start_service: called once all are there; returns the address that JAX connects them at.
         """
         self._count, self._limit_s, self._start_service = count, limit_s, start_service
+        self.timing = timing
         self._state, self._started = _State.MEETING, now
         self._peers: dict[int, _Peer] = {}
         self._connections: dict[int, int] = {}
@@ -127,7 +123,7 @@ class Hub:
         """Where processes are, once one is stuck."""
         self._places_due = 0.0
         self._alive_due = now
-        self._lines = _line_times(limit_s)
+        self._lines = _line_times(limit_s, timing)
         self._next_line = next(self._lines)
         self._problem: ShardplanError | None = None
         self._ends = float("inf")
@@ -217,7 +213,7 @@ class Hub:
             return []
         alive: list[Reply] = []
         if now >= self._alive_due:
-            self._alive_due, alive = now + ALIVE_S, self._to_all(Kind.ALIVE, {})
+            self._alive_due, alive = now + self.timing.hub_beat_s, self._to_all(Kind.ALIVE, {})
         return alive + self._watch(now)
 
     @property
@@ -273,7 +269,7 @@ class Hub:
         )
 
     def _refuse(self, problem: ShardplanError, now: float) -> list[Reply]:
-        self._state, self._problem, self._ends = _State.REFUSED, problem, now + LATE_S
+        self._state, self._problem, self._ends = _State.REFUSED, problem, now + self.timing.late_s
         return self._to_all(Kind.PROBLEM, problem_values(problem))
 
     def _remind(self, now: float) -> list[Reply]:
@@ -289,7 +285,9 @@ class Hub:
             return self._refuse(problem, now)
         self._next_line = next(self._lines)
         text = f"waiting for {names_of(missing)} ({len(missing)} of {self._count} missing), {seconds:.0f} s"
-        return self._to_all(Kind.WAITING, {"text": f"{text}; {self._remedy}" if seconds >= REMEDY_AFTER_S else text})
+        if seconds >= self.timing.remedy_after_s:
+            text = f"{text}; {self._remedy}"
+        return self._to_all(Kind.WAITING, {"text": text})
 
     @property
     def _remedy(self) -> str:
@@ -344,10 +342,10 @@ class Hub:
             return []
         working = {index: peer for index, peer in self._peers.items() if peer.depth > 0}
         for index, peer in working.items():
-            if now - peer.heard > SILENCE_S:
+            if now - peer.heard > self.timing.silence_s:
                 text = (
                     f"{peer.member} of {self._count} was lost while {peer.activity.phase}: no sign of life for "
-                    f"{SILENCE_S:.0f} s"
+                    f"{self.timing.silence_s:.0f} s"
                 )
                 self.silent.update(to for to, process in self._connections.items() if process == index)
                 return self._tell_others(index, text)
@@ -357,7 +355,7 @@ class Hub:
             self._places = None  # it has gone on meanwhile
             return []
         if self._places is None:
-            self._places, self._places_due = {}, now + LOCATE_S
+            self._places, self._places_due = {}, now + self.timing.locate_s
             return self._to_all(Kind.LOCATE, {})
         if not activities.keys() <= self._places.keys() and now < self._places_due:
             return []
@@ -388,12 +386,12 @@ class Hub:
         return [Reply(connection, kind, values) for connection in self._connections]
 
 
-def _line_times(limit_s: float) -> Iterator[float]:
+def _line_times(limit_s: float, timing: ProcessTiming) -> Iterator[float]:
     """Yield the seconds after which lines are due, and the limit at last."""
     seconds = 0.0
-    for seconds in LINES_AT_S:
+    for seconds in timing.lines_at_s:
         if seconds < limit_s:
             yield seconds
-    while (seconds := seconds + LINE_INTERVAL_S) < limit_s:
+    while (seconds := seconds + timing.line_interval_s) < limit_s:
         yield seconds
     yield limit_s

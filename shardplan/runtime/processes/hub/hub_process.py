@@ -17,24 +17,21 @@ import time
 from collections import deque
 
 from shardplan.errors import PeerError, one_line
-from shardplan.runtime.processes.hub.hub import SILENCE_S, Hub, Reply
+from shardplan.runtime.processes.hub.hub import Hub, Reply
 from shardplan.runtime.processes.hub.messages import Kind, Lines, decode, encode, listen, problem_values, set_options
+from shardplan.runtime.processes.timing import ProcessTiming
 
-TICK_S = 0.5
-"""Seconds between two looks at the time."""
-SEND_S = 5.0
-"""Most seconds without taking anything of a message; a process that does not receive it then is lost."""
 READ_BYTES = 2**20
 
 
 class _Connection:
     """A connection to a process, and the messages that it has not taken yet."""
 
-    def __init__(self, connection: socket.socket):
+    def __init__(self, connection: socket.socket, timing: ProcessTiming):
         """Take over a connection that was accepted."""
         connection.setblocking(False)
-        set_options(connection, SILENCE_S)
-        self.socket, self.lines = connection, Lines()
+        set_options(connection, timing.silence_s)
+        self.socket, self.lines, self._send_s = connection, Lines(), timing.send_s
         self.unsent: deque[memoryview] = deque()
         self.sent_at = 0.0
         """When it last took something, or had taken all before."""
@@ -62,7 +59,7 @@ class _Connection:
 
     def send_all(self) -> None:
         """Send everything, with a limit of time, before the hub ends."""
-        self.socket.settimeout(SEND_S)
+        self.socket.settimeout(self._send_s)
         with contextlib.suppress(OSError):
             for line in self.unsent:
                 self.socket.sendall(line)
@@ -73,7 +70,7 @@ class HubServer:
 
     def __init__(self, listener: socket.socket, hub: Hub):
         """Serve `hub` to those who connect to `listener`."""
-        self._hub = hub
+        self._hub, self._timing = hub, hub.timing
         self._selector = selectors.DefaultSelector()
         self._connections: dict[int, _Connection] = {}
         self._blocked = set[int]()
@@ -101,7 +98,7 @@ class HubServer:
                     self._read(key.fd)
             if time.monotonic() >= next_tick:  # not after each of thousands of messages
                 self._tick()
-                next_tick = time.monotonic() + TICK_S
+                next_tick = time.monotonic() + self._timing.tick_s
         for connection in self._connections.values():
             connection.send_all()
             connection.socket.close()
@@ -118,7 +115,8 @@ class HubServer:
         """Do what is due, and close the connections of those who take or send nothing any more."""
         now = time.monotonic()
         self._send(self._hub.tick(now))
-        lost = {number for number in self._blocked if now - self._connections[number].sent_at > SEND_S}
+        limit_s = self._timing.send_s
+        lost = {number for number in self._blocked if now - self._connections[number].sent_at > limit_s}
         for number in lost | self._hub.silent:
             self._close(number)
         self._hub.silent.clear()
@@ -128,7 +126,7 @@ class HubServer:
         with contextlib.suppress(OSError):  # no more of them, or one has ended
             while True:
                 connection, _ = self._listener.accept()
-                self._connections[connection.fileno()] = _Connection(connection)
+                self._connections[connection.fileno()] = _Connection(connection, self._timing)
                 self._selector.register(connection, selectors.EVENT_READ)
 
     def _read(self, number: int) -> None:

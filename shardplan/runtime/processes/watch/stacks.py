@@ -27,9 +27,9 @@ logger = logging.getLogger(__name__)
 class Stacks:
     """Where the stacks of this process are written: a file that is made once there is something to write."""
 
-    def __init__(self, path: Path):
-        """Write to the file at `path`."""
-        self._path = path
+    def __init__(self, path: Path, write_s: float = WRITE_S):
+        """Write to the file at `path`, and wait for it for at most `write_s` seconds."""
+        self._path, self._write_s = path, write_s
         self._signal_file: io.FileIO | None = None
         """The file for the handler of a signal, which cannot open one."""
         self.activity_lines: Callable[[], list[str]] = list
@@ -43,7 +43,7 @@ class Stacks:
         Returns:
             A clause that says where they are, or why they are not: the disk may be full, or not answer.
         """
-        failure = f"it does not answer for {WRITE_S:.0f} s"
+        failure = f"it does not answer for {self._write_s:.0f} s"
         path = self._path  # the main thread may leave `in_file` meanwhile
 
         def write() -> None:
@@ -58,7 +58,7 @@ class Stacks:
         thread = threading.Thread(target=write, name=f"{THREAD_PREFIX}stacks", daemon=True)
         try:
             thread.start()
-            thread.join(WRITE_S)
+            thread.join(self._write_s)
         except RuntimeError as error:  # too many threads, or, in Python 3.12.0 to 3.12.2, the program is at its end
             failure = one_line(error)
         if failure:
@@ -105,7 +105,7 @@ class Stacks:
             signal.set_wakeup_fd(other_writer)
             signal.signal(signal.SIGUSR1, before)
             os.close(writer)
-            thread.join(WRITE_S)
+            thread.join(self._write_s)
             file.close()
             self._signal_file = None
             _remove_if_empty(self._path)

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from shardplan.errors import PeerError, ShardplanError, one_line
 from shardplan.runtime.environment import STARTED
+from shardplan.runtime.processes.timing import TIMING, ProcessTiming
 from shardplan.runtime.processes.watch.activity import Activity, describe_stall, is_stalled
 from shardplan.runtime.processes.watch.frozen import expect_python
 from shardplan.runtime.processes.watch.places import THREAD_PREFIX, find_place
@@ -16,15 +17,13 @@ from shardplan.runtime.processes.watch.stacks import process_stacks
 
 logger = logging.getLogger(__name__)
 
-BEAT_S = 2.0
-"""Seconds between two looks at what the process does."""
-
 
 class Watch:
     """The watch over a process without others; `Link` is that over one of several."""
 
-    def __init__(self) -> None:
+    def __init__(self, timing: ProcessTiming = TIMING) -> None:
         """Begin to watch."""
+        self.timing = timing
         self.activity = Activity(since=time.monotonic())
         """What this process is doing."""
         self._problem: ShardplanError | None = None
@@ -153,7 +152,7 @@ class Watch:
             if self._problem is None:
                 self._report()
                 self._expect_python()
-            time.sleep(BEAT_S)
+            time.sleep(self.timing.beat_s)
 
 
 _on_problem: Callable[[ShardplanError], None] | None = None
