@@ -17,6 +17,18 @@ from shardplan.attention.kernels import splash, splash_blocks
 from shardplan.runtime import private_jax
 
 
+@pytest.fixture
+def interpreted(monkeypatch):
+    """The kernels of shardplan run in the interpreter of JAX, on CPUs."""
+    monkeypatch.setattr(splash, "INTERPRET", True)
+
+
+@pytest.fixture
+def small_blocks(interpreted, monkeypatch):
+    """They compute blocks of 128 positions, so that some hops have no block."""
+    monkeypatch.setattr(splash_blocks, "KERNEL_BLOCK", 128)
+
+
 @pytest.mark.parametrize(
     "case",
     [
@@ -54,10 +66,8 @@ from shardplan.runtime import private_jax
     ],
     ids=str,
 )
-def test_splash(monkeypatch, case):
-    """The TPU kernels in JAX's interpreter, with blocks of 128, so that some hops have no block."""
-    monkeypatch.setattr(splash, "INTERPRET", True)
-    monkeypatch.setattr(splash_blocks, "KERNEL_BLOCK", 128)
+def test_splash(small_blocks, case):
+    """Every strategy with the TPU kernels."""
     out, gradients = check(case)
     assert out <= 1e-5 and max(gradients) <= 1e-5, (out, gradients)
 
@@ -71,20 +81,16 @@ def test_splash(monkeypatch, case):
     ],
     ids=str,
 )
-def test_splash_in_chunks(monkeypatch, case):
+def test_splash_in_chunks(small_blocks, monkeypatch, case):
     """Queries are split into chunks when scalar memory cannot hold all blocks of a long sequence."""
     monkeypatch.setattr(splash, "MAX_BLOCKS", 2)
-    monkeypatch.setattr(splash_blocks, "KERNEL_BLOCK", 128)
-    monkeypatch.setattr(splash, "INTERPRET", True)
     out, gradients = check(case)
     assert out <= 1e-5 and max(gradients) <= 1e-5, (out, gradients)
 
 
 @pytest.mark.parametrize("max_blocks", [splash.MAX_BLOCKS, 2])
-def test_splash_without_log_sum_exp(monkeypatch, max_blocks):
+def test_splash_without_log_sum_exp(small_blocks, monkeypatch, max_blocks):
     """The kernel does not write it if it is unused; gradients of a function traced so, as scans are, are right too."""
-    monkeypatch.setattr(splash, "INTERPRET", True)
-    monkeypatch.setattr(splash_blocks, "KERNEL_BLOCK", 128)
     monkeypatch.setattr(splash, "MAX_BLOCKS", max_blocks)
     rng = np.random.default_rng(0)
     q, k, out_gradient = (rng.normal(size=(1, 1, *g, 256, 32)) for g in ((2,), (), (2,)))
@@ -106,9 +112,8 @@ def test_splash_without_log_sum_exp(monkeypatch, max_blocks):
     np.testing.assert_allclose(k_gradient.array, expected.gradients[1] + expected.gradients[2], atol=1e-4)
 
 
-def test_levanters_splash_with_sharded_positions(monkeypatch):
+def test_levanters_splash_with_sharded_positions(interpreted, monkeypatch):
     """It is right, and gathers the keys on every device."""
-    monkeypatch.setattr(splash, "INTERPRET", True)
     kernels = private_jax.splash
     monkeypatch.setattr(kernels, "make_splash_mha", partial(kernels.make_splash_mha, interpret=True))
     rng = np.random.default_rng(0)
