@@ -41,6 +41,7 @@ def test_schedule_of_a_checkpoint_at_hand(golden, tmp_path, capsys):
     assert "1 processes read" in err
 
 
+@pytest.mark.quick
 def test_nothing_to_do(capsys):
     assert main("checkpoint", ["--config", "configs/405b.yaml"]) == 2
     assert "nothing to do; --schedule prints which process reads what" in capsys.readouterr().err

@@ -4,11 +4,13 @@ import json
 import shutil
 import subprocess
 
+import pytest
 from conftest import fails, run, start, word_tokenizer
 from evaluation_runs import PLANNING, arguments
 from processes import fork_python
 
 
+@pytest.mark.quick
 def test_a_model_that_is_not_supported_is_refused_first(checkpoint, tmp_path):
     """By every command, before anything is planned or read, and never with advice to take it for another."""
     folder = tmp_path / "moe"
@@ -108,6 +110,7 @@ def test_data_of_an_unknown_kind(checkpoint, tmp_path):
     fails(done, 2, f"data.path {checkpoint / 'config.json'} ends in none of .txt, .jsonl")
 
 
+@pytest.mark.quick
 def test_tokenizer_of_another_model(checkpoint, tmp_path):
     folder = tmp_path / "llama"
     shutil.copytree(checkpoint, folder)

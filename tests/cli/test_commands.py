@@ -66,6 +66,7 @@ def test_evaluation_with_positions_sharded(checkpoint, tmp_path):
     assert results["total"]["loss_per_token"] == pytest.approx(nats.mean(), abs=2e-6)
 
 
+@pytest.mark.quick
 def test_evaluation_in_a_program(checkpoint, tmp_path):
     """`evaluate` takes the keys of the command, but for those that ask it to print or write something else."""
     settings = {
@@ -167,6 +168,7 @@ def test_a_dry_run_says_how_long_the_texts_take(checkpoint, tmp_path):
     assert done.returncode == 0 and "no duration of the texts: data.path nowhere.txt does not exist" in done.stderr
 
 
+@pytest.mark.quick
 def test_positions_by_default_are_those_of_the_model(checkpoint, tmp_path):
     """A stride is checked against the windows that there are, not those of the default."""
     settings = [each for each in arguments(checkpoint, tmp_path) if "position" not in each]

@@ -189,6 +189,7 @@ def test_what_devices_hold_and_how_long_a_load_takes(capsys, tmp_path):
     assert f"the plan is for {folder} with " in line
 
 
+@pytest.mark.quick
 def test_scales_are_in_the_bytes_of_a_load(capsys):
     """They are read as often as the codes, of which `checkpoint --schedule` says it; shapes of tensors are not read."""
     folder = FAMILIES / "kimi_int4"
@@ -320,6 +321,7 @@ def test_no_weights_are_read(tmp_path, capsys, monkeypatch):
     assert 0 < sum(read) < 2**20
 
 
+@pytest.mark.quick
 def test_a_head_beside_a_tied_embedding_is_named(tmp_path, capsys):
     """Which of the two a load uses, only values say."""
     folder = changed(tmp_path, DATA / "llama", tie_word_embeddings=True)
@@ -328,6 +330,7 @@ def test_a_head_beside_a_tied_embedding_is_named(tmp_path, capsys):
     assert "lm_head.weight is stored beside a tied embedding; a load compares the two" in err
 
 
+@pytest.mark.quick
 def test_the_screen_of_the_documentation(capsys, monkeypatch):
     """Command and output are those of the page, and fit 80 columns."""
     page = (ROOT / "docs" / "reference" / "commands.md").read_text(encoding="utf-8")

@@ -159,6 +159,7 @@ def test_several_files_and_a_plan(make_config, stand_ins, tmp_path):
     assert parsed.returncode == 0, parsed.stderr
 
 
+@pytest.mark.quick
 def test_a_script_starts_a_training(stand_ins, tmp_path):
     """With Levanter's keys of the file and of the command line; files that these name must be on every host."""
     (tmp_path / "tokens.jsonl").write_text("")
@@ -329,6 +330,7 @@ def test_bad_input(arguments, message):
     assert done.stderr.strip().endswith(message)
 
 
+@pytest.mark.quick
 def test_the_example_in_the_documentation(tmp_path):
     """Its keys are those of the section, and all of them are in the table."""
     page = (ROOT / "docs" / "howto" / "launching.md").read_text(encoding="utf-8")

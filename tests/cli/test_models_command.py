@@ -88,6 +88,7 @@ def test_a_released_model():
     assert values["refused"] is None
 
 
+@pytest.mark.quick
 def test_a_name_of_a_released_model_and_of_a_type(monkeypatch):
     monkeypatch.setenv("COLUMNS", str(WIDTH))
     done = run("models", "gpt2")
@@ -107,6 +108,7 @@ def test_a_repository_of_the_hub():
     assert find_model("meta-llama/Meta-Llama-3-8B-Instruct") == NamedModel("llama", "llama-3-8b")
 
 
+@pytest.mark.quick
 def test_types_that_are_not_supported_and_text_models_of_others():
     values = facts_of("minimax")
     assert values["model"] is values["type"] is None
@@ -115,6 +117,7 @@ def test_types_that_are_not_supported_and_text_models_of_others():
     assert "its text model alone is read, a gemma3_text" in done.stderr and "gemma-3-27b" in done.stdout
 
 
+@pytest.mark.quick
 def test_mistakes():
     fails(run("models", "lama-3-8b"), 2, "no model type; did you mean 'llama-3-8b'?")
     fails(run("models", "nothing-like-it"), 2, "no model type; `shardplan models` lists both")

@@ -143,6 +143,7 @@ def test_diff(plans):
     assert {"name": "model", "before": before.mesh["model"], "after": after.mesh["model"]} in values["mesh"]
 
 
+@pytest.mark.quick
 def test_diff_to_a_file(plans, tmp_path):
     done = run("plan", "diff", *plans, f"--json={tmp_path / 'diff.json'}")
     assert done.returncode == 0 and "Mesh" in done.stdout
@@ -185,6 +186,7 @@ def test_what_if_is_printed_where_nothing_fits():
     assert "as it is: no plan fits v5e-4" in done.stderr and "no plan fits v5e-4" in done.stderr.splitlines()[-1]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("columns", [80, 120])
 def test_list_of_slices(monkeypatch, columns):
     """One line each, which fits the terminal; no model is named."""

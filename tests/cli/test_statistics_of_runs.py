@@ -101,6 +101,7 @@ def test_a_run_that_had_none_at_first(arguments, tmp_path):
     assert f" of {len(LENGTHS)} windows" in done.stdout.replace("\n", " ")
 
 
+@pytest.mark.quick
 def test_models_without_statistics(checkpoint, golden, tmp_path):
     argv = (f"--data.path={checkpoint / 'text.jsonl'}", f"--output={tmp_path / 'results'}", *PLANNING)
     flags = ("--hardware.slice=cpu-8", "--expert_statistics=true")

@@ -54,6 +54,7 @@ def test_what_is_refused(tmp_path, argv, message):
     assert not (tmp_path / "r").exists()
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("content", "message"),
     [

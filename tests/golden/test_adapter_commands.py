@@ -21,6 +21,7 @@ from shardplan.runtime.devices import arrange
 from shardplan.storage import open_adapter, open_folder
 
 
+@pytest.mark.quick
 def test_checksums_include_the_files_of_an_adapter(capsys):
     opened = open_folder(str(GOLDEN))
     template = build_model(read_config(None, opened), 8).template

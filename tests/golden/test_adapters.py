@@ -122,6 +122,7 @@ def test_an_adapter_in_several_files(tmp_path):
         np.testing.assert_array_equal(values, expected[path], err_msg=path)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("is_transposed", [False, True])
 def test_a_matrix_in_pieces(is_transposed):
     """As it is read: transposed, in parts, in every second column, and over the ends of rows."""
@@ -153,6 +154,7 @@ def test_a_matrix_in_pieces(is_transposed):
         np.testing.assert_array_equal(target.buffer, values.astype(np.float32))
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(("limit", "reads"), [(0, 4), (1500, 4), (10_000, 2)])
 def test_matrices_are_kept_up_to_a_number_of_bytes(monkeypatch, limit, reads):
     """Those of two weights, 1024 bytes each, are used in turn."""

@@ -183,6 +183,7 @@ def test_kept_weights_are_not_written():
         template.to_state_dict()
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", CODED[1:])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_values_of_four_bits(tmp_path, name, dtype):
@@ -227,6 +228,7 @@ PACKED = "model.layers.1.mlp.experts.0.down_proj.weight"
 LINEAR = "model.layers.1.mlp.down_proj"
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [

@@ -233,6 +233,7 @@ def test_padding_of_a_layout_does_not_count():
     np.testing.assert_array_equal(ordered.array[0], expected)
 
 
+@pytest.mark.quick
 def test_figures_of_several_steps_follow_from_their_sums():
     def record(load, entropy, largest, mean, use):
         return LayerRecord(*map(np.asarray, (load, sum(load) // 2, entropy, largest, mean, use, 3, 1)))

@@ -41,6 +41,7 @@ def test_what_levanters_converter_exports_is_the_same_model(name):
     assert [exported[key] for key in ("vocab_size", "eos_token_id", "bos_token_id", "dtype")] == [80, 7, 5, "x"]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", [*FAMILIES, *ON_ONE_DEVICE])
 def test_unknown_keys_are_refused(name):
     """A key that the family does not read, and that is not known to be harmless, may change what the model computes."""
@@ -150,6 +151,7 @@ def test_what_the_decoder_does_not_compute_is_refused(name, changes, problem):
         DecoderConfig.from_hf_config({**config_of(name), **changes})
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", ["mistral", "phi3", "qwen2", "smollm3", "starcoder2"])
 def test_a_window_of_null_is_none(name):
     uses_windows = {"use_sliding_window": True} if name in ("qwen2", "smollm3") else {}
@@ -164,6 +166,7 @@ def kinds_of_layers(changes):
     return [(each.attention.chunk, each.attention.rotary is not None, hasattr(each.mlp, "router")) for each in layers]
 
 
+@pytest.mark.quick
 def test_layers_of_llama_4():
     """As transformers reads these keys: of kinds of attention, lists win over what they follow from by default."""
     assert kinds_of_layers({}) == [(16, True, True)] * 3 + [(None, False, True), (16, True, True)]
@@ -176,6 +179,7 @@ def test_layers_of_llama_4():
     assert [each[2] for each in kinds_of_layers({"moe_layers": [0, 4]})] == [True, False, False, False, True]
 
 
+@pytest.mark.quick
 def test_layers_without_experts():
     """The first ones, others by `moe_layer_freq`, or those that `mlp_layer_types` names."""
     for changes, expected in (

@@ -212,6 +212,7 @@ def test_prompts_of_chats_are_those_of_hf(make_model, caplog):
         caplog.clear()
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("template", "message"),
     [

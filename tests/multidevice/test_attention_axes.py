@@ -17,6 +17,7 @@ from shardplan.attention import dot_product_attention
 SAVE_ATTENTION = jax.checkpoint_policies.save_only_these_names("context")
 
 
+@pytest.mark.quick
 def test_two_mesh_axes_and_heads_on_a_third():
     """A ring along one mesh axis, Ulysses along the other; arrays with axes in another order; under named_jit."""
     mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("replica", "data", "model"), axis_types=(AxisType.Auto,) * 3)

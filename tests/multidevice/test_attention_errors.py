@@ -15,6 +15,7 @@ from shardplan.errors import ConfigError
 from shardplan.positions.sequence_layout import SequenceLayout
 
 
+@pytest.mark.quick
 def test_errors():
     mesh = mesh_of(4)
     x, y = (

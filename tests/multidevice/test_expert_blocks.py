@@ -153,6 +153,7 @@ def test_tokens_that_are_weighed_before_their_experts(strategy):
     check(CASES["experts over 2, hidden over 4"], ExpertMethod(strategy, FEW), make_inputs(), weighs_inputs=True)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("strategy", [GATHER, WEIGHTS])
 def test_tokens_that_all_devices_of_the_experts_have(strategy):
     check(SAME_TOKENS, ExpertMethod(strategy, FEW), make_inputs())
@@ -203,11 +204,13 @@ def test_without_a_plan_kernels_have_tiles_for_the_devices(monkeypatch):
     assert "ragged_dot_tiling" in lower()
 
 
+@pytest.mark.quick
 def test_tokens_must_be_whole():
     with pytest.raises(ConfigError, match="the axis mapping shards embed in computations"):
         check(((2, 4), {"batch": "data", "embed": "model"}), ExpertMethod(), make_inputs())
 
 
+@pytest.mark.quick
 def test_segments_that_are_sent_on_cpus():
     """The example in the documentation of `jax.lax.ragged_all_to_all`, on two devices."""
     arguments = [

@@ -266,6 +266,7 @@ def test_changing_the_import_is_enough(golden, vocab):
     np.testing.assert_array_equal(head[:256], expected["lm_head.weight"])
 
 
+@pytest.mark.quick
 def test_scalars_and_empty_arrays(tmp_path):
     """Arrays without elements or without dimensions are loaded."""
     import equinox as eqx

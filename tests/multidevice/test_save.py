@@ -124,6 +124,7 @@ def test_with_levanters_arguments(golden, tmp_path, monkeypatch):
     assert (tmp_path / "large" / target.INCOMPLETE).exists()
 
 
+@pytest.mark.quick
 def test_a_replacement_that_is_interrupted_leaves_no_checkpoint(golden, tmp_path, monkeypatch):
     converter = make_converter(golden / "llama")
 

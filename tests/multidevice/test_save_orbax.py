@@ -135,6 +135,7 @@ def test_a_folder_with_a_step_or_a_plan_is_refused(golden, tmp_path, monkeypatch
     assert not mark or (tmp_path / INCOMPLETE).read_text() == mark
 
 
+@pytest.mark.quick
 def test_targets_that_cannot_be_written_to(golden, tmp_path, monkeypatch):
     monkeypatch.setattr(convert, "prepare", None)
     arguments = [f"--model={golden / 'llama'}", *ARGUMENTS]

@@ -116,6 +116,7 @@ def test_positions_are_the_last_axis_of_tokens(example):
     assert (sequence.mask.explicit_mask.array == by_head.array[:, order]).all()  # heads are no key positions
 
 
+@pytest.mark.quick
 def test_a_layout_of_another_length_is_refused(example):
     with pytest.raises(ConfigError, match="the layout is for 60 positions, the example has 61"):
         shard_sequence(example, SequenceLayout(60, 4))

@@ -7,6 +7,7 @@ makes them better lowers the bounds.
 import math
 import statistics
 
+import pytest
 from bench_experts import expert_errors
 from bench_planner import LAYOUTS, STYLES
 from planner_record import PLANNER, errors_by_family, read_records
@@ -34,6 +35,7 @@ BOUNDS_OF_EXPERTS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_estimates_are_as_good_as_recorded():
     """One test of all laws about estimates: to estimate every layout takes a while, and each worker has to do it."""
     records = list(read_records(PLANNER).values())

@@ -45,6 +45,7 @@ def trained(model, checkpointing):
     return estimate_memory(step, assignment).activations, flops
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("names", "size", "recomputed"),
     [
@@ -101,6 +102,7 @@ def test_copies_that_are_longer_than_their_layer_are_waited_for(pythia):
             assert (exposed == 0) is is_hidden
 
 
+@pytest.mark.slow
 def test_blocks_of_layers_divide_the_layers(pythia):
     """Two blocks of four layers, as Haliax chooses by itself, or one of all; three are refused."""
 
@@ -116,6 +118,7 @@ def test_blocks_of_layers_divide_the_layers(pythia):
         assert checkpointing_problem("x", text).startswith(f"x is '{text}'; ")
 
 
+@pytest.mark.slow
 def test_names_that_no_activation_has_are_refused(pythia):
     """Haliax would keep nothing, and say nothing."""
     llama = build_model({**read_config("llama-3.1-8b", None, LEVANTER), "num_hidden_layers": 2}, TOKENS)
@@ -172,6 +175,7 @@ def test_policies_of_levanters_files(policy, expected):
     assert parse_model_section({"model": {"gradient_checkpointing": policy}}).gradient_checkpointing == expected
 
 
+@pytest.mark.slow
 def test_the_model_of_a_plan_has_its_policy(make_config, pythia):
     config = make_config(
         model_config="pythia-12b",

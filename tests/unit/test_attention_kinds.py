@@ -54,6 +54,7 @@ def attended_pairs(length, window=None):
     return window * (window + 1) // 2 + (length - window) * window
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("source", "kind"), [("own", "eval"), ("own", "train"), ("decoder", "train")])
 def test_flops_of_windows_in_some_layers_equal_a_hand_count(source, kind):
     """MFU counts of each layer the pairs of its own mask; the decoder's model has the same sizes."""
@@ -82,6 +83,7 @@ def test_model_flops_are_divided_by_kind():
     assert model_flops(full, workload) / sum(flops.values()) == pytest.approx(1.84, abs=0.005)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "kind"),
     [(family, "eval") for family in ("gemma3_text", "olmo3", "cohere2", "exaone4", "smollm3")] + [("olmo3", "train")],
@@ -119,6 +121,7 @@ def names(model, position, kind="eval", **workload):
     return [kind.name for kind in step.attention_kinds]
 
 
+@pytest.mark.slow
 def test_kinds_are_named_by_mask_and_sizes(golden, make_config):
     """The kind with most work comes first, which is that without a window; windows that exclude nothing are none."""
     small = {**GEMMA3_27B, "groups": 1, "tail": 1, "hidden_dim": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
@@ -143,6 +146,7 @@ def composed(*attention, length, embed=64):
     return Model("llama", DECODER, config, template, AttentionMask.causal(), None, length)
 
 
+@pytest.mark.slow
 def test_parts_of_the_decoder_are_kinds():
     """A layer with chunks and one without, as in Llama 4; sinks, as in gpt-oss; values of another size, as in MLA."""
     chunked, length = GroupedAttention(4, 2, 16, chunk=8192), 65536
@@ -158,6 +162,7 @@ def test_parts_of_the_decoder_are_kinds():
     assert model_flops(model, workload) == pytest.approx(matmuls + 2 * 4 * pairs, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_each_kind_gets_the_method_that_is_best_for_it(make_config):
     """Beside every other pair of methods; layers with a window need one hop of a ring, and the others all of them."""
     c, length = {**GEMMA3_27B, "groups": 2, "tail": 0}, 131072
@@ -212,6 +217,7 @@ def assert_costs_by_hand(plan, window, devices):
     assert sum(each.compute_seconds + each.exposed_seconds for each in (full_cost, cost)) == pytest.approx(seconds)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "passes"), [("eval", 1), ("train", 2)])
 def test_live_bytes_of_attention_on_one_device(make_config, kind, passes):
     """Queries, keys, values and output, of bfloat16, and in training as many gradients."""
@@ -222,6 +228,7 @@ def test_live_bytes_of_attention_on_one_device(make_config, kind, passes):
     assert cost.live_bytes == passes * 2 * 1024 * 128 * (32 + 8 + 8 + 32)
 
 
+@pytest.mark.slow
 def test_kernels_of_the_decoder_take_values_of_another_size(make_config):
     """Also where positions are not sharded, and beside layers whose heads are too small for a kernel."""
     latent, small = GroupedAttention(32, 32, 192, value_head_size=128), GroupedAttention(8, 8, 32, chunk=512)

@@ -52,6 +52,7 @@ PARAMETER_BYTES = 2
 """Of a parameter as evaluations store it, in bfloat16."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BUNDLED)
 def test_the_parameters_are_as_many_as_published(name):
     model = build_model(read_config(name, None), 1)
@@ -62,6 +63,7 @@ def test_every_model_type_has_a_bundled_model():
     assert {read_config(name, None)["model_type"] for name in BUNDLED} == set(SUPPORTED_TYPES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in SPREAD else pytest.mark.whole) for name in BUNDLED]
 )
@@ -87,6 +89,7 @@ def smallest_plan(name, make_config):
     raise AssertionError(f"{name} fits no slice")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "keys"),
     [

@@ -27,6 +27,7 @@ def cases_from(*arguments):
     return build_cases(config, config.options, config.against)
 
 
+@pytest.mark.slow
 def test_every_set_of_options_and_every_comparison_is_a_case(tmp_path):
     """A plan file, a configuration and a Levanter trainer keep their own batch and take the program of this one."""
     make_plan(load("--workload.batch=16")).save(str(tmp_path / "plan.json"))
@@ -49,6 +50,7 @@ def test_every_set_of_options_and_every_comparison_is_a_case(tmp_path):
     assert hand_written.workload.param_dtype == "float32" and hand_written.workload.position == 1024
 
 
+@pytest.mark.slow
 def test_axes_that_the_model_does_not_have_are_named(tmp_path):
     (tmp_path / "levanter.yaml").write_text(
         json.dumps({"trainer": {"mesh": {"shared_mapping": {"kv_heads": "model"}}}})
@@ -59,6 +61,7 @@ def test_axes_that_the_model_does_not_have_are_named(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_a_layout_that_jax_refuses_is_a_case(tmp_path):
     """Heads over more devices than there are heads, on the mesh axis of their group: the compiler's verdict says so."""
     axes = dict.fromkeys(("kv_head", "q_heads_per_group"), "model")
@@ -68,6 +71,7 @@ def test_a_layout_that_jax_refuses_is_a_case(tmp_path):
     assert case.plan.compute_mapping["kv_head"] == case.plan.compute_mapping["q_heads_per_group"] == ["model"]
 
 
+@pytest.mark.slow
 def test_a_plan_alone_is_a_complete_configuration(tmp_path):
     """Slice, mesh, workload and model come from the plan; a setting that contradicts the plan is refused."""
     path = str(tmp_path / "plan.json")

@@ -4,6 +4,7 @@ import itertools
 import math
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -46,6 +47,7 @@ def all_plans(tables, keeping, limit, available):
                 yield chosen, number
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(problems())
 def test_no_choice_of_a_plan_is_left_out(problem):

@@ -49,6 +49,7 @@ def coded_views(draw):
     return view, Scales(dims, group, row_major_strides(counts)), counts
 
 
+@pytest.mark.slow
 @given(coded_views())
 @settings(max_examples=300)
 def test_scales_of_blocks_are_those_of_all_their_codes(case):

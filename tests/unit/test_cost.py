@@ -40,6 +40,7 @@ def test_all_gather_within_a_slice_uses_links_only():
     assert seconds == pytest.approx(5 * (7e9 / (3 * LINK) + 3 * HOP))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "factor"), [("eval", 1), ("train", 3)])
 def test_model_flops_of_a_step(kind, factor):
     """Two FLOPs per weight and token (the embedding is a lookup), and the causal half of attention's two matmuls."""

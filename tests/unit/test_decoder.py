@@ -106,6 +106,7 @@ def test_long_texts_have_frequencies_of_their_own(start, is_long):
     assert np.abs(turned - np.stack([np.cos(angles), np.sin(angles)], axis=1)).max() < 1e-6
 
 
+@pytest.mark.slow
 def test_packed_texts_have_the_positions_of_their_own():
     """Where the mask has segment ids, chunks, tables and temperatures count from the beginning of each text."""
     attention = GroupedAttention(2, 2, 8, chunk=4, temperature=QueryTemperature(0.5, 2))

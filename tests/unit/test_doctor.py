@@ -42,6 +42,7 @@ def test_an_import_that_is_slow(with_jax):
     assert found.remedy.startswith("start doctor again: the first import")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "measured"),
     [
@@ -70,6 +71,7 @@ def patient(monkeypatch):
     monkeypatch.setattr(doctor_run, "LIMIT_S", 120.0)
 
 
+@pytest.mark.slow
 def test_a_healthy_host(checkpoint, tmp_path, patient):
     own = (f"--model.ref={checkpoint}", f"--data.path={checkpoint / 'text.jsonl'}", f"--output={tmp_path / 'results'}")
     done = run("doctor", "--config=configs/tiny.yaml", *own, "--json=-")
@@ -82,6 +84,7 @@ def test_a_healthy_host(checkpoint, tmp_path, patient):
     assert "21 tensors" in done.stderr and not (tmp_path / "results").exists()
 
 
+@pytest.mark.slow
 def test_a_plan_by_itself(checkpoint, tmp_path, patient, monkeypatch):
     """It names the checkpoint, its adapter and the slice."""
     # the others take seconds, and are in the test above
@@ -100,6 +103,7 @@ def test_a_plan_by_itself(checkpoint, tmp_path, patient, monkeypatch):
     assert measured["devices"].startswith("2 virtual CPU devices") and "21 tensors" in measured["checkpoint"]
 
 
+@pytest.mark.slow
 def test_without_a_configuration(patient, monkeypatch):
     monkeypatch.delitem(doctor_run.MODULES, Check.IMPORTS)
     monkeypatch.setenv("JAX_NUM_PROCESSES", "2")

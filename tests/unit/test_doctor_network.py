@@ -180,6 +180,7 @@ def plan_path(tmp_path_factory):
     return str(path)
 
 
+@pytest.mark.slow
 def test_a_plan_decides_the_slice(plan_path):
     (found,) = findings(plan_file, f"--plan={plan_path}")
     assert found.level is Level.OK and f"{LLAMA_CONFIG} on v4-64, mesh " in found.measured

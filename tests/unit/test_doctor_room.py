@@ -118,6 +118,7 @@ def test_little_room(tmp_path, monkeypatch):
     assert found.measured == f"output '{tmp_path}': 0.50 GiB free"
 
 
+@pytest.mark.slow
 def test_results_in_an_object_store(store):
     client, _, _ = store
     assert findings(output, "--output=s3://models/results") == [

@@ -40,6 +40,7 @@ def assign(step, sizes, compute, params):
     return ShardingAssignment(mesh, compute, params, step.merged_axes, step.activation_axes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "without_freeing", "with_freeing"), [("train", 7, 3), ("eval", 2, 2)])
 def test_live_rows_of_experts(kind, without_freeing, with_freeing):
     """Mixtral, 64 sequences: compiled for tpu7x-64 on mesh 32 x 1 x 2, seven arrays of 2 x 64 x 4096 rows were live at
@@ -83,6 +84,7 @@ def test_rows_are_sliced_and_overwritten(sizes, compute, params, peak_gib):
     assert estimate_memory(step, assign(step, sizes, compute, params)).peak / GIB == pytest.approx(peak_gib, rel=0.03)
 
 
+@pytest.mark.slow
 def test_traffic_of_training():
     """GiB received, compiled for 32 sequences on v5p-64.
 
@@ -111,6 +113,7 @@ def test_rows_out_of_bounds_are_filled_in_a_pass():
     assert writers == [TaskKind.LOOKUP, TaskKind.ELEMENTWISE]
 
 
+@pytest.mark.slow
 def test_matmuls_of_experts():
     """Each row of Mixtral is multiplied by one expert, and is in the gradient of one expert's parameters.
 

@@ -104,6 +104,7 @@ WINDOWS = st.lists(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(WINDOWS, st.integers(1, 50))
 def test_coverage_equals_brute_force(windows, together):
@@ -169,6 +170,7 @@ def test_summary():
     assert (total["characters"], total["windows"], total["coverage"]["0.5"]) == (80, 2, 0.125)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("window", "blocks"), [(None, 1), (16, 1), (16, 4)])
 def test_nothing_of_a_scoring_step_is_unnamed_or_unpriced(golden, window, blocks):
     model = build_model(read_config(str(golden / "mixtral" / "config.json"), None), 64)

@@ -88,6 +88,7 @@ NASTY = (
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(
     st.text(st.characters(exclude_categories=["Cs"]) | st.sampled_from("<>&\r\n\"' "), min_size=1, max_size=120),
@@ -150,6 +151,7 @@ def test_file_names_are_safe_and_differ():
     assert file_names(ids, taken=["total"]) == names
 
 
+@pytest.mark.slow
 def test_plots_show_the_data():
     thresholds = np.exp(CURVE_LOG_THRESHOLDS)
     histogram = [3, 0, 5, 0, 0, 1] + [0] * 494
@@ -211,6 +213,7 @@ def make_results(folder, texts, windows, model="demo", **determinants):
     return summary, store, table
 
 
+@pytest.mark.slow
 def test_a_folder_gets_a_plot_and_a_page_for_each_text(tmp_path, monkeypatch):
     texts = {"a/b": "0123456789" * 5, "short": "x", "long": "abcdefghij" * 30, "a_b": NASTY}
     windows = [("a/b", 0, -0.1), ("a/b", 20, -90.0), *(("long", i * 10, -float(i % 7 + 1)) for i in range(29)),
@@ -236,6 +239,7 @@ def test_a_folder_gets_a_plot_and_a_page_for_each_text(tmp_path, monkeypatch):
     assert ">short<" in index and "a/b" in index
 
 
+@pytest.mark.slow
 def test_the_first_texts_have_pictures(tmp_path, monkeypatch):
     monkeypatch.setattr("shardplan.eval.extraction.summary.MAX_PICTURES", 2)
     monkeypatch.setattr(pictures, "MAX_PICTURES", 2)

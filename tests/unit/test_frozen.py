@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = """
 import contextlib, ctypes, sys
 from shardplan.runtime.processes.watch import frozen, watch

@@ -58,6 +58,7 @@ def test_work_is_proportional_to_the_number_of_operations():
     assert few >= 32 and 9 * few <= many <= 11 * few
 
 
+@pytest.mark.slow
 def test_the_walk_through_unrolled_layers_is_linear_too():
     """Layers of equal parameters have the same buffers; a point lists each of them once, with its number."""
 

@@ -51,6 +51,7 @@ def test_the_page_links_every_report():
     assert linked == [f"{entry.name}.html" for entry in ENTRIES]
 
 
+@pytest.mark.slow
 def test_an_entry_with_other_settings_is_planned():
     arguments = [
         "--model.config=llama-3.1-8b",
@@ -73,6 +74,7 @@ def test_repairs_are_read_after_they_are_stored(tmp_path, monkeypatch):
         assert entry.repair.path == path
 
 
+@pytest.mark.slow
 def test_a_stored_plan_is_what_the_planner_makes():
     """The one that is planned in the shortest time."""
     entry = next(entry for entry in ENTRIES if entry.name == "mixtral")

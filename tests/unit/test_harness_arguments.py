@@ -61,6 +61,7 @@ def test_arguments_that_are_refused(arguments, message):
     assert str(error.value).startswith("model_args: ") and message in str(error.value)
 
 
+@pytest.mark.slow
 def test_an_adapter():
     assert translate({"peft": "org/adapter"}) == {"model.adapter": "org/adapter"}
     with pytest.raises(ConfigError, match=r"peft=org/a contradicts model\.adapter=org/b; leave one"):

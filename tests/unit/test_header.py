@@ -92,6 +92,7 @@ def mutate(rng):
     return content[: rng.randrange(len(content))] if rng.random() < 0.03 else content
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_mutated_files(seed):
     """A file that the official library refuses is refused, always with CheckpointError; others are read alike."""

@@ -344,6 +344,7 @@ def test_names_of_bundled_models_on_the_hub():
     assert HUB_NAMES.keys() | {"llama-3.1-8b-1m", "nsa-125m"} == BUNDLED.keys()
 
 
+@pytest.mark.slow
 def test_positions_by_default(golden):
     """As many as the model has where none are set, and it has fewer than the default."""
     config = load_config(model={"config": str(golden / "gpt2" / "config.json")})

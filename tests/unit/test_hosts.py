@@ -18,6 +18,8 @@ from shardplan.checkpoint.transfer.request import ArrayRequest
 from shardplan.checkpoint.transfer.transfer import DeviceMesh
 from shardplan.storage.folder import REMOTE, ReadTuning
 
+pytestmark = pytest.mark.slow
+
 Host = namedtuple("Host", "processors memory is_cached language")
 HOSTS = st.builds(
     Host,

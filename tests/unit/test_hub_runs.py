@@ -202,6 +202,7 @@ def test_a_hub_that_is_silent(monkeypatch):
     assert work(opened[1], wait) == link.LOST_HUB
 
 
+@pytest.mark.slow
 def test_a_process_that_takes_nothing():
     """The others get their messages at once; it is lost after a while, and the hub goes on meanwhile."""
     timing = dataclasses.replace(QUICK, send_s=0.5, silence_s=30.0)

@@ -52,6 +52,7 @@ from shardplan.levanter_config import section, trainer_section, writer
     assert not {"jax", "haliax", "levanter", "transformers", "rich", "numpy"} & modules_after(code)
 
 
+@pytest.mark.slow
 def test_a_cached_verdict_imports_no_levanter():
     """It would take 3 seconds; the model is built only where the cache does not have what a verdict needs of it."""
     code = "from shardplan.verify import model_facts, read, run, select_cases"
@@ -75,10 +76,12 @@ def test_help_imports_no_jax():
     assert not {"jax", "haliax", "numpy", "rich"} & modules_after_commands(("plan", "--help"), code=0)
 
 
+@pytest.mark.slow
 def test_mistakes_are_reported_before_jax_is_imported():
     assert not {"jax", "haliax", "transformers"} & modules_after_commands(*MISTAKES, code=2)
 
 
+@pytest.mark.slow
 def test_a_plan_file_is_printed_without_jax(tmp_path):
     path = str(tmp_path / "plan.json")
     done = run("plan", CONFIG, "--json", path)
@@ -87,6 +90,7 @@ def test_a_plan_file_is_printed_without_jax(tmp_path):
     assert not {"jax", "haliax", "transformers"} & modules
 
 
+@pytest.mark.slow
 def test_a_command_imports_no_trainers():
     """`__init__` of Levanter and of datasets would take a fifth of the time of a command."""
     modules = modules_after_commands(("checkpoint", CONFIG, "--schedule"), code=0)
@@ -175,6 +179,7 @@ def test_public_names_of_attention():
         assert getattr(shardplan.attention, name).__module__.startswith("shardplan.")
 
 
+@pytest.mark.slow
 def test_no_two_classes_have_one_name():
     """A name means one thing in the whole package, nested and private classes included."""
     modules = defaultdict(list)

@@ -271,6 +271,7 @@ def many_dimensions(count):
     return [f'"0": {{"dtype": "U8", "shape": [{", ".join(["1"] * count)}], "data_offsets": [0, 2]}}']
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("entries", "reason"), [(many_names, "duplicate key"), (many_dimensions, "0 has")])
 def test_reading_a_header_takes_time_in_proportion_to_its_size(tmp_path, entries, reason):
     """Also one that is refused: ten times the names, or dimensions, may not take a hundred times as long."""

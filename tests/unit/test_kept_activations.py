@@ -27,6 +27,8 @@ from shardplan.program.walk import build_step
 from shardplan.search.make_plan import make_plan
 from shardplan.search.tolerances import LEFT_OUT, TIME_RESOLUTION
 
+pytestmark = pytest.mark.slow
+
 POSITIONS = 256
 EVERYTHING = "default+query_proj+key_proj+value_proj+context+attn_out+mlp_out"
 POLICIES = (

@@ -35,6 +35,7 @@ class Numpy:
         return value.take(range(start, stop), axis=dimension)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [(16, 8), (24, 128), None], ids=str)
 @pytest.mark.parametrize("name", ["deepseek_v3_fp8", "llama4_text", "gptj", "gpt_neox"])
 def test_elements_of_a_block_share_a_scale(name, block):
@@ -66,6 +67,7 @@ def test_elements_of_a_block_share_a_scale(name, block):
     assert checked
 
 
+@pytest.mark.slow
 def test_blocks_of_deepseek_v3():
     """Blocks of 128 stay whole, but for heads of 192 channels, of which the rotated ones come first."""
     model = build_model(read_config("deepseek-v3", None, keeps_dtype=True), 8)
@@ -77,6 +79,7 @@ def test_blocks_of_deepseek_v3():
     assert "self_attn.q_a_norm.weight" in shapes and "mlp.router.weight" in shapes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "counts"),
     [((6, 8), (3, 2)), ((6, 8), (1, 1)), ((6, 8), (6, 1)), ((2, 6, 1, 8), (2, 3, 1, 8)), ((4,), (2,))],

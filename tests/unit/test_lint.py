@@ -92,6 +92,7 @@ def test_an_unreadable_section_raises(trainer):
         lint_8b(trainer)
 
 
+@pytest.mark.slow
 def test_prediction_uses_the_file_and_levanters_default_types():
     argv = [f"--model.config={LLAMA}", "--hardware.slice=v4-16", "--workload.kind=train", "--workload.batch=16"]
     base = config.parse_config(argv)

@@ -47,6 +47,7 @@ def test_unknown_axis_without_a_similar_name():
     assert finding.remedy.startswith("valid: batch, embed, head_size, heads, kv_head, ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "axis", "what"),
     [

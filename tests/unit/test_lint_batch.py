@@ -13,6 +13,7 @@ from shardplan import config
 from shardplan.lint.lint import lint_trainer, target_of
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("trainer", "text", "remedy"),
     [
@@ -79,6 +80,7 @@ SCHEDULES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trainer", SCHEDULES, ids=str)
 def test_levanter_refuses_the_batches_that_are_errors(trainer, monkeypatch):
     """Its trainer, and then its data loader, on 64 devices."""
@@ -100,6 +102,7 @@ def test_levanter_refuses_the_batches_that_are_errors(trainer, monkeypatch):
     assert shards == 64 and is_refused == bool([each for each in result.errors if each.kind == "batch"])
 
 
+@pytest.mark.slow
 def test_schedule_that_levanter_refuses():
     argv = [f"--model.config={LLAMA}", "--hardware.slice=v5p-128", "--workload.kind=train"]
     target = target_of(config.parse_config(argv))

@@ -68,6 +68,7 @@ def test_lines_say_what_replaces_what():
     ]
 
 
+@pytest.mark.slow
 def test_repairs_keep_a_schedule():
     """128 and 1024 sequences, on 64 batch shards with 4 sequences each."""
     argv = [f"--model.config={LLAMA}", "--hardware.slice=v4-128", "--workload.kind=train", "--workload.position=512"]

@@ -30,6 +30,7 @@ def test_out_of_memory_names_the_largest_parts():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("host_gib", "is_full"), [(5, True), (7, False)])
 def test_hosts_need_room_for_what_is_moved_there(host_gib, is_full):
     """The inputs of 32 layers, each 2 bytes x 4096 elements x 2048 tokens x 12 sequences of a device."""
@@ -43,6 +44,7 @@ def test_hosts_need_room_for_what_is_moved_there(host_gib, is_full):
         assert found[0].text.endswith(": 6.00 GiB of activations for each device, of 5.00")
 
 
+@pytest.mark.slow
 def test_a_peak_within_the_error_of_its_estimate_may_fit():
     """Compiled for v5p-64 this step needs 32.29 GiB; for v4-64 the compiler recomputes, and 30.03 are enough."""
     arguments = [f"--model.config={LLAMA}", "--hardware.slice=v4-64", "--workload.kind=train"]

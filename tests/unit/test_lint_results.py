@@ -12,6 +12,7 @@ from shardplan.lint.lint import lint_trainer, target_of
 from shardplan.model.huggingface.hf_config import read_config
 
 
+@pytest.mark.slow
 def test_levanter_rounds_the_vocabulary_up(tmp_path):
     """GPT-2's 50257 tokens, which nothing divides; eval_lm rounds by the mapping for computing alone."""
 

@@ -25,6 +25,7 @@ def unlimited(monkeypatch):
     monkeypatch.setattr("shardplan.lint.repair.SEARCH_SECONDS", math.inf)
 
 
+@pytest.mark.slow
 def test_repair_tries_microbatches(tmp_path):
     """The file does not require the configuration's default of one microbatch; an explicit one is kept."""
     path = tmp_path / "levanter.yaml"
@@ -62,6 +63,7 @@ def test_the_page_of_a_file_shows_its_memory_and_the_section_of_the_best_plan(tm
     assert "xla_of_the_best_plan=true" in page and f"{next(iter(plan.compiler_options))}=" not in page
 
 
+@pytest.mark.slow
 def test_best_plan_is_never_slower_than_the_smallest_edit(tmp_path):
     """No plan shards the file's batch of 17 evenly; the smallest edit makes it 16."""
     path = tmp_path / "levanter.yaml"
@@ -87,6 +89,7 @@ def printed(reviewed):
     return stream.getvalue()
 
 
+@pytest.mark.slow
 def test_the_section_of_the_best_plan_is_printed(tmp_path):
     path = tmp_path / "levanter.yaml"
     path.write_text("trainer: {mesh: {axes: {model: 16}}}")
@@ -104,6 +107,7 @@ def test_the_section_of_the_best_plan_is_printed(tmp_path):
     ) in " ".join(text.split())
 
 
+@pytest.mark.slow
 def test_a_file_of_levanter_12_is_an_error_and_its_converted_section_is_reviewed(tmp_path):
     path = tmp_path / "levanter.yaml"
     path.write_text(

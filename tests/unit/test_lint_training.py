@@ -32,6 +32,7 @@ LORA_PARAMETERS = 20_971_520
 """Parameters of its adapters of rank 8 on all linear layers but the head, as PEFT counts them."""
 
 
+@pytest.mark.slow
 def test_an_average_is_one_more_copy_of_the_parameters():
     """Adam keeps two copies, an average is a third; `embed` is sharded over all eight devices."""
     plain, averaged = train_8b().plan.memory, train_8b(averages=True).plan.memory

@@ -44,6 +44,7 @@ def recipe(size, position, stride):
     return windows
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(st.data())
 def test_windows_are_those_of_the_recipe(data):

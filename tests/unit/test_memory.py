@@ -157,6 +157,7 @@ def test_rows_of_experts_in_float32():
     assert wide.activations - narrow.activations == pytest.approx(2 * tokens * (embed + mlp / 16), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_summed_rows_of_experts():
     """The gradient of rows is the sum of two grouped matmuls, which a compiler that frees rows writes over one of them.
 
@@ -196,6 +197,7 @@ def test_every_role_has_one_row():
     assert [row.name for row in ROWS] == list(BufferRole)
 
 
+@pytest.mark.slow
 def test_bytes_that_depend_on_stored_parameters():
     """The search keeps the bytes of every other buffer for all mappings of parameters."""
     config = {**read_config("mixtral-8x7b", None, LEVANTER), "num_hidden_layers": 2}
@@ -222,6 +224,7 @@ def test_bytes_that_depend_on_stored_parameters():
         assert buffer.is_read_by_grouped_matmuls or ROLES[buffer.role].depends_on_storage or any(of_parameters)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "times"),
     [
@@ -262,6 +265,7 @@ def test_optimizers_that_cannot_be_planned():
         abstract_optimizer_state(make_optimizer("lbfgs"), weight)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_class", [None, LEVANTER])
 def test_masks_are_not_live_while_training(model_class):
     """The loop over layers takes masks, but kernels compute them from positions. Tables of angles are live."""
@@ -272,6 +276,7 @@ def test_masks_are_not_live_while_training(model_class):
     assert {("position", 8192), ("head_size", 128)} in [set(array.factors) for array in live]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_class", [None, LEVANTER])
 @pytest.mark.parametrize("checkpointing", ["default", "save_all"])
 def test_activations_that_training_saves_in_every_layer(checkpointing, model_class):
@@ -291,6 +296,7 @@ def test_activations_that_training_saves_in_every_layer(checkpointing, model_cla
     assert (stream < saved < 3 * stream) if checkpointing == "default" else saved > everything
 
 
+@pytest.mark.slow
 def test_the_gathered_head_stays_while_microbatches_run():
     """Levanter's loss needs it gathered, and padded to whole blocks: both are made once, before the loop."""
     config = {**read_config("llama-3.1-8b", None, LEVANTER), "num_hidden_layers": 2}

@@ -38,6 +38,7 @@ def test_which_runs_are_judged(factor, is_cpu, ratio):
     assert least_ratio(GateConfig(factor), is_cpu) == ratio
 
 
+@pytest.mark.slow
 def test_a_slow_run_says_where_its_time_goes(plan):
     step = plan.cost.step_seconds
     tokens = plan.workload.batch * plan.workload.position

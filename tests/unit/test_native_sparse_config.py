@@ -44,6 +44,7 @@ def test_impossible_settings(changes, message):
     assert str(raised.value) == message
 
 
+@pytest.mark.slow
 def test_layers_without_kernels():
     """The reason is known before anything is compiled."""
     config = replace(CONFIG, selection_block=20)
@@ -70,6 +71,7 @@ def test_numbers_of_blocks():
         assert CONFIG.selection_blocks(positions) == len(range(0, positions, 16))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compression", Compression)
 @pytest.mark.parametrize("value_size", [6, 8])
 def test_parameters(compression, value_size):

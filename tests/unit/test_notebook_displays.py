@@ -11,6 +11,7 @@ from shardplan.report.page.panels.torus import make_tiling
 from shardplan.report.plan.tables import spec_text
 
 
+@pytest.mark.slow
 def test_notebooks_draw_plans_and_verdicts_without_links():
     plan = planned("eval")
     for html in (plan._repr_html_(), judged(plan)._repr_html_(), judged(plan, TOO_LARGE)._repr_html_()):

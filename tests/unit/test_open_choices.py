@@ -13,6 +13,7 @@ from shardplan.search.make_plan import make_plan, model_from_config
 from shardplan.search.open_choices import enumerate_variants
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [16, pytest.param(240, marks=pytest.mark.whole)])
 def test_microbatches_can_be_chosen(llama_model, llama_config, batch):
     """The fastest number of microbatches is chosen, also if divisors of the batch do not divide each other."""
@@ -28,6 +29,7 @@ def test_microbatches_can_be_chosen(llama_model, llama_config, batch):
     assert not plan.search.proven_optimal  # numbers were left out after a slower one, of which they are multiples
 
 
+@pytest.mark.slow
 def test_microbatches_divide_the_batch_evenly_over_devices(llama_model, llama_config):
     """Each of 16 groups of devices gets equally many of 144 sequences in 3 microbatches, but not in 2."""
     settings = {"hardware_slice": "v5e-16", "workload_kind": "train", "workload_batch": 144, "mesh_data": 16}
@@ -36,6 +38,7 @@ def test_microbatches_divide_the_batch_evenly_over_devices(llama_model, llama_co
     assert plan.workload.microbatches == 3
 
 
+@pytest.mark.slow
 def test_no_number_of_microbatches_fits(llama_model, llama_config):
     """More microbatches are advised where their number was given, not where all were tried."""
     settings = {"hardware_slice": "v5e-4", "workload_kind": "train"}
@@ -78,6 +81,7 @@ def test_every_combination_of_open_values_is_tried_once(make_config):
     assert given.config.workload.logit_blocks == 4
 
 
+@pytest.mark.slow
 def test_activations_are_moved_to_hosts_that_have_room(llama_model, llama_config):
     """Where that saves time; otherwise planned without, and refused where nothing else is allowed."""
     settings = {"hardware_slice": "v5e-16", "workload_kind": "train", "workload_microbatches": 1}
@@ -97,6 +101,7 @@ def test_activations_are_moved_to_hosts_that_have_room(llama_model, llama_config
         make_plan(llama_config(**tight, **full), llama_model)
 
 
+@pytest.mark.slow
 def test_checkpointing_can_be_chosen(llama_model, llama_config):
     """With a number of microbatches that is given, or each kind would be planned with every number."""
     settings = {"workload_kind": "train", "workload_gradient_checkpointing": "auto", "workload_microbatches": 1}
@@ -107,6 +112,7 @@ def test_checkpointing_can_be_chosen(llama_model, llama_config):
     assert not matmuls <= {*tight.workload.checkpoint_policy.names}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["eval", pytest.param("score", marks=pytest.mark.whole)])
 def test_the_fastest_batch_that_fits(make_config, kind):
     """Of the batches that are considered none is faster by more than the tie, and no smaller one as fast."""
@@ -128,6 +134,7 @@ def test_the_fastest_batch_that_fits(make_config, kind):
     assert rates[chosen] > 1.5 * rates[1]
 
 
+@pytest.mark.slow
 def test_an_open_batch_of_training_has_a_floor_and_a_ceiling(llama_model, llama_config):
     """Both are needed; of the batches between them the fastest is taken, and the plan has nothing of the range."""
     settings = {"workload_kind": "train", "workload_batch": "auto", "hardware_slice": "v5e-16"}

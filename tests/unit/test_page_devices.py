@@ -27,6 +27,7 @@ def test_tiles_are_those_of_jax():
         assert set(tiles) == set(range(tiling.tiles))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["eval", "train"])
 def test_every_replica_group_holds_each_tile_once(kind):
     plan = planned(kind)

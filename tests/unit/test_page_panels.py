@@ -19,6 +19,7 @@ from shardplan.report.page.panels.torus import tilings_of
 from shardplan.report.plan.attention import attention_rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["eval", "train"])
 def test_live_ranges_add_up_to_the_memory_of_the_plan(kind):
     plan = planned(kind)
@@ -31,6 +32,7 @@ def test_live_ranges_add_up_to_the_memory_of_the_plan(kind):
     assert sum(each.bytes for each in plan.details.largest) <= plan.memory.peak
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["eval", "train"])
 def test_compute_and_exposed_collectives_add_up_to_the_step(kind):
     plan = planned(kind)
@@ -167,6 +169,7 @@ def test_parameters():
     assert sum(row.elements for row in rows) == plan.model.parameters
 
 
+@pytest.mark.slow
 def test_equal_parameters_are_one_row(mixed_attention):
     """Of blocks of six layers; a click on the row shows the tiles of all of them. Others have no column for it."""
     plan = planned("eval")

@@ -91,6 +91,7 @@ def test_unusable_rules_are_refused(llama_model, pins, forbidden, message):
     assert message in str(raised.value)
 
 
+@pytest.mark.slow
 def test_plans_keep_to_rules(llama_model, llama_config):
     free = make_plan(llama_config(), llama_model)
     pinned = make_plan(
@@ -103,6 +104,7 @@ def test_plans_keep_to_rules(llama_model, llama_config):
     assert "mlp" not in without.compute_mapping and "embed" not in without.param_mapping
 
 
+@pytest.mark.slow
 def test_meshes_and_tensors_can_be_forbidden(llama_model, llama_config):
     free = make_plan(llama_config(), llama_model)
     other = make_plan(llama_config(forbid=(f"mesh.model={free.mesh['model']}",)), llama_model)
@@ -118,6 +120,7 @@ def test_a_pin_to_a_mesh_axis_of_one_device_is_infeasible(llama_model, llama_con
         make_plan(llama_config(pin=("mlp=model",), mesh_model=1), llama_model)
 
 
+@pytest.mark.slow
 def test_positions_can_be_pinned_to_several_mesh_axes(llama_model, llama_config):
     """Also in training, where keys are gathered; of three mesh axes Ulysses uses the last, the ring the other two."""
     pins = ("position=replica+data", "mesh.replica=2", "mesh.data=4")
@@ -141,6 +144,7 @@ def test_contradicting_pins_are_infeasible(llama_model, llama_config):
         make_plan(llama_config(pin=("mesh.model=4",), mesh_model=2), llama_model)
 
 
+@pytest.mark.slow
 def test_pins_that_allow_no_storage_sharding_are_infeasible(llama_model, llama_config):
     with pytest.raises(InfeasibleError, match=r"no mapping on v4-64 satisfies pin params\.mlp=data params\.embed=data"):
         make_plan(llama_config(pin=("params.mlp=data", "params.embed=data")), llama_model)

@@ -263,6 +263,7 @@ def test_reasons_may_be_edited(sharded_plan, tmp_path):
     assert Plan.load(str(tmp_path / "plan.json")).search.reasons[-1] == "approved"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names_class", [True, False])
 def test_a_plan_names_the_class_of_its_model(golden, make_config, tmp_path, names_class):
     """Plans of earlier versions name none, and were made for Levanter's classes."""

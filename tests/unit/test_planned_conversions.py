@@ -12,6 +12,8 @@ from shardplan.plan.plan import Plan
 from shardplan.search.given_plan import plan_given_mappings
 from shardplan.search.make_plan import make_plan, model_from_config
 
+pytestmark = pytest.mark.slow
+
 CONFIG = Path(__file__).parents[1] / "golden" / "families" / "deepseek_v3_fp8" / "config.json"
 DEVICES, MLP, EMBED, LAYERS = 4, 264, 136, 5
 

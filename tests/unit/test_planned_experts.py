@@ -84,6 +84,7 @@ def test_hidden_states_are_sharded_too():
     assert received(cost)["all-reduce", "sums of the outputs of experts"] == 2 * 31 * TOKEN_BYTES
 
 
+@pytest.mark.slow
 def test_tokens_are_exchanged():
     """Seven of eight rows have their expert on another device, there and back; a routing weight has 128 elements."""
     work, cost = block_cost("eval", OVER_DATA, ExpertMethod(EXCHANGE))
@@ -95,6 +96,7 @@ def test_tokens_are_exchanged():
     assert received(cost)[exchanged] == rows * (3 * row + 2 * weight) * 7 / 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("axes", "own_experts"), [(("data",), 1), (("replica",), 2), ((), 8)])
 def test_the_busiest_device_of_skewed_experts(axes, own_experts):
     """The mean of many draws of normal loads; where every device has all experts, the load is balanced."""
@@ -108,6 +110,7 @@ def test_the_busiest_device_of_skewed_experts(axes, own_experts):
     assert skewed.buffer_rows == balanced.buffer_rows
 
 
+@pytest.mark.slow
 def test_a_spread_changes_the_plan(make_config):
     """A skewed load takes longer, and is not that of a step with another spread; no load has a negative one."""
     config = {"model_config": "mixtral-8x7b", "hardware_slice": "v5p-64", "workload_batch": 32}
@@ -118,6 +121,7 @@ def test_a_spread_changes_the_plan(make_config):
         make_plan(make_config(**config, workload_expert_load_spread=-0.1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "hardware", "spread"), [("mixtral-8x7b", "v5p-64", "0.27"), ("deepseek-v3", "v5p-256", "0.017")]
 )
@@ -185,6 +189,7 @@ def test_layers_of_one_loop_divide_what_is_beside_their_experts():
     assert first == second == sum(task.flops for task in beside if task.executions == 12) / 2
 
 
+@pytest.mark.slow
 def test_gradients_of_weights_are_summed_over_other_tokens():
     """Devices with the same expert have parts of its gradient; there are two matmuls for each of the block's."""
     work, cost = block_cost("train", OVER_DATA, ExpertMethod(EXCHANGE))
@@ -195,6 +200,7 @@ def test_gradients_of_weights_are_summed_over_other_tokens():
     assert sum(each.bytes for each in gradients) / LAYERS == 3 * EMBED * MLP * 2 * 2 * 3 / 4
 
 
+@pytest.mark.slow
 def test_the_model_has_the_flops_of_levanters_class():
     """Each token passes through two experts, by either class."""
     classes = (None, LEVANTER)
@@ -206,6 +212,7 @@ def test_the_model_has_the_flops_of_levanters_class():
     assert flops[0] == pytest.approx(flops[1], rel=1e-4) and flops[2] == pytest.approx(flops[3], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_plan_names_how_experts_are_computed(make_config):
     """And says what the other strategy would change; it is read back with its method."""
     config = make_config(model_config="mixtral-8x7b", hardware_slice="v5p-64", workload_batch=32)
@@ -218,6 +225,7 @@ def test_a_plan_names_how_experts_are_computed(make_config):
     assert dense.experts is None and "experts" not in dense.to_json()
 
 
+@pytest.mark.slow
 def test_plans_with_other_shardings_have_other_facts(make_config):
     """The rows of a block depend on its sharding: verdicts on several plans of a model do not share them."""
     config = make_config(model_config="mixtral-8x7b", hardware_slice="v5p-64", workload_batch=32)
@@ -227,6 +235,7 @@ def test_plans_with_other_shardings_have_other_facts(make_config):
     assert len(digests) == 2
 
 
+@pytest.mark.slow
 def test_experts_of_levanters_class_are_planned_as_the_decoders(make_config):
     """Both have the same blocks, and Levanter's class keeps its parameters and their axes."""
     plans = []
@@ -244,6 +253,7 @@ def test_experts_of_levanters_class_are_planned_as_the_decoders(make_config):
     assert {*gate.axes} == {"layers", "embed", "experts"} and not any("*" in axis for axis in levanter.model.axes)
 
 
+@pytest.mark.slow
 def test_levanters_own_experts_are_planned_as_before(make_config):
     """Experts are not sharded in computations; a plan of before that has no method runs with Levanter's own blocks."""
     config = make_config(

@@ -90,6 +90,7 @@ def check_volumes(transfer, view, sources, mesh):
     return len({*expected})
 
 
+@pytest.mark.slow
 @given(stored_loads(), st.sampled_from([40, 400, 10**6]), st.sampled_from([0, 16, 64 * 1024]))
 @settings(max_examples=250)
 def test_processes_of_one_kind_read_equally_much(load, max_bytes, gap_bytes):
@@ -107,6 +108,7 @@ def test_processes_of_one_kind_read_equally_much(load, max_bytes, gap_bytes):
     byte_ranges.runs_of_box.cache_clear()
 
 
+@pytest.mark.slow
 @given(stored_loads(), st.sampled_from([40, 400, 10**6]))
 @settings(max_examples=100)
 def test_no_read_strategy_costs_less_than_its_bound(load, max_bytes):

@@ -19,6 +19,7 @@ from shardplan.model.registry import build_model
 MODEL_TYPES = sorted(path.name for path in Path(__file__).parents[1].joinpath("golden", "data").iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODEL_TYPES)
 def test_program_equals_running_the_converter(golden, name):
     template = build_model(read_config(str(golden / name / "config.json"), None), 64).template

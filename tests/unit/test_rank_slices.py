@@ -45,6 +45,7 @@ def evaluation():
     return Plan.load(str(GALLERY / "405b-evaluation.json"))
 
 
+@pytest.mark.slow
 def test_slices_and_generations(tmp_path):
     """15 GiB of weights, on chips of 15.75 GiB; the price decides which generation is first."""
     path = tmp_path / "ranking.json"
@@ -105,6 +106,7 @@ def test_a_step_of_other_batches_is_no_measure(training, monkeypatch):
     assert "the lowest cost per step" in text_of(SliceRanking(slices[:1], [], []), monkeypatch, 160)
 
 
+@pytest.mark.slow
 def test_nothing_fits():
     done = run("plan", *ARGUMENTS, "--rank_slices", "v5e", "--mesh.data=1", "--mesh.model=1", "--mesh.replica=1")
     assert done.returncode == 3 and "Traceback" not in done.stderr

@@ -42,6 +42,7 @@ def test_overlapped_weight_gathers_are_described():
     assert describe_time(3.0, 1.5, 1.09, 0.5) == exposed
 
 
+@pytest.mark.slow
 def test_reasons_and_caveats_of_a_plan(llama_model, llama_config):
     plan = make_plan(llama_config(workload_batch=1), llama_model)
     assert re.fullmatch(r"fastest of \d+ candidates .*; attention runs in a kernel", plan.search.reasons[0])
@@ -70,6 +71,7 @@ def test_caveats_round_trip(llama_model, llama_config):
     assert Plan.from_json(values).search.caveats == []
 
 
+@pytest.mark.slow
 def test_a_mesh_axis_that_shards_no_tokens_shards_no_parameters(llama_model, llama_config):
     """The compiler would slice activations, which is not modelled; only a pin stores parameters so, with a caveat.
 
@@ -124,6 +126,7 @@ class MlpConfig(ParallelConfig):
         return MlpModel
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workload", [{}, {"kind": "train", "microbatches": 1}, {"kind": "prefill", "batch": 1}])
 def test_kernels_are_said_of_models_that_have_some(tmp_path, workload):
     """Neither in the reasons of the plan nor in what is printed of it; the same model with attention says it."""

@@ -13,6 +13,8 @@ from shardplan.model.model_class import DECODER
 from shardplan.model.registry import abstract_module
 from shardplan.search.make_plan import make_plan, model_from_config
 
+pytestmark = pytest.mark.slow
+
 LEVANTER_AXES = {"Embed": "embed", "Mlp": "mlp", "Layers": "layer"}
 """Property of a Levanter configuration -> the name of its axis. Those of attention are fixed in Levanter's code."""
 DECODER_AXES = {

@@ -35,6 +35,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BROKEN)
 def test_no_single_edit_is_missed(name):
     """Compared with every candidate edit, also those of axes that the first error does not concern."""
@@ -93,6 +94,7 @@ def config_405b():
     return configuration.parse_config(["--config", str(ROOT / "configs" / "405b.yaml")])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
@@ -107,6 +109,7 @@ def test_repaired_configurations_parse_without_errors(config_405b, name):
     check_edits(reviewed, trainer_of(name), target_of(config_405b))
 
 
+@pytest.mark.slow
 def test_a_slow_file_without_errors_is_made_faster(tmp_path):
     target = target_8b()
     path = tmp_path / "levanter.yaml"
@@ -135,6 +138,7 @@ def check_edits(reviewed, trainer, target):
         )
 
 
+@pytest.mark.slow
 def test_a_file_without_errors_needs_no_repair(tmp_path):
     path = tmp_path / "levanter.yaml"
     path.write_text(yaml.safe_dump({"trainer": {"mp": "bf16", **yaml.safe_load(USUAL)}}))
@@ -144,6 +148,7 @@ def test_a_file_without_errors_needs_no_repair(tmp_path):
     assert reviewed.best is not None and not reviewed.converted
 
 
+@pytest.mark.slow
 def test_repair_of_heads_on_a_model_axis_of_all_devices(config_405b):
     """Known by hand: as many devices on model as there are key heads, and the key heads mapped to model."""
     start = lint_trainer(trainer_of("405b-heads-mlp"), target_of(config_405b))
@@ -155,6 +160,7 @@ def test_repair_of_heads_on_a_model_axis_of_all_devices(config_405b):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("trainer", "line"),
     [
@@ -180,6 +186,7 @@ def test_one_edit_repairs_an_indivisible_batch(trainer, line):
     assert "unused mesh axis" not in {finding.kind for finding in repair.lint.findings}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("content", "lines"),
     [

@@ -110,6 +110,7 @@ def test_runs_against_counting(extents, bits, data):
     assert runs.count * runs.elements >= len(elements)
 
 
+@pytest.mark.slow
 @given(loads(), st.integers(1, 3), st.sampled_from([16, 4]), st.data())
 @settings(max_examples=100)
 def test_volumes_are_those_of_the_ranges(load, layers, bits, data):
@@ -186,6 +187,7 @@ def test_one_process_exchanges_nothing():
     assert sum(high - low for _, low, high in read) == 8 * MIB and len(read) == len(transfers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "mapping"),
     [

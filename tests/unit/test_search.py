@@ -31,6 +31,7 @@ from shardplan.search.subproblem.mesh_subproblem import MeshSubproblem, enumerat
 from shardplan.search.tolerances import TIME_RESOLUTION
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(spaces(), st.floats(0, 1), st.integers(1, 3))
 def test_search_equals_brute_force(space, tightness, keep):
@@ -53,6 +54,7 @@ def test_search_equals_brute_force(space, tightness, keep):
     assert best.peak_bytes == pytest.approx(estimate_memory(space.step, best.assignment).peak)
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(spaces())
 def test_meshes_share_equal_costs_alone(space):
@@ -82,6 +84,7 @@ def moved_to_host(step, arrays):
     return dataclasses.replace(step, points=points)
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(spaces(), st.data(), st.floats(0, 1), st.floats(0, 1))
 def test_the_memory_of_hosts_is_a_limit_as_well(space, data, tightness, host_tightness):
@@ -113,6 +116,7 @@ def test_the_memory_of_hosts_is_a_limit_as_well(space, data, tightness, host_tig
         assert best.peak_bytes == pytest.approx(estimate_memory(space.step, best.assignment).peak)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pin", [(), ("mlp=data",), ("heads=replica", "mlp=model+data")], ids=str)
 def test_subproblems_take_no_less_than_their_bounds(make_config, pin):
     """The bounds by which the search skips subproblems hold for matmuls that fill the matrix unit, and with pins."""
@@ -129,6 +133,7 @@ def test_subproblems_take_no_less_than_their_bounds(make_config, pin):
     assert reached > 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slice_name", ["v4-128", "v5e-64"])
 def test_candidates_cost_what_the_search_says(make_config, slice_name):
     """Also where the search maps the experts' axes after attention, and chooses a method of attention."""
@@ -189,6 +194,7 @@ def test_logits_in_blocks_win_by_more_than_their_loop_takes():
             assert ranking.candidates == [expected]
 
 
+@pytest.mark.slow
 @settings(max_examples=10)
 @given(spaces())
 def test_where_nothing_fits_the_smallest_is_named(space):

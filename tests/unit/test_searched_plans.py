@@ -16,6 +16,7 @@ from shardplan.search.make_plan import make_plan, model_from_config
 from shardplan.search.result.compiler_options import EARLY_HOST_COPIES, TILE_MEMORY, planned_options
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("batch", "expected"), [(8, None), (16, 16)])
 def test_logits_are_in_blocks_where_that_makes_a_faster_plan(make_config, batch, expected):
     """All logits of 16 sequences fit only if a device gathers a part of the parameters at a time, which is slower."""
@@ -41,6 +42,7 @@ def plan_of(make_config, name, slice_name, batch=16, **overrides):
     )
 
 
+@pytest.mark.slow
 def test_405b_on_v4_256(make_config):
     plan = plan_of(make_config, "llama-3.1-405b", "v4-256")
     assert math.prod(plan.mesh.values()) == 128
@@ -60,6 +62,7 @@ def test_405b_on_v4_256(make_config):
     assert plan.compiler_options["xla_jf_spmd_threshold_for_windowed_einsum_mib"] == "1000000"
 
 
+@pytest.mark.slow
 def test_tiles_are_larger_where_that_was_faster(make_config):
     """On v4 they gain nothing, and blocks of experts keep the compiler's own."""
     tiles = {name: planned_options(parse_slice(name)).get(TILE_MEMORY) for name in ("v4-16", "v5p-16", "v6e-8")}
@@ -69,6 +72,7 @@ def test_tiles_are_larger_where_that_was_faster(make_config):
         assert plan.compiler_options.get(TILE_MEMORY) == expected
 
 
+@pytest.mark.slow
 def test_copies_from_hosts_start_early(make_config):
     """The scheduler's limit of memory is lifted only where a step has such copies."""
     for policy, expected in {"default": {}, "default+gate_proj@host": EARLY_HOST_COPIES}.items():
@@ -79,6 +83,7 @@ def test_copies_from_hosts_start_early(make_config):
         } == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("slice_name", "name"),
     [
@@ -100,6 +105,7 @@ def test_no_duplicates_and_everything_divides(make_config, name, slice_name):
         assert parameter.bytes_per_device * shards == itemsize * math.prod(parameter.axes.values())
 
 
+@pytest.mark.slow
 def test_memory_parts_add_up_and_the_plan_round_trips(make_config):
     plan = plan_of(make_config, "llama-3.1-8b", "v5e-8", batch=8, workload_param_dtype="float32")
     sums = ("peak", "available", "reserved", "host", "host_usable")
@@ -109,6 +115,7 @@ def test_memory_parts_add_up_and_the_plan_round_trips(make_config):
     assert Plan.from_json(plan.to_json()) == plan
 
 
+@pytest.mark.slow
 def test_positions_are_sharded_if_that_is_faster(make_config):
     """With one sequence, only sharding it distributes norms and other elementwise work over devices."""
     config = {"model_config": "llama-3.1-8b", "hardware_slice": "v5e-64", "workload_batch": 1}
@@ -144,6 +151,7 @@ def test_gathered_keys_and_values_count_as_activations(make_config):
     assert resharded.memory.activations < keys_and_values / 8
 
 
+@pytest.mark.slow
 def test_positions_are_unsharded_in_training(make_config):
     plan = plan_of(make_config, "llama-3.1-8b", "v5e-64", batch=8, workload_kind="train")
     assert "position" not in plan.compute_mapping
@@ -191,6 +199,7 @@ def test_unusable_configurations(make_config, overrides, error, message):
     assert message in str(raised.value)
 
 
+@pytest.mark.slow
 def test_infeasible_names_the_missing_memory(make_config):
     with pytest.raises(InfeasibleError) as raised:
         plan_of(make_config, "llama-3.1-405b", "v4-16")

@@ -72,6 +72,7 @@ def allowed_pairs(layout, pattern):
     return allowed
 
 
+@pytest.mark.slow
 @given(layouts(), patterns, st.integers(1, 9), st.sampled_from([5, sequence_layout.MAX_RUN_PAIRS]))
 def test_distances_and_blocks_are_those_that_any_pair_needs(layout, pattern, block, max_pairs):
     allowed = np.pad(allowed_pairs(layout, pattern), (0, 1))  # padding comes last

@@ -30,6 +30,7 @@ def model(request):
     return build_model({**read_config("llama-3.1-8b", None, model_class), "num_hidden_layers": 2}, 1024)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("slice_name", "position", "mapping", "backend"),
     [
@@ -109,6 +110,7 @@ def test_edited_plan_with_an_impossible_kernel(model, make_config):
         specialize(model, edited)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["default", "nested", "offload", "recompute", "save_all"])
 def test_gradient_checkpointing(model, make_config, name):
     config = make_config(

@@ -37,6 +37,7 @@ def model():
     return build_model({**hf_config, "head_dim": 16}, POSITION)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_the_traced_and_the_compiled_step_have_the_same_arrays(kind):
     config = load_config(
@@ -54,6 +55,7 @@ def test_the_traced_and_the_compiled_step_have_the_same_arrays(kind):
     assert traced == compiled
 
 
+@pytest.mark.slow
 def test_arguments_have_classes(model):
     """An optimizer's moments are stored arrays, and tokens are inputs, whatever their axes are called."""
     trace = trace_step(model, Workload("train", 4, POSITION, "float32", optimizer="adamw").resolve())
@@ -65,6 +67,7 @@ def test_arguments_have_classes(model):
     ]  # tokens, and which are predicted
 
 
+@pytest.mark.slow
 def test_the_update_of_the_parameters_is_priced(model):
     """Adam reads and writes two moments in float32, 16 bytes a weight, which gradient descent does not have."""
 

@@ -192,6 +192,7 @@ def test_read_continues_where_it_stopped(faulty, fault, requests):
     assert Faults.requests == requests
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "message"),
     [

@@ -17,6 +17,7 @@ def values_of(view, tensors, max_bytes=100):
     return target.buffer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_numbers(case):
     """Whole, transposed, in parts, in every second column, and over the ends of rows."""

@@ -46,6 +46,7 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", CASES)
 def test_auto_ranks_strategies_as_measured(model):
     heads, length, sizes = {
@@ -63,6 +64,7 @@ def test_auto_ranks_strategies_as_measured(model):
     assert ranked[0].strategy != Strategy.RING
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", CASES)
 def test_the_planner_ranks_strategies_as_measured(model):
     """The attention of a training step, with the gradients."""

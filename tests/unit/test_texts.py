@@ -125,6 +125,7 @@ def test_missing_files_and_columns(tmp_path):
         open_texts(str(tmp_path / "a.parquet"))
 
 
+@pytest.mark.slow
 def test_from_an_object_store(store, tmp_path):
     client, environment, _ = store
     client.put_object(Bucket="models", Key="books/a.txt", Body=b"one")

@@ -293,6 +293,7 @@ def test_dead_code_is_not_traced():
     assert [o.kind for o, _ in walk(traced(function, X, W).operations)] == [OperationKind.ELEMENTWISE]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "model_class"), [("eval", None), ("prefill", None), ("train", None), ("train", LEVANTER)]
 )

@@ -33,6 +33,7 @@ def test_every_file_has_a_bound():
     assert BOUNDS.keys() == FILES.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.whole) for name in BOUNDS]
 )

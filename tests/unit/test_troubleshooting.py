@@ -36,6 +36,7 @@ def test_there_are_messages():
     assert len(MESSAGES) > 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("message", MESSAGES)
 def test_messages_of_shardplan_are_in_the_code(message):
     parts = [part.strip() for part in message.split("...")]

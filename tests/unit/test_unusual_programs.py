@@ -112,6 +112,7 @@ def test_a_convolution_to_one_channel_is_a_matmul():
     assert flops(step) == 2 * B * S * 3 * E
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", [10, pytest.param(100, marks=pytest.mark.whole)])
 def test_unrolled_layers_are_planned_as_a_loop_over_them(make_config, layers):
     config = make_config(model_config="llama-3.1-8b", hardware_slice="v4-16", workload_batch=8, workload_position=1024)
@@ -136,6 +137,7 @@ def test_every_primitive_has_one_row():
     assert len(names) == len(set(names)) == len(PRIMITIVES)
 
 
+@pytest.mark.slow
 def test_a_plan_says_what_is_not_priced(monkeypatch, make_config):
     """Found by the search, or given: both say so, and the text of a dry run shows it."""
     monkeypatch.delitem(PRIMITIVES, "logistic")
@@ -180,6 +182,7 @@ def test_an_axis_of_elementwise_work_is_not_stacked():
     assert space.tensor_axes == ("mlp", "rank")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, kind",
     [("llama-3.1-8b", "eval"), ("llama-3.1-8b", "score"), ("llama-3.1-8b", "train"), ("mixtral-8x7b", "train")],

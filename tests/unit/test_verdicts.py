@@ -46,6 +46,7 @@ def printed(show, *arguments) -> str:
     return out.getvalue()
 
 
+@pytest.mark.slow
 def test_a_verdict_that_fits(plan):
     text = printed(print_verdict, "this plan", plan, FITS)
     for part in (
@@ -187,6 +188,7 @@ def test_verdicts_as_json(plan):
     assert too_large["time"] is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("host", [0, 20 * GIB])
 def test_the_memory_of_a_device_is_without_that_of_its_host(llama_model, llama_config, host):
     """The peak that the compiler gives counts both: here 32 GiB, of which 12 are in HBM."""

@@ -3,6 +3,7 @@
 import math
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -44,6 +45,7 @@ def factorisations(n: int) -> st.SearchStrategy[tuple[int, ...]]:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(st.data())
 def test_view_operations_agree_with_numpy(data):

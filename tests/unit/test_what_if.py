@@ -2,11 +2,14 @@
 
 import io
 
+import pytest
+
 from shardplan.explain.what_if import Variant, summarize_failures, what_if
 from shardplan.report.console import console
 from shardplan.report.plan.explain import print_what_if
 
 
+@pytest.mark.slow
 def test_what_if_something_fits(llama_model, llama_config):
     reported: list[str] = []
     variants = {
@@ -21,6 +24,7 @@ def test_what_if_something_fits(llama_model, llama_config):
     assert variants["hardware.slice v4-128"].cost.step_seconds < variants["as it is"].cost.step_seconds
 
 
+@pytest.mark.slow
 def test_what_if_nothing_fits(llama_model, llama_config):
     """Each change is enlarged until a plan fits, and no further."""
     training = {"workload_kind": "train", "workload_batch": 2, "workload_param_dtype": "bfloat16"}

@@ -8,6 +8,8 @@ from shardplan.plan.plan import Caveat
 from shardplan.search.make_plan import make_plan
 from shardplan.search.reasons import CAVEATS
 
+pytestmark = pytest.mark.slow
+
 
 def test_choices_that_are_no_pins(llama_model, llama_config):
     settings = llama_config()

@@ -79,6 +79,7 @@ def plan() -> Plan:
     return make_plan(configuration.parse_config([*LARGE, "--hardware.slice=v4-256"]))
 
 
+@pytest.mark.slow
 def test_plan(plan):
     printed = assert_readable(print_plan, plan)
     assert any(len(axes or ()) > 1 for parameter in plan.parameters for axes in parameter.spec)
@@ -95,6 +96,7 @@ def test_plan(plan):
     assert "shards ┃" in printed[120] and "shards ┃" not in printed[80]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "kind"), [("gpt2", "eval"), ("gemma2", "prefill"), ("mixtral", "train")])
 @pytest.mark.parametrize("slice_name", ["cpu-8", "v4-16"])
 def test_plans_of_other_architectures(golden, make_config, name, kind, slice_name):
@@ -186,6 +188,7 @@ def target():
     return target_of(configuration.parse_config(argv))
 
 
+@pytest.mark.slow
 def test_review(target):
     usual = {"mp": "p=bf16,c=bf16", "mesh": {"axes": {"model": 2}}}
     broken = {**usual, "mesh": {"axes": {"model": 3}, "shared_mapping": {"kv_heads": "model"}}}
