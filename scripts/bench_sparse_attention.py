@@ -86,7 +86,7 @@ def selected(method: SelectedMethod, length: int) -> tuple[Callable[..., jax.Arr
 
     def attend(blocks: jax.Array, queries: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
         def run(positions: jax.Array, queries: jax.Array, blocks: jax.Array) -> jax.Array:
-            return attend_to_selected(CONFIG, method, positions, queries, blocks, keys, values).output
+            return attend_to_selected(CONFIG.selection, method, positions, queries, blocks, keys, values).output
 
         chunk = length if method is SelectedMethod.KERNEL else QUERIES_PER_CHUNK
         return map_query_chunks(run, chunk, jnp.arange(length), queries, blocks)
@@ -180,7 +180,7 @@ def dense_seconds(hardware: Slice, length: int, is_backward: bool) -> float:
 
 def selected_seconds(hardware: Slice, length: int, union: int, is_backward: bool) -> float:
     """Seconds of the kernels of the selected branch: the larger of cycles and of copies from HBM."""
-    tiles = QueryTiles.of(CONFIG, length)
+    tiles = QueryTiles.of(CONFIG.selection_block, length, CONFIG.heads_per_group)
     count, union = CONFIG.groups * tiles.per_sequence, min(union, CONFIG.selection_blocks(length))
     steps = count * -(-union * CONFIG.selection_block // KEYS_PER_STEP)
     block_bytes = 2 * CONFIG.selection_block * (CONFIG.key_size + CONFIG.value_size)

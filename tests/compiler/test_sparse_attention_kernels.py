@@ -44,7 +44,7 @@ def test_memory_of_the_selected_branch():
     blocks = (length, PAPER.groups, PAPER.selected), jnp.int32
 
     def attend(blocks, queries, keys, values):
-        return attend_by_kernel(PAPER, False, jnp.arange(length), blocks, queries, keys, values)[0]
+        return attend_by_kernel(PAPER.selection, False, jnp.arange(length), blocks, queries, keys, values)[0]
 
     compiled = compile_on_each_device(attend, "v5p-8", blocks, *arrays_of(PAPER, length, length))
     memory = compiled.memory_analysis()
@@ -72,7 +72,7 @@ def test_forward_and_backward_compile(slice_name, heads, key_size, value_size, s
 
     def attend(queries, keys, values, compressed_keys, compressed_values, blocks):
         positions, count = jnp.arange(length), config.selection_blocks(length)
-        output, _ = attend_by_kernel(config, True, positions, blocks, queries, keys, values)
+        output, _ = attend_by_kernel(config.selection, True, positions, blocks, queries, keys, values)
         compressed = attend_to_compressed_by_kernel(
             config, count, positions, queries, compressed_keys, compressed_values
         )

@@ -108,7 +108,7 @@ def test_selected_kernel(changes, positions, count, batch):
     queries, keys, values, gradients = inputs.float32()
 
     def loss(queries, keys, values):
-        output, free = attend_by_kernel(config, True, inputs.positions, blocks, queries, keys, values)
+        output, free = attend_by_kernel(config.selection, True, inputs.positions, blocks, queries, keys, values)
         return (output * gradients).sum(), (output, free)
 
     found, (output, free) = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(queries, keys, values)
@@ -169,7 +169,7 @@ def test_queries_without_blocks():
     queries, keys, values, gradients = inputs.float32()
 
     def attend(*arrays):
-        return attend_by_kernel(config, False, inputs.positions, blocks, *arrays)[0]
+        return attend_by_kernel(config.selection, False, inputs.positions, blocks, *arrays)[0]
 
     with jax.debug_nans(True):
         output, backward = jax.vjp(jax.jit(attend), queries, keys, values)
@@ -190,7 +190,7 @@ def test_copies_are_awaited(monkeypatch, capfd):
     queries, keys, values, gradients = inputs.float32()
 
     def attend(*arrays):
-        return attend_by_kernel(config, False, inputs.positions, blocks, *arrays)[0]
+        return attend_by_kernel(config.selection, False, inputs.positions, blocks, *arrays)[0]
 
     output, backward = jax.vjp(jax.jit(attend), queries, keys, values)
     found = backward(gradients)
@@ -205,9 +205,9 @@ def test_copies_are_awaited(monkeypatch, capfd):
 def test_tables(selected):
     """The tables and their inverse, against sets of Python."""
     nsa = replace(BASE, selected=selected, initial=0, local=1, heads_per_group=8)
-    config, inputs = NativeSparseConfig(**vars(nsa)), Inputs.make(nsa, range(150), 150, batch=2)
+    inputs = Inputs.make(nsa, range(150), 150, batch=2)
     blocks, count = select_blocks(nsa, inputs), nsa.selection_blocks(150)
-    tiles = QueryTiles.of(config, 150)
+    tiles = QueryTiles.of(nsa.selection_block, 150, nsa.heads_per_group)
     assert (tiles.queries, tiles.per_sequence) == (16, 10)
     tables = jax.jit(lambda blocks: make_block_tables(tiles, blocks, count, 8))(blocks)
     lists = jax.jit(lambda tables: make_tile_lists(tiles, tables, count))(tables)

@@ -10,6 +10,7 @@ from haliax import Axis
 
 from shardplan.decoder.parts.attention.frequencies import unscaled
 from shardplan.decoder.parts.attention.rotary import Rotary
+from shardplan.decoder.parts.attention.sparse.selection_blocks import SelectionBlocks
 from shardplan.errors import ConfigError, nearest
 
 SIZES = (
@@ -119,11 +120,16 @@ class NativeSparseConfig:
 
     def selection_blocks(self, positions: int) -> int:
         """Return the number of selection blocks of a sequence; the last one may be shorter."""
-        return -(-positions // self.selection_block)
+        return self.selection.count(positions)
 
     def hidden_size(self, size: int) -> int:
         """Return the hidden size of the MLP that compresses heads with `size` channels."""
         return self.hidden or 2 * size
+
+    @property
+    def selection(self) -> SelectionBlocks:
+        """Return the blocks that queries select."""
+        return SelectionBlocks(self.selection_block, self.initial, self.local)
 
     @property
     def strides_per_block(self) -> int:

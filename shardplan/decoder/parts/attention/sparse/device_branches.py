@@ -108,7 +108,7 @@ class DeviceBranches:
 
         def attend_selected(positions: jax.Array, queries: jax.Array, blocks: jax.Array) -> SelectedAttention:
             return attend_to_selected(
-                config, self.method, positions, queries, blocks, selected_keys, selected_values, with_details
+                config.selection, self.method, positions, queries, blocks, selected_keys, selected_values, with_details
             )
 
         # kernels bound memory themselves

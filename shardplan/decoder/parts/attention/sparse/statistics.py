@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.scipy.special import entr
 
-from shardplan.decoder.parts.attention.sparse.branches.selection import UNUSED, is_forced
+from shardplan.decoder.parts.attention.sparse.branches.selection import UNUSED
 from shardplan.decoder.parts.attention.sparse.config import NativeSparseConfig
 
 BRANCHES = ("cmp", "slc", "win")
@@ -95,7 +95,7 @@ def selection_sums(
     numbers = jnp.arange(importance.shape[-1])
     keys_of_blocks = jnp.clip(by_row + 1 - blocks * config.selection_block, 0, config.selection_block)
     k = jnp.where(blocks == UNUSED, 0, keys_of_blocks).sum(axis=-1)
-    is_free_block = ~is_forced(config, numbers, positions[:, None])
+    is_free_block = ~config.selection.is_forced(numbers, positions[:, None])
     jaccard, pairs = _jaccard(config, *neighbours)
     tile_blocks, tiles = _tile_unions(blocks, numbers, query_tile)
     return SelectionSums(
@@ -119,7 +119,7 @@ def selection_sums(
 
 def _jaccard(config: NativeSparseConfig, positions: jax.Array, blocks: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the sum of the Jaccard indices of free choices of neighbouring rows, and the number of pairs."""
-    is_free = (blocks != UNUSED) & ~is_forced(config, blocks, positions[:, None, None])
+    is_free = (blocks != UNUSED) & ~config.selection.is_forced(blocks, positions[:, None, None])
     one, other = blocks[:, :-1, :, :, None], blocks[:, 1:, :, None, :]
     is_shared = (one == other) & is_free[:, :-1, :, :, None] & is_free[:, 1:, :, None, :]
     shared, free = is_shared.sum(axis=(-2, -1)), is_free.sum(axis=-1)

@@ -10,9 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from shardplan.decoder.parts.attention.sparse.branches.masked_softmax import masked_softmax
-from shardplan.decoder.parts.attention.sparse.branches.selection import is_forced
-from shardplan.decoder.parts.attention.sparse.config import NativeSparseConfig
 from shardplan.decoder.parts.attention.sparse.kernels.selected_kernel import attend_by_kernel
+from shardplan.decoder.parts.attention.sparse.selection_blocks import SelectionBlocks
 
 
 class SelectedMethod(StrEnum):
@@ -37,7 +36,7 @@ class SelectedAttention(NamedTuple):
 
 
 def attend_to_selected(
-    config: NativeSparseConfig,
+    selection: SelectionBlocks,
     method: SelectedMethod,
     positions: jax.Array,
     queries: jax.Array,
@@ -46,7 +45,7 @@ def attend_to_selected(
     values: jax.Array,
     with_free_mass: bool = False,
 ) -> SelectedAttention:
-    """Attend to the tokens of the selected blocks that are not after the query.
+    """Attend to the tokens of the selected blocks that are not after the query; scores have the factor d ** -0.5.
 
     Args:
         positions: int[t], of the queries; for a kernel, as `PositionShards.positions` returns them.
@@ -58,17 +57,17 @@ def attend_to_selected(
     """
     match method:
         case SelectedMethod.DENSE_MASK:
-            return _attend_with_dense_mask(config, positions, queries, blocks, keys, values, with_free_mass)
+            return _attend_with_dense_mask(selection, positions, queries, blocks, keys, values, with_free_mass)
         case SelectedMethod.GATHERED_BLOCKS:
-            return _attend_to_gathered_blocks(config, positions, queries, blocks, keys, values, with_free_mass)
+            return _attend_to_gathered_blocks(selection, positions, queries, blocks, keys, values, with_free_mass)
         case SelectedMethod.KERNEL:
             return SelectedAttention(
-                *attend_by_kernel(config, with_free_mass, positions, blocks, queries, keys, values)
+                *attend_by_kernel(selection, with_free_mass, positions, blocks, queries, keys, values)
             )
 
 
 def _attend_with_dense_mask(
-    config: NativeSparseConfig,
+    selection: SelectionBlocks,
     positions: jax.Array,
     queries: jax.Array,
     blocks: jax.Array,
@@ -78,21 +77,21 @@ def _attend_with_dense_mask(
 ) -> SelectedAttention:
     count = keys.shape[1]
     tokens = jnp.arange(count)
-    is_selected = (blocks[..., None] == jnp.arange(config.selection_blocks(count))).any(axis=-2)
-    of_tokens = jnp.repeat(is_selected, config.selection_block, axis=-1)[..., :count]
+    is_selected = (blocks[..., None] == jnp.arange(selection.count(count))).any(axis=-2)
+    of_tokens = jnp.repeat(is_selected, selection.size, axis=-1)[..., :count]
     is_visible = of_tokens & (tokens <= positions[:, None])[:, None]
     keys, values = keys.astype(queries.dtype), values.astype(queries.dtype)
-    scores = jnp.einsum("btgrd,bsgd->btgrs", queries, keys, preferred_element_type=jnp.float32) * config.scale
-    weights = masked_softmax(scores, is_visible[:, :, :, None])
+    scores = jnp.einsum("btgrd,bsgd->btgrs", queries, keys, preferred_element_type=jnp.float32)
+    weights = masked_softmax(scores * queries.shape[-1] ** -0.5, is_visible[:, :, :, None])
     output = jnp.einsum("btgrs,bsgd->btgrd", weights.astype(values.dtype), values)
     if not with_free_mass:
         return SelectedAttention(output, None)
-    is_free = ~is_forced(config, tokens // config.selection_block, positions[:, None])
+    is_free = ~selection.is_forced(tokens // selection.size, positions[:, None])
     return SelectedAttention(output, jnp.where(is_free[:, None, None], weights, 0.0).sum(axis=(-2, -1)))
 
 
 def _attend_to_gathered_blocks(
-    config: NativeSparseConfig,
+    selection: SelectionBlocks,
     positions: jax.Array,
     queries: jax.Array,
     blocks: jax.Array,
@@ -100,29 +99,30 @@ def _attend_to_gathered_blocks(
     values: jax.Array,
     with_free_mass: bool,
 ) -> SelectedAttention:
-    tokens = blocks[..., None] * config.selection_block + jnp.arange(config.selection_block)
+    tokens = blocks[..., None] * selection.size + jnp.arange(selection.size)
     is_visible = (blocks >= 0)[..., None] & (tokens <= positions[:, None, None, None])
     is_visible = is_visible.reshape(*blocks.shape[:3], -1)  # [b, t, g, tokens of the selected blocks]
     # converted after they are gathered, so that gradients of all queries that select a block are added in its dtype
-    gathered_keys, gathered_values = (_gather_blocks(config, x, blocks).astype(queries.dtype) for x in (keys, values))
-    scores = jnp.einsum("btgrd,btgsd->btgrs", queries, gathered_keys, preferred_element_type=jnp.float32) * config.scale
-    weights = masked_softmax(scores, is_visible[:, :, :, None])
+    gathered_keys = _gather_blocks(selection, keys, blocks).astype(queries.dtype)
+    gathered_values = _gather_blocks(selection, values, blocks).astype(queries.dtype)
+    scores = jnp.einsum("btgrd,btgsd->btgrs", queries, gathered_keys, preferred_element_type=jnp.float32)
+    weights = masked_softmax(scores * queries.shape[-1] ** -0.5, is_visible[:, :, :, None])
     output = jnp.einsum("btgrs,btgsd->btgrd", weights.astype(queries.dtype), gathered_values)
     if not with_free_mass:
         return SelectedAttention(output, None)
-    is_free = jnp.repeat(~is_forced(config, blocks, positions[:, None, None]), config.selection_block, axis=-1)
+    is_free = jnp.repeat(~selection.is_forced(blocks, positions[:, None, None]), selection.size, axis=-1)
     return SelectedAttention(output, jnp.where(is_free[:, :, :, None], weights, 0.0).sum(axis=(-2, -1)))
 
 
-def _gather_blocks(config: NativeSparseConfig, x: jax.Array, blocks: jax.Array) -> jax.Array:
-    """Return the tokens of selected blocks: [b, s, g, d], int32[b, t, g, n] -> [b, t, g, n * selection_block, d].
+def _gather_blocks(selection: SelectionBlocks, x: jax.Array, blocks: jax.Array) -> jax.Array:
+    """Return the tokens of selected blocks: [b, s, g, d], int32[b, t, g, n] -> [b, t, g, n * size, d].
 
     In place of `UNUSED` block 0 is read, which callers mask.
     """
     batch, positions, groups, size = x.shape
-    count = config.selection_blocks(positions)
-    padded = jnp.pad(x, [(0, 0), (0, count * config.selection_block - positions), (0, 0), (0, 0)])
-    by_block = padded.reshape(batch, count, config.selection_block, groups, size)
+    count = selection.count(positions)
+    padded = jnp.pad(x, [(0, 0), (0, count * selection.size - positions), (0, 0), (0, 0)])
+    by_block = padded.reshape(batch, count, selection.size, groups, size)
     # over batch and groups by vmap, so that both stay batch dimensions of the gather and can be sharded
     take = jax.vmap(jax.vmap(lambda of_head, indices: of_head[indices], (2, 1), 1))
     return take(by_block, jnp.maximum(blocks, 0)).reshape(*blocks.shape[:3], -1, size)

@@ -13,17 +13,6 @@ UNUSED = -1
 """What stands in place of a block, where a query has fewer blocks before it than it may select."""
 
 
-def is_forced(config: NativeSparseConfig, blocks: jax.Array, positions: jax.Array) -> jax.Array:
-    """Return whether queries select these blocks whatever their importance is; False for blocks after their own.
-
-    Args:
-        blocks: int[...], numbers of selection blocks, or `UNUSED`.
-        positions: int[...], of the queries; it broadcasts to blocks.
-    """
-    own = positions // config.selection_block
-    return (blocks >= 0) & (blocks <= own) & ((blocks < config.initial) | (blocks > own - config.local))
-
-
 def select(config: NativeSparseConfig, importance: jax.Array, positions: jax.Array) -> jax.Array:
     """Return the blocks that each query selects: the forced ones, then those of the largest importance.
 
@@ -41,7 +30,8 @@ def select(config: NativeSparseConfig, importance: jax.Array, positions: jax.Arr
     count = importance.shape[-1]
     blocks, of_queries = jnp.arange(count), positions[:, None]
     is_after = blocks > of_queries // config.selection_block
-    ranked = jnp.where(is_forced(config, blocks, of_queries)[:, None], jnp.inf, jax.lax.stop_gradient(importance))
+    is_forced = config.selection.is_forced(blocks, of_queries)
+    ranked = jnp.where(is_forced[:, None], jnp.inf, jax.lax.stop_gradient(importance))
     ranked = jnp.where(is_after[:, None], -jnp.inf, ranked)
     scores, chosen = jax.lax.top_k(ranked, min(config.selected, count))
     ascending = jnp.sort(jnp.where(scores == -jnp.inf, count, chosen), axis=-1)

@@ -16,6 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 from shardplan.decoder.parts.attention.sparse.kernels.block_tables import BlockTables
 from shardplan.decoder.parts.attention.sparse.kernels.launch import divide, indices, quotient, remainder
 from shardplan.decoder.parts.attention.sparse.kernels.query_tiles import QueryTiles
+from shardplan.decoder.parts.attention.sparse.selection_blocks import SelectionBlocks
 
 KEYS_PER_STEP = 512
 """Most keys of a step: as many as keep the matrix unit busy while the next ones are copied."""
@@ -30,14 +31,14 @@ class WalkSizes:
     """Static sizes of a walk."""
 
     tiles: QueryTiles
-    block: int
-    """Tokens of a selection block."""
+    selection: SelectionBlocks
     scale: float
     """Factor of scores."""
-    initial: int
-    """Blocks at the start of the sequence that are forced."""
-    local: int
-    """Blocks up to the query's own that are forced."""
+
+    @property
+    def block(self) -> int:
+        """Tokens of a block."""
+        return self.selection.size
 
     @property
     def unit(self) -> int:
@@ -145,7 +146,7 @@ class BlockWalk:
         result = jnp.zeros(block_of_lane.shape, jnp.float32)
         for i in range(sizes.unit):
             block = self.blocks[0, 0, step * sizes.unit + i]
-            is_free = (block >= sizes.initial) & (block <= own - sizes.local)
+            is_free = (block >= sizes.selection.initial) & (block <= own - sizes.selection.local)
             result = jnp.where(block_of_lane == i, is_free.astype(jnp.float32), result)
         return result
 

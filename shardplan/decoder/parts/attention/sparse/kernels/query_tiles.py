@@ -12,8 +12,6 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from shardplan.decoder.parts.attention.sparse.config import NativeSparseConfig
-
 ROWS = 128
 """Rows that fill the matrix unit."""
 MAX_QUERIES = 32
@@ -34,15 +32,19 @@ class QueryTiles:
     """Queries of a tile, T."""
 
     @classmethod
-    def of(cls, config: NativeSparseConfig, count: int) -> "QueryTiles":
+    def of(cls, block: int, count: int, heads: int) -> "QueryTiles":
         """Choose the fewest queries that fill the matrix unit.
 
-        >>> paper = NativeSparseConfig(2560, 4, 16, 192, 128, 32, 16, 64, 16, 512)
-        >>> QueryTiles.of(paper, 8192).queries
+        >>> QueryTiles.of(64, 8192, 16).queries
         8
+
+        Args:
+            block: tokens of a selection block.
+            count: queries of a sequence.
+            heads: heads of a group.
         """
-        heads, queries = config.heads_per_group, 1
-        while config.selection_block % (2 * queries) == 0 and 2 * queries <= MAX_QUERIES:
+        queries = 1
+        while block % (2 * queries) == 0 and 2 * queries <= MAX_QUERIES:
             if queries * heads >= ROWS and queries * heads % SUBLANES == 0:
                 break
             queries *= 2

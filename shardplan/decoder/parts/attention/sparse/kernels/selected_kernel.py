@@ -11,7 +11,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from shardplan.decoder.parts.attention.sparse.config import NativeSparseConfig
 from shardplan.decoder.parts.attention.sparse.kernels.block_tables import (
     BlockTables,
     make_block_tables,
@@ -21,6 +20,7 @@ from shardplan.decoder.parts.attention.sparse.kernels.block_walk import WalkSize
 from shardplan.decoder.parts.attention.sparse.kernels.query_tiles import QueryTiles
 from shardplan.decoder.parts.attention.sparse.kernels.selected_backward import key_value_gradients, query_gradients
 from shardplan.decoder.parts.attention.sparse.kernels.selected_forward import attend_tiles
+from shardplan.decoder.parts.attention.sparse.selection_blocks import SelectionBlocks
 
 
 class Residuals(NamedTuple):
@@ -39,7 +39,7 @@ class Residuals(NamedTuple):
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def attend_by_kernel(
-    config: NativeSparseConfig,
+    selection: SelectionBlocks,
     with_free_mass: bool,
     positions: jax.Array,
     blocks: jax.Array,
@@ -61,11 +61,11 @@ def attend_by_kernel(
     Returns:
         The output [b, t, g, r, d], and float32[b, t, g], the weights outside forced blocks, summed over r.
     """
-    return _forward(config, with_free_mass, positions, blocks, queries, keys, values)[0]
+    return _forward(selection, with_free_mass, positions, blocks, queries, keys, values)[0]
 
 
 def _forward(
-    config: NativeSparseConfig,
+    selection: SelectionBlocks,
     with_free_mass: bool,
     positions: jax.Array,
     blocks: jax.Array,
@@ -73,12 +73,12 @@ def _forward(
     keys: jax.Array,
     values: jax.Array,
 ) -> tuple[tuple[jax.Array, jax.Array | None], Residuals]:
-    sizes, batch = _sizes(config, len(positions)), len(queries)
-    key_blocks, value_blocks = (_by_head(config, x.astype(queries.dtype)) for x in (keys, values))
+    sizes, batch = _sizes(selection, queries), len(queries)
+    key_blocks, value_blocks = (_by_head(selection, x.astype(queries.dtype)) for x in (keys, values))
     output, log_sums, free_mass = attend_tiles(
         sizes,
         sizes.tiles.first_positions(positions),
-        _tables(config, sizes, blocks, keys.shape[1]),
+        _tables(sizes, blocks, keys.shape[1]),
         sizes.tiles.split(queries),
         key_blocks,
         value_blocks,
@@ -90,25 +90,25 @@ def _forward(
 
 
 def _backward(
-    config: NativeSparseConfig,
+    selection: SelectionBlocks,
     with_free_mass: bool,
     residuals: Residuals,
     gradients: tuple[jax.Array, jax.Array | None],
 ) -> tuple[None, None, jax.Array, jax.Array, jax.Array]:
     positions, blocks, queries, keys, values, output, log_sums = residuals
-    sizes, batch, length = _sizes(config, len(positions)), len(queries), keys.shape[1]
-    tables = _tables(config, sizes, blocks, length)
+    sizes, batch, length = _sizes(selection, queries), len(queries), keys.shape[1]
+    tables = _tables(sizes, blocks, length)
     of_output = sizes.tiles.split(gradients[0].astype(queries.dtype))
     delta = (output.astype(jnp.float32) * of_output.astype(jnp.float32)).sum(axis=-1)[:, None]
     first_positions = sizes.tiles.first_positions(positions)
     arrays = (
         sizes.tiles.split(queries),
-        *(_by_head(config, x.astype(queries.dtype)) for x in (keys, values)),
+        *(_by_head(selection, x.astype(queries.dtype)) for x in (keys, values)),
         of_output,
         jnp.concatenate([log_sums, delta], axis=1),
     )
     dq = query_gradients(sizes, first_positions, tables, *arrays)
-    lists = make_tile_lists(sizes.tiles, tables, config.selection_blocks(length))
+    lists = make_tile_lists(sizes.tiles, tables, selection.count(length))
     dk, dv = key_value_gradients(sizes, first_positions, lists, *arrays)
     of_keys, of_values = (
         x[:, :length].reshape(batch, -1, length, x.shape[-1]).swapaxes(1, 2).astype(like.dtype)
@@ -120,18 +120,18 @@ def _backward(
 attend_by_kernel.defvjp(_forward, _backward)
 
 
-def _sizes(config: NativeSparseConfig, count: int) -> WalkSizes:
-    tiles = QueryTiles.of(config, count)
-    return WalkSizes(tiles, config.selection_block, config.scale, config.initial, config.local)
+def _sizes(selection: SelectionBlocks, queries: jax.Array) -> WalkSizes:
+    _, count, _, heads, size = queries.shape
+    return WalkSizes(QueryTiles.of(selection.size, count, heads), selection, size**-0.5)
 
 
-def _tables(config: NativeSparseConfig, sizes: WalkSizes, blocks: jax.Array, length: int) -> BlockTables:
-    return make_block_tables(sizes.tiles, blocks, config.selection_blocks(length), sizes.unit)
+def _tables(sizes: WalkSizes, blocks: jax.Array, length: int) -> BlockTables:
+    return make_block_tables(sizes.tiles, blocks, sizes.selection.count(length), sizes.unit)
 
 
-def _by_head(config: NativeSparseConfig, x: jax.Array) -> jax.Array:
+def _by_head(selection: SelectionBlocks, x: jax.Array) -> jax.Array:
     """[b, s, g, d] -> [b * g, s, d], with padding to complete blocks."""
     batch, length, groups, size = x.shape
-    padding = config.selection_blocks(length) * config.selection_block - length
+    padding = selection.count(length) * selection.size - length
     padded = jnp.pad(x, [(0, 0), (0, padding), (0, 0), (0, 0)])
     return padded.swapaxes(1, 2).reshape(batch * groups, length + padding, size)
