@@ -28,13 +28,12 @@ from levanter.layers.attention import AttentionMask
 from shardplan.attention import dot_product_attention
 from shardplan.decoder import NativeSparseConfig, SelectedMethod
 from shardplan.decoder.parts.attention.sparse.branches.compressed_branch import attend_to_compressed
-from shardplan.decoder.parts.attention.sparse.branches.query_chunks import map_query_chunks
+from shardplan.decoder.parts.attention.sparse.branches.query_chunks import QUERIES_PER_CHUNK, map_query_chunks
 from shardplan.decoder.parts.attention.sparse.branches.selected_branch import attend_to_selected
 from shardplan.decoder.parts.attention.sparse.branches.window_branch import attend_to_windows
 from shardplan.decoder.parts.attention.sparse.kernels.compressed_kernel import attend_to_compressed_by_kernel
 from shardplan.decoder.parts.attention.sparse.kernels.compressed_tiles import CompressedTiles
 from shardplan.decoder.parts.attention.sparse.kernels.query_tiles import QueryTiles
-from shardplan.decoder.parts.attention.sparse.native_sparse_attention import QUERIES_PER_CHUNK
 from shardplan.verify.compiler.topology import make_topology_mesh
 from shardplan.verify.hlo.collectives import Network
 from shardplan.verify.hlo.parser import parse
@@ -85,11 +84,9 @@ def selected(method: SelectedMethod, length: int) -> tuple[Callable[..., jax.Arr
     """Return the selected branch, and its arrays."""
 
     def attend(blocks: jax.Array, queries: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
-        def run(positions: jax.Array, queries: jax.Array, blocks: jax.Array) -> jax.Array:
-            return attend_to_selected(CONFIG.selection, method, positions, queries, blocks, keys, values).output
-
-        chunk = length if method is SelectedMethod.KERNEL else QUERIES_PER_CHUNK
-        return map_query_chunks(run, chunk, jnp.arange(length), queries, blocks)
+        positions = jnp.arange(length)
+        selection = CONFIG.selection
+        return attend_to_selected(selection, method, QUERIES_PER_CHUNK, positions, queries, blocks, keys, values).output
 
     return attend, [((length, CONFIG.groups, CONFIG.selected), jnp.int32), *arrays(length, length)]
 

@@ -28,8 +28,8 @@ from typing import NamedTuple, assert_never
 from shardplan.cost.attention import FLOAT32_BYTES
 from shardplan.cost.collectives import Purpose, Traffic, all_gather_traffic, reduce_scatter_traffic
 from shardplan.cost.sharding import ShardingAssignment
+from shardplan.decoder.parts.attention.sparse.branches.query_chunks import QUERIES_PER_CHUNK
 from shardplan.decoder.parts.attention.sparse.config import Compression, NativeSparseConfig
-from shardplan.decoder.parts.attention.sparse.native_sparse_attention import QUERIES_PER_CHUNK
 from shardplan.decoder.parts.attention.sparse.parts import ORDERS, PositionParts
 from shardplan.decoder.parts.attention.sparse.traffic import SparseTraffic, backward_traffic, forward_traffic
 from shardplan.hardware import CollectiveKind

@@ -227,7 +227,7 @@ def test_unused_entries_are_no_block(method):
     blocks = jnp.broadcast_to(jnp.array([1, -1, -1, -1]), (1, 1, 2, 4))
 
     def attend(keys, values):
-        return attend_to_selected(config.selection, method, jnp.array([25]), queries, blocks, keys, values).output
+        return attend_to_selected(config.selection, method, 1, jnp.array([25]), queries, blocks, keys, values).output
 
     output, backward = jax.vjp(attend, keys, values)
     for gradient in backward(jnp.ones_like(output)):

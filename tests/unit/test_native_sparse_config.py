@@ -12,7 +12,7 @@ from haliax import Axis
 import shardplan.decoder
 from shardplan.decoder import NativeSparseAttention, NativeSparseConfig, SelectedMethod
 from shardplan.decoder.parts.attention.sparse.config import CompressedRope, Compression
-from shardplan.decoder.parts.attention.sparse.kernels.refusal import kernel_refusal
+from shardplan.decoder.parts.attention.sparse.kernels.refusal import check_kernel
 from shardplan.errors import ConfigError
 
 NSA = oracle.Nsa(24, 2, 3, 8, 6, block=8, stride=4, selection_block=16, selected=4, window=10)
@@ -48,7 +48,7 @@ def test_impossible_settings(changes, message):
 def test_layers_without_kernels():
     """The reason is known before anything is compiled."""
     config = replace(CONFIG, selection_block=20)
-    assert kernel_refusal(CONFIG) is None
+    check_kernel("selection_block", CONFIG.selection_block)
     layer = NativeSparseAttention.init(config, key=jax.random.key(0))
     x = hax.zeros((Axis("batch", 1), Axis("position", 40), config.Embed))
     with pytest.raises(ConfigError) as raised:

@@ -19,7 +19,6 @@ from shardplan.decoder.parts.attention.sparse.branches.compressed_branch import 
 from shardplan.decoder.parts.attention.sparse.branches.compression import compress
 from shardplan.decoder.parts.attention.sparse.branches.query_chunks import map_query_chunks
 from shardplan.decoder.parts.attention.sparse.branches.selected_branch import (
-    SelectedAttention,
     SelectedMethod,
     attend_to_selected,
 )
@@ -106,17 +105,22 @@ class DeviceBranches:
                 return attend_to_compressed_by_kernel(config, blocks, positions, *arrays)
             return attend_to_compressed(config, positions, queries, compressed_keys, compressed_values, blocks)
 
-        def attend_selected(positions: jax.Array, queries: jax.Array, blocks: jax.Array) -> SelectedAttention:
-            return attend_to_selected(
-                config.selection, self.method, positions, queries, blocks, selected_keys, selected_values, with_details
-            )
-
         # kernels bound memory themselves
-        kernel_chunk = len(positions) if has_kernel else chunk
-        compressed, importance = map_query_chunks(attend_compressed, kernel_chunk, positions, of_compressed)
+        compressed_chunk = len(positions) if has_kernel else chunk
+        compressed, importance = map_query_chunks(attend_compressed, compressed_chunk, positions, of_compressed)
         chosen = select(config, importance, positions)
         blocks: jax.Array = checkpoint_name(chosen, ActivationName.SELECTED_BLOCKS.value)
-        selected = map_query_chunks(attend_selected, kernel_chunk, positions, queries, blocks)
+        selected = attend_to_selected(
+            config.selection,
+            self.method,
+            chunk,
+            positions,
+            queries,
+            blocks,
+            selected_keys,
+            selected_values,
+            with_details,
+        )
         window = self._attend_to_windows(inputs, positions, queries)
         gates = compute_gates(inputs.gate_products, parameters.gate_biases)
         results = TokenResults(mix(gates, (compressed, selected.output, window)), blocks)

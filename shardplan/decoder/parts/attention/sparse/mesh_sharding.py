@@ -1,13 +1,14 @@
-"""Runs Native Sparse Attention on the devices of a mesh, as Haliax's axis mapping shards its axes.
+"""Runs attention to blocks on the devices of a mesh, as Haliax's axis mapping shards its axes.
 
-Batch, positions and groups (`kv_head`) may be sharded, each over one or several mesh axes. Heads within a group may
-not: they select blocks by one sum. Projections before and after are left to the compiler, and so is the sharding of
-their weights.
+Batch, positions, groups (`kv_head`) and heads within a group may be sharded, each over one or several mesh axes.
+Projections before and after are left to the compiler, and so is the sharding of their weights.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import jax
 from haliax import Axis
@@ -16,86 +17,85 @@ from haliax.util import ensure_tuple
 from jax.sharding import PartitionSpec
 
 from shardplan.decoder.parts.attention.sparse.branches.selected_branch import SelectedMethod
-from shardplan.decoder.parts.attention.sparse.config import NativeSparseConfig
-from shardplan.decoder.parts.attention.sparse.device_branches import (
-    DeviceBranches,
-    GroupInputs,
-    TokenInputs,
-    TokenResults,
-)
-from shardplan.decoder.parts.attention.sparse.statistics import SelectionSums
-from shardplan.decoder.parts.attention.sparse.traffic import importance_all_reduce_bytes
 from shardplan.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class MeshSharding:
-    """The mesh axes of several devices that shard the axes of a layer, major to minor."""
+    """The mesh axes of several devices that shard the axes of attention, major to minor."""
 
     batch: tuple[str, ...]
     position: tuple[str, ...]
     groups: tuple[str, ...]
+    heads: tuple[str, ...]
+    """Mesh axes that shard the heads of queries of a group."""
 
     @cached_property
     def mesh_axes(self) -> tuple[str, ...]:
         """All of them."""
-        return (*self.batch, *self.position, *self.groups)
+        return (*self.batch, *self.position, *self.groups, *self.heads)
+
+    @property
+    def of_tokens(self) -> PartitionSpec:
+        """The sharding of arrays [b, t, g, ...] without heads of queries."""
+        return PartitionSpec(self.batch or None, self.position or None, self.groups or None)
+
+    @property
+    def of_queries(self) -> PartitionSpec:
+        """The sharding of arrays [b, t, g, r, ...]."""
+        return PartitionSpec(*self.of_tokens, self.heads or None)
 
 
-def resolve_mesh_sharding(config: NativeSparseConfig, Batch: Axis, Pos: Axis) -> MeshSharding:
-    """Look up the mesh axes of a layer under the axis mapping in force, on the current mesh.
+def resolve_mesh_sharding(subject: str, Batch: Axis, Pos: Axis, KVHeads: Axis, QHeadsPerGroup: Axis) -> MeshSharding:
+    """Look up the mesh axes of attention under the axis mapping in force, on the current mesh.
+
+    Args:
+        subject: the kind of attention, for messages.
 
     Raises:
-        ConfigError: heads within a group are sharded, a size is not divisible, two axes share a mesh axis, or positions
-            are mapped but no mesh is set.
+        ConfigError: a size is not divisible, two axes share a mesh axis, or positions are mapped but no mesh is set.
     """
     if physical_axis_name(Pos) and jax.sharding.get_abstract_mesh().empty:
-        raise ConfigError(f"native sparse attention: {Pos.name} is mapped, but no mesh is set; use jax.set_mesh")
-    heads = device_count(_mesh_axes(config.QHeadsPerGroup))
-    if heads > 1:
-        cost = importance_all_reduce_bytes(config, Pos.size, config.groups, heads)
-        raise ConfigError(
-            f"native sparse attention: {config.QHeadsPerGroup.name} is sharded over {heads} devices; shard "
-            f"{config.KVHeads.name} instead, because heads of a group select blocks by one sum, whose all-reduce would "
-            f"be {cost / 1e6:.1f} MB for each sequence and layer"
-        )
+        raise ConfigError(f"{subject}: {Pos.name} is mapped, but no mesh is set; use jax.set_mesh")
     users: dict[str, str] = {}
-    for axis in (Batch, Pos, config.KVHeads):
-        names = _mesh_axes(axis)
+    for axis in (Batch, Pos, KVHeads, QHeadsPerGroup):
+        names = mesh_axes_of(axis)
         for name in names:
             if users.setdefault(name, axis.name) != axis.name:
                 raise ConfigError(
-                    f"native sparse attention: {users[name]} and {axis.name} are both mapped to {name}; "
+                    f"{subject}: {users[name]} and {axis.name} are both mapped to {name}; "
                     "map each of them to mesh axes of its own"
                 )
         if axis != Pos and axis.size % device_count(names):
             raise ConfigError(
-                f"native sparse attention: {axis.name} ({axis.size}) is not divisible by the {device_count(names)} "
+                f"{subject}: {axis.name} ({axis.size}) is not divisible by the {device_count(names)} "
                 "devices that shard it"
             )
-    return MeshSharding(_mesh_axes(Batch), _mesh_axes(Pos), _mesh_axes(config.KVHeads))
+    return MeshSharding(mesh_axes_of(Batch), mesh_axes_of(Pos), mesh_axes_of(KVHeads), mesh_axes_of(QHeadsPerGroup))
 
 
-def run_on_mesh(
-    branches: DeviceBranches, sharding: MeshSharding, inputs: TokenInputs, parameters: GroupInputs
-) -> tuple[TokenResults, SelectionSums | None]:
-    """Run the branches on all devices of the mesh, or without it if nothing is sharded.
+def run_on_mesh[Result](
+    function: Callable[..., Result],
+    method: SelectedMethod,
+    sharding: MeshSharding,
+    in_specs: tuple[PartitionSpec, ...],
+    out_specs: Any,
+    *inputs: Any,
+) -> Result:
+    """Run a function on all devices of the mesh, or without it if nothing is sharded.
 
     On a mesh, kernels run inside of `jax.shard_map` in any case, because the compiler does not partition them.
+
+    Args:
+        function: computes the result of one device from its part of `inputs`.
+        in_specs, out_specs: as `jax.shard_map` takes them.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if not sharding.mesh_axes and (mesh.empty or branches.method is not SelectedMethod.KERNEL):
-        return branches.run(inputs, parameters)
-    of_tokens = PartitionSpec(sharding.batch or None, sharding.position or None, sharding.groups or None)
-    run = jax.shard_map(
-        branches.run,
-        mesh=mesh,
-        in_specs=(of_tokens, PartitionSpec(sharding.groups or None)),
-        out_specs=(of_tokens, PartitionSpec()),
-        check_vma=False,
-    )
-    results: tuple[TokenResults, SelectionSums | None] = run(inputs, parameters)
-    return results
+    if not sharding.mesh_axes and (mesh.empty or method is not SelectedMethod.KERNEL):
+        return function(*inputs)
+    run = jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    result: Result = run(*inputs)
+    return result
 
 
 def device_count(mesh_axes: tuple[str, ...]) -> int:
@@ -104,7 +104,7 @@ def device_count(mesh_axes: tuple[str, ...]) -> int:
     return math.prod(shape[name] for name in mesh_axes)
 
 
-def _mesh_axes(axis: Axis) -> tuple[str, ...]:
+def mesh_axes_of(axis: Axis) -> tuple[str, ...]:
     """Return the mesh axes of several devices that shard an axis under the axis mapping in force."""
     shape = jax.sharding.get_abstract_mesh().shape
     return tuple(name for name in ensure_tuple(physical_axis_name(axis) or ()) if shape.get(name, 1) > 1)

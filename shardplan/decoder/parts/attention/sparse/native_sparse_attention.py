@@ -15,19 +15,20 @@ from haliax import Axis, NamedArray
 from haliax.jax_utils import named_call
 
 from shardplan.decoder.parts.attention.grouped_attention import POSITION
+from shardplan.decoder.parts.attention.sparse.branches.query_chunks import QUERIES_PER_CHUNK
 from shardplan.decoder.parts.attention.sparse.branches.selected_branch import SelectedMethod
 from shardplan.decoder.parts.attention.sparse.config import NativeSparseConfig
 from shardplan.decoder.parts.attention.sparse.device_branches import GroupInputs, TokenInputs
-from shardplan.decoder.parts.attention.sparse.mesh_sharding import resolve_mesh_sharding
+from shardplan.decoder.parts.attention.sparse.mesh_sharding import device_count, mesh_axes_of, resolve_mesh_sharding
 from shardplan.decoder.parts.attention.sparse.parameters import init_parameters, name_arrays
-from shardplan.decoder.parts.attention.sparse.sparse_call import SparseCall, attend_sparsely
+from shardplan.decoder.parts.attention.sparse.sparse_call import SUBJECT, SparseCall, attend_sparsely
 from shardplan.decoder.parts.attention.sparse.statistics import SelectionSums
+from shardplan.decoder.parts.attention.sparse.traffic import importance_all_reduce_bytes
+from shardplan.errors import ConfigError
 from shardplan.model.activation_names import ActivationName
 from shardplan.positions.sequence_order import SequenceOrder
 
 BATCH = "batch"
-QUERIES_PER_CHUNK = 256
-"""Queries whose scores or gathered keys are in memory at a time."""
 QUERY_TILE = 8
 """Queries whose union of blocks the statistics count; so many a kernel would compute together."""
 
@@ -137,7 +138,9 @@ class NativeSparseAttention(eqx.Module):
                 queries is on two devices, or there is no kernel for the sizes.
         """
         config, Batch, Pos = self.config, x.resolve_axis(BATCH), x.resolve_axis(POSITION)
-        sharding = resolve_mesh_sharding(config, Batch, Pos)  # it refuses a mapping before the projections use it
+        # a mapping is refused before the projections use it
+        self._check_heads(Pos)
+        sharding = resolve_mesh_sharding(SUBJECT, Batch, Pos, config.KVHeads, config.QHeadsPerGroup)
         call = SparseCall(
             config, Pos, sharding, self._token_inputs(x), self._group_inputs(), method, layout, queries_per_chunk
         )
@@ -147,6 +150,22 @@ class NativeSparseAttention(eqx.Module):
         assert sums is not None
         output = self._output(results.mixed.astype(x.dtype), Batch, Pos)
         return DetailedOutput(output, hax.named(results.blocks, (Batch, Pos, config.KVHeads, config.Selected)), sums)
+
+    def _check_heads(self, Pos: Axis) -> None:
+        """Check that every device has all heads of a group, because they select blocks by one sum.
+
+        Raises:
+            ConfigError: the axis mapping shards them.
+        """
+        config = self.config
+        devices = device_count(mesh_axes_of(config.QHeadsPerGroup))
+        if devices > 1:
+            cost = importance_all_reduce_bytes(config, Pos.size, config.groups, devices)
+            raise ConfigError(
+                f"{SUBJECT}: {config.QHeadsPerGroup.name} is sharded over {devices} devices; shard "
+                f"{config.KVHeads.name} instead, because heads of a group select blocks by one sum, whose all-reduce "
+                f"would be {cost / 1e6:.1f} MB for each sequence and layer"
+            )
 
     def _token_inputs(self, x: NamedArray) -> TokenInputs:
         """Return the projections of {batch, position, embed} that the branches need."""

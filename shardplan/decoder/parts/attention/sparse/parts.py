@@ -12,7 +12,6 @@ own; `transfers` says which devices have them.
 from dataclasses import dataclass
 from functools import cached_property
 
-from shardplan.decoder.parts.attention.sparse.config import NativeSparseConfig
 from shardplan.errors import ConfigError
 from shardplan.positions.sequence_layout import SequenceLayout
 from shardplan.positions.sequence_order import SequenceOrder
@@ -50,10 +49,12 @@ class PositionParts:
     devices: int = 1
     order: SequenceOrder = SequenceOrder.CONTIGUOUS
 
-    def check(self, config: NativeSparseConfig, query_tile: int = 1) -> None:
+    def check(self, subject: str, block: int, query_tile: int = 1) -> None:
         """Check that the sequence can be divided so.
 
         Args:
+            subject: the kind of attention, for messages.
+            block: tokens of a selection block.
             query_tile: queries whose blocks the statistics count together.
 
         Raises:
@@ -61,22 +62,22 @@ class PositionParts:
         """
         if self.order not in ORDERS:
             raise ConfigError(
-                f"native sparse attention: layout is {self.order}; blocks and windows need neighbouring tokens: "
+                f"{subject}: layout is {self.order}; blocks and windows need neighbouring tokens: "
                 f"use {' or '.join(ORDERS)}"
             )
-        multiple = self.devices * self.parts_per_device * config.selection_block
+        multiple = self.devices * self.parts_per_device * block
         if self.devices > 1 and self.length % multiple:
             below = self.length // multiple * multiple
             valid = [str(length) for length in (below, below + multiple) if length]
             raise ConfigError(
-                f"native sparse attention: {self.length} positions over {self.devices} devices, {self.order}; "
-                f"they must be a multiple of {multiple}, so that no block of {config.selection_block} is divided: "
+                f"{subject}: {self.length} positions over {self.devices} devices, {self.order}; "
+                f"they must be a multiple of {multiple}, so that no block of {block} is divided: "
                 f"use {' or '.join(valid)}"
             )
         if self.devices > 1 and self.part_length % query_tile:
             raise ConfigError(
-                f"native sparse attention: query_tile is {query_tile}; it must divide the {self.part_length} positions "
-                f"of a part, as {config.selection_block} does"
+                f"{subject}: query_tile is {query_tile}; it must divide the {self.part_length} positions "
+                f"of a part, as {block} does"
             )
 
     @property

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import jax
 from haliax import Axis
+from jax.sharding import PartitionSpec
 
 from shardplan.decoder.parts.attention.sparse.branches.selected_branch import SelectedMethod
 from shardplan.decoder.parts.attention.sparse.config import NativeSparseConfig
@@ -26,6 +27,9 @@ from shardplan.decoder.parts.attention.sparse.parts import PositionParts
 from shardplan.decoder.parts.attention.sparse.position_shards import PositionShards
 from shardplan.decoder.parts.attention.sparse.statistics import SelectionSums
 from shardplan.positions.sequence_order import SequenceOrder
+
+SUBJECT = "native sparse attention"
+"""What messages begin with."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +58,9 @@ class SparseCall:
                 there is no kernel for the sizes.
         """
         parts = PositionParts(self.Pos.size, device_count(self.sharding.position), self.layout)
-        parts.check(self.config, query_tile or 1)
+        parts.check(SUBJECT, self.config.selection_block, query_tile or 1)
         if self.method is SelectedMethod.KERNEL:
-            check_kernel(self.config)
+            check_kernel(f"{SUBJECT}: selection_block", self.config.selection_block)
         branches = DeviceBranches(
             self.config,
             PositionShards(parts, self.sharding.position),
@@ -65,7 +69,16 @@ class SparseCall:
             self.queries_per_chunk,
             query_tile,
         )
-        return run_on_mesh(branches, self.sharding, self.inputs, self.parameters)
+        of_tokens, of_groups = self.sharding.of_tokens, PartitionSpec(self.sharding.groups or None)
+        return run_on_mesh(
+            branches.run,
+            self.method,
+            self.sharding,
+            (of_tokens, of_groups),
+            (of_tokens, PartitionSpec()),
+            self.inputs,
+            self.parameters,
+        )
 
 
 def compute_sparse_call(call: SparseCall) -> jax.Array:

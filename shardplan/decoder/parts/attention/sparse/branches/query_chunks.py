@@ -5,6 +5,9 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+QUERIES_PER_CHUNK = 256
+"""Queries whose scores or gathered keys are in memory at a time, by default."""
+
 
 def map_query_chunks[Result](
     function: Callable[..., Result], queries_per_chunk: int, positions: jax.Array, *arrays: jax.Array

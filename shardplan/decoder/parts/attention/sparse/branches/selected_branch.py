@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from shardplan.decoder.parts.attention.sparse.branches.masked_softmax import masked_softmax
+from shardplan.decoder.parts.attention.sparse.branches.query_chunks import map_query_chunks
 from shardplan.decoder.parts.attention.sparse.kernels.selected_kernel import attend_by_kernel
 from shardplan.decoder.parts.attention.sparse.selection_blocks import SelectionBlocks
 
@@ -38,6 +39,7 @@ class SelectedAttention(NamedTuple):
 def attend_to_selected(
     selection: SelectionBlocks,
     method: SelectedMethod,
+    queries_per_chunk: int,
     positions: jax.Array,
     queries: jax.Array,
     blocks: jax.Array,
@@ -48,6 +50,7 @@ def attend_to_selected(
     """Attend to the tokens of the selected blocks that are not after the query; scores have the factor d ** -0.5.
 
     Args:
+        queries_per_chunk: queries whose scores or gathered keys are in memory at a time; kernels need no such bound.
         positions: int[t], of the queries; for a kernel, as `PositionShards.positions` returns them.
         queries: [b, t, g, r, d].
         blocks: int32[b, t, g, n], as `select` returns them.
@@ -55,15 +58,14 @@ def attend_to_selected(
         values: [b, s, g, d].
         with_free_mass: whether the result has `free_mass`, for statistics.
     """
-    match method:
-        case SelectedMethod.DENSE_MASK:
-            return _attend_with_dense_mask(selection, positions, queries, blocks, keys, values, with_free_mass)
-        case SelectedMethod.GATHERED_BLOCKS:
-            return _attend_to_gathered_blocks(selection, positions, queries, blocks, keys, values, with_free_mass)
-        case SelectedMethod.KERNEL:
-            return SelectedAttention(
-                *attend_by_kernel(selection, with_free_mass, positions, blocks, queries, keys, values)
-            )
+    if method is SelectedMethod.KERNEL:
+        return SelectedAttention(*attend_by_kernel(selection, with_free_mass, positions, blocks, queries, keys, values))
+    attend = _attend_with_dense_mask if method is SelectedMethod.DENSE_MASK else _attend_to_gathered_blocks
+
+    def attend_chunk(positions: jax.Array, queries: jax.Array, blocks: jax.Array) -> SelectedAttention:
+        return attend(selection, positions, queries, blocks, keys, values, with_free_mass)
+
+    return map_query_chunks(attend_chunk, queries_per_chunk, positions, queries, blocks)
 
 
 def _attend_with_dense_mask(
