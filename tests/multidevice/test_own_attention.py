@@ -1,4 +1,4 @@
-"""A model of one's own shards positions if its attention is Levanter's `Attention`."""
+"""Models of one's own as plans say, with Levanter's `Attention`, or with `attend_to_blocks`."""
 
 import json
 
@@ -12,6 +12,7 @@ from jax.sharding import AxisType, Mesh
 from levanter.layers.attention import AttentionMask
 from levanter.models.lm_model import LmExample
 from own_attention_model import OwnAttentionConfig, OwnAttentionModel
+from own_block_model import OwnBlockConfig
 
 from shardplan import load_config, make_plan
 from shardplan.attention import Method, SequenceLayout, restore_order, shard_sequence, with_sequence_parallel
@@ -34,22 +35,38 @@ def expected_losses(model, tokens):
     return -np.take_along_axis(normalised, tokens[:, 1:, None], -1)[..., 0]
 
 
-@pytest.mark.parametrize("has_sinks", [False, True])
-def test_positions_are_sharded_as_planned(tmp_path, has_sinks):
-    """Also where the module does more than Levanter's Attention: then the function that it calls is replaced."""
-    sizes = {"positions": LENGTH, "width": 32, "depth": 2, "has_sinks": has_sinks}
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "own_attention", "vocab_size": 40, **sizes}))
+POSITIONS = ["position=data"], {"data": 4, "replica": 2}
+HEADS = ["kv_head=model"], {"model": 2, "data": 2, "replica": 2}
+
+
+@pytest.mark.parametrize(
+    ("own_class", "setting", "pins", "mesh"),
+    [
+        (OwnAttentionConfig, {"has_sinks": False}, *POSITIONS),
+        # a module that does more than Levanter's Attention: then the function that it calls is replaced
+        (OwnAttentionConfig, {"has_sinks": True}, *POSITIONS),
+        (OwnBlockConfig, {"method": "gathered_blocks"}, *POSITIONS),
+        (OwnBlockConfig, {"method": "kernel"}, *HEADS),
+    ],
+)
+def test_sharded_as_planned(tmp_path, own_class, setting, pins, mesh):
+    """Attention to blocks follows the mapping of the plan, and needs no strategy."""
+    sizes = {"positions": LENGTH, "width": 32, "depth": 2, **setting}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "own_model", "vocab_size": 40, **sizes}))
     config = load_config(
-        model={"config": str(tmp_path / "config.json"), "levanter_class": "own_attention_model:OwnAttentionConfig"},
+        model={
+            "config": str(tmp_path / "config.json"),
+            "levanter_class": f"{own_class.__module__}:{own_class.__name__}",
+        },
         hardware={"slice": "cpu-8"},
         workload={"batch": 2, "position": LENGTH, "param_dtype": "float32", "compute_dtype": "float32"},
-        pin=["position=data"],
-        mesh={"data": 4, "replica": 2},
+        pin=pins,
+        mesh=mesh,
     )
     plan = make_plan(config)
-    assert plan.attention.strategy != Strategy.NONE
+    assert (plan.attention.strategy != Strategy.NONE) == (own_class is OwnAttentionConfig)
     planned = specialize(model_from_config(config), plan)
-    plain = OwnAttentionModel.init(hax.Axis("vocab", 40), planned.config, key=jax.random.PRNGKey(1))
+    plain = planned.config.model_type.init(hax.Axis("vocab", 40), planned.config, key=jax.random.PRNGKey(1))
     program = step_program(planned, plan, make_mesh(plan))
     abstract = eqx.filter(program.arguments[0], lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
     leaves = zip(jax.tree.leaves(eqx.filter(plain, eqx.is_array)), jax.tree.leaves(abstract), strict=True)

@@ -53,7 +53,7 @@ def attend_to_selected(
         queries_per_chunk: queries whose scores or gathered keys are in memory at a time; kernels need no such bound.
         positions: int[t], of the queries; for a kernel, as `PositionShards.positions` returns them.
         queries: [b, t, g, r, d].
-        blocks: int32[b, t, g, n], as `select` returns them.
+        blocks: int32[b, t, g, n], negative where unused, in any order; no query has one twice.
         keys: [b, s, g, d], of the whole sequence, in order.
         values: [b, s, g, d].
         with_free_mass: whether the result has `free_mass`, for statistics.
