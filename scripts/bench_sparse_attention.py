@@ -34,6 +34,8 @@ from shardplan.decoder.parts.attention.sparse.branches.window_branch import atte
 from shardplan.decoder.parts.attention.sparse.kernels.compressed_kernel import attend_to_compressed_by_kernel
 from shardplan.decoder.parts.attention.sparse.kernels.compressed_tiles import CompressedTiles
 from shardplan.decoder.parts.attention.sparse.kernels.query_tiles import QueryTiles
+from shardplan.decoder.parts.attention.sparse.kernels.window.kernel import attend_to_windows_by_kernel
+from shardplan.decoder.parts.attention.sparse.kernels.window.tiles import WindowTiles
 from shardplan.verify.compiler.topology import make_topology_mesh
 from shardplan.verify.hlo.collectives import Network
 from shardplan.verify.hlo.parser import parse
@@ -69,6 +71,8 @@ SELECTED, SELECTED_DQ, SELECTED_DKV = Schedule(724, 500), Schedule(599, 306), Sc
 """Of dk and dv: a step has 4 tiles of queries and 64 keys; a block waits 2 us for the first copies."""
 COMPRESSED, IMPORTANCE = Schedule(1902, 250), Schedule(1258, 120)
 COMPRESSED_DQ, COMPRESSED_DKV = Schedule(1568, 160), Schedule(2250, 200)
+WINDOW, WINDOW_DQ, WINDOW_DKV = Schedule(364, 55), Schedule(419, 103), Schedule(473, 290)
+"""A step has 512 rows and 128 keys; beside it, a block of keys of a tile, and of dk and dv 4 tiles together."""
 
 
 def arrays(length: int, keys: int) -> list[tuple[tuple[int, ...], Any]]:
@@ -107,10 +111,12 @@ def compressed(by_kernel: bool, length: int) -> tuple[Callable[..., Any], list[A
     return attend, arrays(length, CONFIG.compressed_blocks(length))
 
 
-def window(length: int) -> tuple[Callable[..., jax.Array], list[Any]]:
+def window(by_kernel: bool, length: int) -> tuple[Callable[..., jax.Array], list[Any]]:
     """Return the window branch, and its arrays."""
 
     def attend(queries: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
+        if by_kernel:
+            return attend_to_windows_by_kernel(CONFIG, jnp.int32(0), queries, keys, values)
         return attend_to_windows(CONFIG, jnp.int32(0), queries, keys, values, QUERIES_PER_CHUNK)
 
     return attend, arrays(length, length + CONFIG.window - 1)
@@ -202,6 +208,17 @@ def compressed_seconds(hardware: Slice, length: int, is_backward: bool) -> float
     return sum(cycle_seconds(hardware, kernel, computed, all_steps) for kernel in kernels)
 
 
+def window_seconds(hardware: Slice, length: int, is_backward: bool) -> float:
+    """Seconds of the kernels of the window branch: every tile computes the same blocks of keys."""
+    sizes = WindowTiles.of(CONFIG, length)
+    steps = CONFIG.groups * sizes.tiles.per_sequence * sizes.steps * sizes.blocks_per_step
+    if not is_backward:
+        return cycle_seconds(hardware, WINDOW, steps, steps)
+    by_keys = CONFIG.groups * sizes.key_blocks * sizes.blocks * sizes.tiles_per_block
+    of_keys = cycle_seconds(hardware, WINDOW_DKV, by_keys, by_keys // sizes.tiles_per_step)
+    return cycle_seconds(hardware, WINDOW_DQ, steps, steps) + of_keys
+
+
 def cycle_seconds(hardware: Slice, schedule: Schedule, steps: int, others: int) -> float:
     """Seconds of cycles that the cores share; of other generations in the ratio of peak FLOP/s to that of v5p."""
     v5p = parse_slice("v5p-8").generation
@@ -215,7 +232,8 @@ def rows(hardware: Slice, length: int) -> Iterator[str]:
         DENSE: dense(length),
         "selected, kernel": selected(SelectedMethod.KERNEL, length),
         "compressed and importance, kernel": compressed(True, length),
-        "window, XLA": window(length),
+        "window, kernel": window(True, length),
+        "window, XLA": window(False, length),
         "compressed and importance, XLA": compressed(False, length),
         "selected, gathered blocks, XLA": selected(SelectedMethod.GATHERED_BLOCKS, length),
         "selected, dense mask, XLA": selected(SelectedMethod.DENSE_MASK, length),
@@ -248,6 +266,8 @@ def kernel_times(hardware: Slice, name: str, length: int, is_backward: bool) -> 
         return {f", unions of {union}": seconds(union) for union in UNIONS}
     if name == "compressed and importance, kernel":
         return {"": compressed_seconds(hardware, length, is_backward)}
+    if name == "window, kernel":
+        return {"": window_seconds(hardware, length, is_backward)}
     return {}
 
 
@@ -259,6 +279,7 @@ def kernel_table(hardware: Slice) -> str:
             of_dense = dense_seconds(hardware, length, is_backward)
             times = [selected_seconds(hardware, length, union, is_backward) for union in UNIONS]
             times.append(compressed_seconds(hardware, length, is_backward))
+            times.append(window_seconds(hardware, length, is_backward))
             cells = [f"{1e3 * each:.1f} ({of_dense / each:.1f})" for each in times]
             direction = "backward" if is_backward else "forward"
             lines.append(f"| {length // 1024}K | {direction} | {1e3 * of_dense:.1f} | {' | '.join(cells)} |")
@@ -288,8 +309,8 @@ selected blocks of 64, window of 512. Times are modelled:
 
 Milliseconds, and ratios; the compressed branch has the importance of blocks in its forward pass.
 
-| length | pass | dense splash | selected, unions of 24 | selected, unions of {largest} | compressed |
-| --- | --- | --- | --- | --- | --- |
+| length | pass | dense splash | selected, unions of 24 | selected, unions of {largest} | compressed | window |
+| --- | --- | --- | --- | --- | --- | --- |
 {kernels}
 
 ## Compiled programs

@@ -9,6 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardplan.decoder import NativeSparseConfig
 from shardplan.decoder.parts.attention.sparse.kernels.compressed_kernel import attend_to_compressed_by_kernel
 from shardplan.decoder.parts.attention.sparse.kernels.selected_kernel import attend_by_kernel
+from shardplan.decoder.parts.attention.sparse.kernels.window.kernel import attend_to_windows_by_kernel
 from shardplan.hardware import GIB, parse_slice
 from shardplan.verify.compiler.topology import make_topology_mesh
 
@@ -52,6 +53,20 @@ def test_memory_of_the_selected_branch():
     assert memory.peak_memory_in_bytes < 2.3 * GIB and memory.temp_size_in_bytes < 0.1 * GIB
 
 
+def test_memory_of_the_window_branch():
+    """Padded keys and values, and log-sum-exp, are all that the forward pass needs beyond its inputs and its output."""
+    length = 65536
+
+    def attend(queries, keys, values):
+        return attend_to_windows_by_kernel(PAPER, jnp.int32(0), queries, keys, values)
+
+    compiled = compile_on_each_device(attend, "v5p-8", *arrays_of(PAPER, length, length + PAPER.window - 1))
+    memory = compiled.memory_analysis()
+    assert compiled.as_text().count('custom_call_target="tpu_custom_call"') == 1
+    needed = 4 * (length + 512) * 256 * 2 + length * 64 * 4
+    assert memory.peak_memory_in_bytes < 2.3 * GIB and memory.temp_size_in_bytes < 1.1 * needed
+
+
 @pytest.mark.parametrize(
     ("slice_name", "heads", "key_size", "value_size", "selection_block"),
     [
@@ -59,8 +74,9 @@ def test_memory_of_the_selected_branch():
         *(
             pytest.param(*case, marks=pytest.mark.whole)
             for case in (
-                ("v5p-8", 1, 64, 64, 32), ("v5p-8", 12, 80, 80, 48), ("v4-8", 16, 192, 128, 64),
-                ("v5e-4", 16, 192, 128, 64), ("v6e-4", 16, 192, 128, 64), ("tpu7x-8", 16, 192, 128, 64),
+                ("v5p-8", 1, 64, 64, 32), ("v5p-8", 12, 80, 80, 48), ("v5p-8", 64, 128, 128, 64),
+                ("v4-8", 16, 192, 128, 64), ("v5e-4", 16, 192, 128, 64), ("v6e-4", 16, 192, 128, 64),
+                ("tpu7x-8", 16, 192, 128, 64),
             )
         ),
     ],
@@ -70,19 +86,22 @@ def test_forward_and_backward_compile(slice_name, heads, key_size, value_size, s
     config = NativeSparseConfig(256, 2, heads, key_size, value_size, 32, 16, selection_block, 8, 64)
     blocks = (length, 2, 8), jnp.int32
 
-    def attend(queries, keys, values, compressed_keys, compressed_values, blocks):
+    def attend(queries, keys, values, compressed_keys, compressed_values, window_keys, window_values, blocks):
         positions, count = jnp.arange(length), config.selection_blocks(length)
         output, _ = attend_by_kernel(config.selection, True, positions, blocks, queries, keys, values)
         compressed = attend_to_compressed_by_kernel(
             config, count, positions, queries, compressed_keys, compressed_values
         )
-        return output, *compressed
+        windows = attend_to_windows_by_kernel(config, jnp.int32(0), queries, window_keys, window_values)
+        return output, *compressed, windows
 
     def gradients(blocks, *arrays):
         results, backward = jax.vjp(lambda *x: attend(*x, blocks), *arrays)
         return results[2], backward(results)
 
     of_compressed = arrays_of(config, length, config.compressed_blocks(length))[1:]
-    compiled = compile_on_each_device(gradients, slice_name, blocks, *arrays_of(config, length, length), *of_compressed)
-    # forward, dq, dk and dv of two branches, and the importance
-    assert compiled.as_text().count('custom_call_target="tpu_custom_call"') == 7
+    of_window = arrays_of(config, length, length + config.window - 1)[1:]
+    arrays = (*arrays_of(config, length, length), *of_compressed, *of_window)
+    compiled = compile_on_each_device(gradients, slice_name, blocks, *arrays)
+    # forward, dq, dk and dv of three branches, and the importance
+    assert compiled.as_text().count('custom_call_target="tpu_custom_call"') == 10

@@ -27,6 +27,7 @@ from shardplan.decoder.parts.attention.sparse.branches.window_branch import atte
 from shardplan.decoder.parts.attention.sparse.config import CompressedRope, NativeSparseConfig
 from shardplan.decoder.parts.attention.sparse.gates import compute_gates, mix
 from shardplan.decoder.parts.attention.sparse.kernels.compressed_kernel import attend_to_compressed_by_kernel
+from shardplan.decoder.parts.attention.sparse.kernels.window.kernel import attend_to_windows_by_kernel
 from shardplan.decoder.parts.attention.sparse.position_shards import PositionShards
 from shardplan.decoder.parts.attention.sparse.statistics import (
     Neighbours,
@@ -163,9 +164,12 @@ class DeviceBranches:
         outputs = []
         for first, of_part, *near in zip(shards.firsts(), shards.split(queries), keys, values, strict=True):
             near_keys, near_values = (x.astype(jnp.float32) for x in near)
-            outputs.append(
-                attend_to_windows(self.config, first, of_part, near_keys, near_values, self.queries_per_chunk)
-            )
+            if self.method is SelectedMethod.KERNEL:
+                output = attend_to_windows_by_kernel(self.config, first, of_part, near_keys, near_values)
+            else:
+                chunk = self.queries_per_chunk
+                output = attend_to_windows(self.config, first, of_part, near_keys, near_values, chunk)
+            outputs.append(output)
         return jnp.concatenate(outputs, axis=1)
 
     def _rotate(self, x: jax.Array, positions: jax.Array) -> jax.Array:

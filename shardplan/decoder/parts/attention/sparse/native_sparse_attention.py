@@ -125,7 +125,7 @@ class NativeSparseAttention(eqx.Module):
 
         Args:
             method: how attention to the selected blocks is computed; `SelectedMethod.KERNEL` has kernels for compressed
-                blocks as well.
+                blocks and windows as well.
             layout: the order that positions are in already: contiguous or zigzag; see
                 `shardplan.positions.sequence_layout`. The result has the same order, and the numbers of blocks count
                 from the start of the sequence.

@@ -23,8 +23,8 @@ class SelectedMethod(StrEnum):
     GATHERED_BLOCKS = "gathered_blocks"
     """Scores of gathered tokens, which are copied for each query: work does not grow with the sequence."""
     KERNEL = "kernel"
-    """A Pallas kernel whose tiles of queries walk the union of their blocks: the fastest for long sequences. Attention
-    to compressed blocks has kernels then, too."""
+    """A Pallas kernel whose tiles of queries walk the union of their blocks: the fastest for long sequences. The other
+    two branches have kernels then, too."""
 
 
 class SelectedAttention(NamedTuple):

@@ -1,0 +1,1 @@
+"""The window branch by Pallas kernels."""
