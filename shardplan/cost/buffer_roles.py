@@ -13,7 +13,7 @@ from shardplan.cost.attention import FLOAT32_BYTES, extra_attention_bytes
 from shardplan.cost.experts import expert_buffer_bytes, expert_gradient_buffer_bytes
 from shardplan.cost.partitioned_lookup import partition_lookup
 from shardplan.cost.sharding import ShardingAssignment
-from shardplan.cost.sparse_attention import sparse_buffer_bytes
+from shardplan.cost.sparse.memory import sparse_buffer_bytes
 from shardplan.program.live_buffers import BufferRole, LiveBuffer
 
 

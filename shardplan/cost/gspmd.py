@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from shardplan.cost import attention, experts, sparse_attention
+from shardplan.cost import attention, experts
 from shardplan.cost.collectives import (
     Overlap,
     Purpose,
@@ -22,6 +22,9 @@ from shardplan.cost.collectives import (
 from shardplan.cost.matmul import NO_MATMUL, Matmul, local_matmul
 from shardplan.cost.partitioned_lookup import partition_lookup
 from shardplan.cost.sharding import ShardingAssignment, WeightGather
+from shardplan.cost.sparse import transfers as sparse_transfers
+from shardplan.cost.sparse.stages import Stage, sparse_stages
+from shardplan.cost.sparse.work import work_of as sparse_work_of
 from shardplan.hardware import CollectiveKind
 from shardplan.plan.mapping import MeshAxes, mesh_size
 from shardplan.program.named_arrays import Dim, TracedArray, is_scores, mapped
@@ -52,7 +55,7 @@ class DeviceCost:
     """Of attention: whether a kernel computes it, on each device alone, and never writes scores to memory."""
     kernels: tuple[experts.KernelCalls, ...] = ()
     """Of a block of experts: the calls of its kernels."""
-    stages: tuple[sparse_attention.Stage, ...] = ()
+    stages: tuple[Stage, ...] = ()
     """Of Native Sparse Attention: its parts, one after the other."""
     sliced_weight_bytes: float = 0.0
     """Of a block of experts, and of a conversion: bytes of weights that are copied out of the stack of all layers, for
@@ -154,14 +157,14 @@ def _expert_cost(task: Task, assignment: ShardingAssignment, traffic: tuple[Traf
 
 def _sparse_attention_cost(task: Task, assignment: ShardingAssignment, traffic: tuple[Traffic, ...]) -> DeviceCost:
     """The cost of Native Sparse Attention, or of its gradient, without the gathers of its parameters."""
-    stages = sparse_attention.stages(task, sparse_attention.work_of(task, assignment))
+    stages = sparse_stages(task, sparse_work_of(task, assignment))
     moved = task.executions * _moved_bytes(task, assignment, lambda array: assignment.bytes(array, assignment.params))
     flops = sum(stage.flops for stage in stages)
     return DeviceCost(
         Matmul(flops / 2, rows=1, inner=1, columns=1),
         moved + sum(stage.bytes for stage in stages),
         traffic,
-        stages=(*stages, sparse_attention.Stage(0.0, moved)),
+        stages=(*stages, Stage(0.0, moved)),
     )
 
 
@@ -308,8 +311,8 @@ def _parameter_expert_traffic(task: Task, assignment: ShardingAssignment) -> Ite
 def _parameter_sparse_traffic(task: Task, assignment: ShardingAssignment) -> Iterator[Traffic]:
     """Yield the gathers of the parameters of Native Sparse Attention, and the sums of their gradients over tokens."""
     yield from _weight_gather_traffic(task, assignment)
-    for gradient in sparse_attention.parameter_gradients(task):
-        axes = sparse_attention.gradient_sum_axes(task, assignment)
+    for gradient in sparse_transfers.parameter_gradients(task):
+        axes = sparse_transfers.gradient_sum_axes(task, assignment)
         if axes:
             yield from _gradient_sum_traffic(task, axes, assignment, gradient)
 
@@ -461,7 +464,7 @@ COMPUTE_COLLECTIVES: dict[TaskKind, CollectiveRule | None] = {
     TaskKind.RESHARD: _reshard_traffic,
     TaskKind.COLLECTIVE: _collective_traffic,
     TaskKind.EXPERTS: experts.expert_traffic,
-    TaskKind.SPARSE_ATTENTION: sparse_attention.sparse_traffic,
+    TaskKind.SPARSE_ATTENTION: sparse_transfers.sparse_traffic,
     TaskKind.CONVERSION: None,
     TaskKind.HOST_COPY: None,
     TaskKind.ELEMENTWISE: None,

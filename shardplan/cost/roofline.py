@@ -26,7 +26,7 @@ from shardplan.cost.calibration import Calibration
 from shardplan.cost.collectives import Overlap, Purpose, Traffic
 from shardplan.cost.gspmd import DeviceCost, device_cost
 from shardplan.cost.sharding import ShardingAssignment
-from shardplan.cost.sparse_attention import model_flops as sparse_model_flops
+from shardplan.cost.sparse.stages import model_flops as sparse_model_flops
 from shardplan.hardware import CollectiveKind, MeshPlacement, Slice, place_mesh
 from shardplan.model.registry import Model
 from shardplan.plan.workload.workload import Workload

@@ -31,7 +31,7 @@ from shardplan.cost.calibration import Calibration
 from shardplan.cost.matmul import local_matmul
 from shardplan.cost.roofline import seconds_beside
 from shardplan.cost.sharding import CompilerQuirks, ShardingAssignment
-from shardplan.cost.sparse_attention import can_shard_positions
+from shardplan.cost.sparse.transfers import can_shard_positions
 from shardplan.errors import ConfigError
 from shardplan.experts.method import ExpertMethod, ExpertStrategy
 from shardplan.hardware import Slice, divisors

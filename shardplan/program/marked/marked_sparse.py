@@ -1,7 +1,7 @@
 """Marks calls of Native Sparse Attention while a program is traced: each becomes one operation, its gradient another.
 
 How attention to selected blocks is computed is the choice of a plan, so that no trace can show it: the cost of the two
-operations is a formula (`shardplan.cost.sparse_attention`). Here they are JAX primitives that have shapes and no
+operations is a formula (`shardplan.cost.sparse`). Here they are JAX primitives that have shapes and no
 implementation. The projections before and after them are matmuls like others.
 """
 

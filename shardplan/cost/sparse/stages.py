@@ -1,0 +1,118 @@
+"""The stages of Native Sparse Attention on one device, by the method of its selected branch. Pure.
+
+Symbols of a device: B sequences, T positions of S, G groups with R heads of queries each, D channels of a key and a
+value, b bytes of an element; C compressed and J selection blocks of the sequence; block l, stride d, selection block
+l', n selected blocks, window w, h hidden elements of the compression; q queries of a chunk.
+
+| stage | FLOPs, forward | bytes through HBM |
+|---|---|---|
+| compression | 2 B G T / d (l D h + h D) | the tokens of all blocks, each in l / d of them, written and read |
+| compressed branch | 2 B T G R C D | float32 scores B T G R C, `COMPRESSED_PASSES` times |
+| choice of blocks | - | float32 importance B T G J, `CHOICE_PASSES` times |
+| selected, dense mask | 2 B T G R S D | float32 scores B T G R S, `SELECTED_PASSES` times |
+| selected, gathered | 2 B T G R n l' D | scores as above, with n l' for S; the rows B T G n l' D, in float32 and in b |
+| window | 2 B T G R (q + w - 1) D | scores as above, with q + w - 1 for S |
+
+A stage takes the longer of its FLOPs at peak and its bytes at HBM bandwidth. A gradient has two matmuls for each, and
+computes the forward pass again where a device has more than one chunk of queries. XLA computes masked scores too. To
+add a method, such as a kernel, add a case to `SparseWork.selected_keys`, `_selected_stage` and, in
+`shardplan.cost.sparse.memory`, to `_gathered_bytes`.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple, assert_never
+
+from shardplan.cost.attention import FLOAT32_BYTES
+from shardplan.cost.sparse.work import SparseWork
+from shardplan.decoder.parts.attention.sparse.config import Compression
+from shardplan.decoder.parts.attention.sparse.parts import PositionParts
+from shardplan.plan.attention_plan import SparseKernel
+from shardplan.program.named_arrays import size_of
+from shardplan.program.tasks import Task
+
+COMPRESSED_PASSES, SELECTED_PASSES, CHOICE_PASSES = 12.5, 7.5, 17.0
+"""Number of times that float32 scores, or the importance of blocks, go through HBM in a forward pass: as the compiler's
+cycles for v5p have it, 8K to 64K tokens, 64 heads, 4 groups (docs/log.md)."""
+GATHERED_PASSES = 2
+"""Number of times that gathered rows go through HBM in each of float32 and the type of queries: written and read."""
+GRADIENT_PASSES = 2.0
+"""Passes of a gradient for each of the forward pass."""
+
+
+class Stage(NamedTuple):
+    """A part of the work, whose FLOPs and bytes overlap with each other."""
+
+    flops: float
+    bytes: float
+
+    def times(self, factor: float) -> "Stage":
+        """Return several of them."""
+        return Stage(factor * self.flops, factor * self.bytes)
+
+
+def forward_stages(work: SparseWork) -> Iterator[Stage]:
+    """Yield the stages of the forward pass."""
+    config = work.config
+    yield _compression_stage(work)
+    yield _attention_stage(work, work.compressed_blocks, COMPRESSED_PASSES)
+    yield Stage(0.0, CHOICE_PASSES * FLOAT32_BYTES * work.rows * config.selection_blocks(work.parts.length))
+    yield _selected_stage(work)
+    yield _attention_stage(work, work.window_keys, SELECTED_PASSES)
+
+
+def _attention_stage(work: SparseWork, keys: float, passes: float) -> Stage:
+    """Return attention of every query to a number of keys that are not gathered for each query."""
+    scores = work.rows * work.config.heads_per_group * keys
+    return Stage(2 * scores * work.channels, passes * FLOAT32_BYTES * scores)
+
+
+def _selected_stage(work: SparseWork) -> Stage:
+    stage = _attention_stage(work, work.selected_keys, SELECTED_PASSES)
+    match work.method:
+        case SparseKernel.GATHERED_BLOCKS:
+            gathered = work.rows * work.selected_keys * work.channels
+            return stage._replace(bytes=stage.bytes + GATHERED_PASSES * gathered * (FLOAT32_BYTES + work.itemsize))
+        case SparseKernel.DENSE_MASK:
+            return stage
+        case _:
+            assert_never(work.method)
+
+
+def _compression_stage(work: SparseWork) -> Stage:
+    config, tokens = work.config, work.rows
+    blocks, elements = tokens / config.stride, tokens * config.strides_per_block * work.channels
+    flops = 0.0
+    for size in (config.key_size, config.value_size):
+        if config.compression is Compression.LINEAR:
+            flops += 2 * blocks * config.block * size * size
+        elif config.compression is Compression.MLP:
+            hidden = config.hidden_size(size)
+            flops += 2 * blocks * (config.block * size * hidden + hidden * size)
+    return Stage(flops, 2 * work.itemsize * elements)
+
+
+def sparse_stages(task: Task, work: SparseWork) -> tuple[Stage, ...]:
+    """Return the stages of all executions of a task."""
+    factor = 1.0
+    if task.is_sparse_gradient:
+        factor = GRADIENT_PASSES + (1.0 if work.has_chunks else 0.0)
+    return tuple(stage.times(factor * task.executions) for stage in forward_stages(work))
+
+
+def model_flops(task: Task) -> float:
+    """Return the FLOPs of a call over all devices, without scores that masks remove.
+
+    A query at t attends to the compressed blocks and the tokens before it; `selected` blocks, and a window.
+    """
+    assert task.attention is not None
+    config = task.attention.sparse
+    assert config is not None
+    batch, length = (size_of(dim) for dim in task.sparse_queries.dims[:2])
+    alone = SparseWork(config, SparseKernel.DENSE_MASK, 2, batch, config.groups, PositionParts(length), (), ())
+    compression, *_ = forward_stages(alone)
+    selected, window = min(length, config.selected * config.selection_block), min(length, config.window)
+    # the mean over t of min(t + 1, limit) keys
+    means = [limit - limit * (limit - 1) / (2 * length) for limit in (selected, window)]
+    keys = sum(means) + alone.compressed_blocks / 2
+    attention = 2 * alone.rows * config.heads_per_group * keys * alone.channels
+    return task.executions * (compression.flops + attention)

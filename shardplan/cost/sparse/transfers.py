@@ -1,0 +1,81 @@
+"""The transfers of Native Sparse Attention whose positions are sharded, and the sums of its gradients. Pure.
+
+Their bytes are those of `shardplan.decoder.parts.attention.sparse.traffic`.
+"""
+
+from collections.abc import Iterator
+
+from shardplan.cost.collectives import Purpose, Traffic, all_gather_traffic, reduce_scatter_traffic
+from shardplan.cost.sharding import ShardingAssignment
+from shardplan.cost.sparse.work import SparseWork, work_of
+from shardplan.decoder.parts.attention.sparse.config import NativeSparseConfig
+from shardplan.decoder.parts.attention.sparse.parts import ORDERS, PositionParts
+from shardplan.decoder.parts.attention.sparse.traffic import SparseTraffic, backward_traffic, forward_traffic
+from shardplan.hardware import CollectiveKind
+from shardplan.plan.mapping import MeshAxes, mesh_size
+from shardplan.positions.sequence_order import SequenceOrder
+from shardplan.program.named_arrays import TracedArray
+from shardplan.program.tasks import Task
+
+
+def sparse_traffic(task: Task, assignment: ShardingAssignment) -> Iterator[Traffic]:
+    """Yield the transfers of a call whose positions are sharded, or of its gradient."""
+    work = work_of(task, assignment)
+    if work.parts.devices == 1:
+        return
+    axes, count = work.position_axes, task.executions
+    received = _received(work, task.is_sparse_gradient)
+    if task.is_sparse_gradient:
+        # what the forward pass gathers is needed again
+        again = _received(work, is_backward=False)
+        yield from _permutes(again, axes, count)
+        yield _gather(again, assignment, axes, count)
+    yield from _permutes(received, axes, count)
+    if task.is_sparse_gradient:
+        gathered = received.gathered * work.parts.devices / (work.parts.devices - 1)
+        yield reduce_scatter_traffic(gathered, assignment, axes, count, Purpose.KEY_AND_VALUE_GRADIENTS)
+    else:
+        yield _gather(received, assignment, axes, count)
+
+
+def _permutes(received: SparseTraffic, axes: MeshAxes, count: int) -> Iterator[Traffic]:
+    """Yield the halos of windows and of compressed blocks."""
+    if received.permuted:
+        size = count * received.permuted
+        yield Traffic(CollectiveKind.COLLECTIVE_PERMUTE, axes, size, count, Purpose.HALOS)
+
+
+def _gather(received: SparseTraffic, assignment: ShardingAssignment, axes: MeshAxes, count: int) -> Traffic:
+    """Return the gather of keys and values: those of all tokens, and of all compressed blocks."""
+    devices = mesh_size(assignment.mesh, axes)
+    size = received.gathered * devices / (devices - 1)
+    return all_gather_traffic(size, assignment, axes, count, Purpose.KEYS_AND_VALUES)
+
+
+def _received(work: SparseWork, is_backward: bool) -> SparseTraffic:
+    """Return the bytes of transfers of one execution."""
+    traffic = (backward_traffic if is_backward else forward_traffic)(
+        work.config, work.parts, max(1, round(work.groups)), work.itemsize
+    )
+    return SparseTraffic(*(work.sequences * each for each in traffic))
+
+
+def gradient_sum_axes(task: Task, assignment: ShardingAssignment) -> MeshAxes:
+    """Return the mesh axes along which devices have parts of the gradients of parameters: those of other tokens."""
+    work = work_of(task, assignment)
+    used = {*work.batch_axes, *work.position_axes}
+    return tuple(axis for axis in assignment.mesh if axis in used)
+
+
+def parameter_gradients(task: Task) -> tuple[TracedArray, ...]:
+    """Return the gradients of parameters that a task computes; none in the forward pass."""
+    if not task.is_sparse_gradient:
+        return ()
+    position = task.sparse_queries.majors[1]
+    return tuple(array for array in task.results if position not in array.axes)
+
+
+def can_shard_positions(config: NativeSparseConfig, length: int, devices: int, order: SequenceOrder) -> bool:
+    """Return whether devices can share the positions of a sequence, with no selection block on two of them."""
+    parts = PositionParts(length, devices, order)
+    return order in ORDERS and length % (devices * parts.parts_per_device * config.selection_block) == 0

@@ -1,0 +1,110 @@
+"""What one device has of a call of Native Sparse Attention: its sequences, groups and positions. Pure."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import assert_never
+
+from shardplan.cost.sharding import ShardingAssignment
+from shardplan.decoder.parts.attention.sparse.config import NativeSparseConfig
+from shardplan.decoder.parts.attention.sparse.branches.query_chunks import QUERIES_PER_CHUNK
+from shardplan.decoder.parts.attention.sparse.parts import PositionParts
+from shardplan.plan.attention_plan import SparseKernel
+from shardplan.plan.mapping import MeshAxes, mesh_size
+from shardplan.program.marked.attention_kind import AttentionKind
+from shardplan.program.named_arrays import TracedArray, size_of
+from shardplan.program.tasks import Task
+
+
+@dataclass(frozen=True)
+class SparseWork:
+    """What one device does for a call of Native Sparse Attention, forward."""
+
+    config: NativeSparseConfig
+    method: SparseKernel
+    itemsize: int
+    sequences: float
+    """Sequences of the device."""
+    groups: float
+    """Groups of the device."""
+    parts: PositionParts
+    batch_axes: MeshAxes
+    """Mesh axes that shard the batch."""
+    position_axes: MeshAxes
+    """Mesh axes that shard positions."""
+
+    @cached_property
+    def positions(self) -> float:
+        """Positions of the device."""
+        return self.parts.length / self.parts.devices
+
+    @cached_property
+    def chunk(self) -> float:
+        """Queries of a chunk."""
+        return min(self.positions, QUERIES_PER_CHUNK)
+
+    @cached_property
+    def has_chunks(self) -> bool:
+        """Whether the device has more than one chunk of queries, so that gradients compute each again."""
+        return self.positions > QUERIES_PER_CHUNK
+
+    @cached_property
+    def rows(self) -> float:
+        """Pairs of a query and a group."""
+        return self.sequences * self.positions * self.groups
+
+    @cached_property
+    def channels(self) -> int:
+        """Channels of a key and a value."""
+        return self.config.key_size + self.config.value_size
+
+    @cached_property
+    def compressed_blocks(self) -> int:
+        """Compressed blocks of the sequence."""
+        return self.config.compressed_blocks(self.parts.length)
+
+    @cached_property
+    def window_keys(self) -> float:
+        """Keys of a query in the window branch, masked ones among them."""
+        return self.chunk + self.config.window - 1
+
+    @cached_property
+    def selected_keys(self) -> int:
+        """Keys of a query in the selected branch, masked ones among them."""
+        match self.method:
+            case SparseKernel.GATHERED_BLOCKS:
+                return self.config.selected * self.config.selection_block
+            case SparseKernel.DENSE_MASK:
+                return self.parts.length
+            case _:
+                assert_never(self.method)
+
+
+def work_of(task: Task, assignment: ShardingAssignment) -> SparseWork:
+    """Return what one device does for a call, or for the call that a task computes the gradient of."""
+    assert task.attention is not None
+    return sparse_work(task.attention, task.sparse_queries, assignment)
+
+
+def sparse_work(kind: AttentionKind, queries: TracedArray, assignment: ShardingAssignment) -> SparseWork:
+    """Return what one device does for a call.
+
+    Args:
+        queries: {batch, position, groups, heads of a group, channels}.
+    """
+    assert kind.sparse is not None
+    plan = assignment.attention_of(kind)
+    batch_axes, position_axes, group_axes, *_ = (
+        tuple(axis for axis in axes if assignment.mesh[axis] > 1)
+        for axes in assignment.dimension_mesh_axes(queries, assignment.compute)
+    )
+    batch, length = size_of(queries.dims[0]), size_of(queries.dims[1])
+    return SparseWork(
+        config=kind.sparse,
+        method=plan.sparse_kernel,
+        itemsize=queries.itemsize,
+        sequences=batch / mesh_size(assignment.mesh, batch_axes),
+        groups=kind.sparse.groups / mesh_size(assignment.mesh, group_axes),
+        parts=PositionParts(length, mesh_size(assignment.mesh, position_axes), plan.layout),
+        batch_axes=batch_axes,
+        position_axes=position_axes,
+    )
