@@ -7,9 +7,7 @@ minutes, and is printed when it is there.
 
 import argparse
 import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +24,19 @@ from jax.sharding import NamedSharding, PartitionSpec
 from levanter.layers.attention import AttentionMask
 
 from shardplan.attention import dot_product_attention
+from shardplan.cost.sparse.kernels import compressed_stages, selected_stages, window_stages
+from shardplan.cost.sparse.stage import Stage
+from shardplan.cost.sparse.stages import call_stages
+from shardplan.cost.sparse.work import SparseWork
 from shardplan.decoder import NativeSparseConfig, SelectedMethod
 from shardplan.decoder.parts.attention.sparse.branches.compressed_branch import attend_to_compressed
 from shardplan.decoder.parts.attention.sparse.branches.query_chunks import QUERIES_PER_CHUNK, map_query_chunks
 from shardplan.decoder.parts.attention.sparse.branches.selected_branch import attend_to_selected
 from shardplan.decoder.parts.attention.sparse.branches.window_branch import attend_to_windows
 from shardplan.decoder.parts.attention.sparse.kernels.compressed_kernel import attend_to_compressed_by_kernel
-from shardplan.decoder.parts.attention.sparse.kernels.compressed_tiles import CompressedTiles
-from shardplan.decoder.parts.attention.sparse.kernels.query_tiles import QueryTiles
 from shardplan.decoder.parts.attention.sparse.kernels.window.kernel import attend_to_windows_by_kernel
-from shardplan.decoder.parts.attention.sparse.kernels.window.tiles import WindowTiles
+from shardplan.decoder.parts.attention.sparse.parts import PositionParts
+from shardplan.plan.attention_plan import SparseKernel
 from shardplan.verify.compiler.topology import make_topology_mesh
 from shardplan.verify.hlo.collectives import Network
 from shardplan.verify.hlo.parser import parse
@@ -43,36 +44,15 @@ from shardplan.verify.hlo.timing import model_step
 
 CONFIG = NativeSparseConfig(2560, 4, 16, 128, 128, block=32, stride=16, selection_block=64, selected=16, window=512)
 LENGTHS = (8192, 32768, 65536, 262144)
+SMALL = "12 heads of 64, 2 groups", NativeSparseConfig(768, 2, 6, 64, 64, 32, 16, 64, 16, 512), (2048, 8192)
+"""A layer of the 125M model, for the table of choices."""
 DENSE_EFFICIENCY = 0.6
 """Share of peak FLOP/s of dense splash attention: an assumption, as nothing runs here."""
-HBM_EFFICIENCY = 0.8
-"""Share of peak HBM bandwidth of copies by kernels: an assumption."""
 LARGEST_UNION = CONFIG.initial + CONFIG.local + 8 * (CONFIG.selected - CONFIG.initial - CONFIG.local)
 """Blocks of a tile of 8 queries that share no other than forced blocks."""
 UNIONS = (24, LARGEST_UNION)
 """Blocks of a tile: of neighbours that select much the same, and of unrelated ones."""
 DENSE = "dense splash"
-KEYS_PER_STEP, TILES_PER_STEP = 512, 4
-CORES = 2
-"""Cores of a v5p chip, which share the tiles."""
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """Cycles of one core in a kernel, by the compiler's schedule for v5p (instruction bundles; no waiting)."""
-
-    step: int
-    """A step of a tile: 128 rows and 512 keys of the selected branch, 512 rows and 512 keys of the compressed one."""
-    tile: int
-    """What a tile, a block or a skipped step takes beside."""
-
-
-SELECTED, SELECTED_DQ, SELECTED_DKV = Schedule(724, 500), Schedule(599, 306), Schedule(547, 3700)
-"""Of dk and dv: a step has 4 tiles of queries and 64 keys; a block waits 2 us for the first copies."""
-COMPRESSED, IMPORTANCE = Schedule(1902, 250), Schedule(1258, 120)
-COMPRESSED_DQ, COMPRESSED_DKV = Schedule(1568, 160), Schedule(2250, 200)
-WINDOW, WINDOW_DQ, WINDOW_DKV = Schedule(364, 55), Schedule(419, 103), Schedule(473, 290)
-"""A step has 512 rows and 128 keys; beside it, a block of keys of a tile, and of dk and dv 4 tiles together."""
 
 
 def arrays(length: int, keys: int) -> list[tuple[tuple[int, ...], Any]]:
@@ -181,49 +161,14 @@ def dense_seconds(hardware: Slice, length: int, is_backward: bool) -> float:
     return flops / (DENSE_EFFICIENCY * hardware.generation.flops)
 
 
-def selected_seconds(hardware: Slice, length: int, union: int, is_backward: bool) -> float:
-    """Seconds of the kernels of the selected branch: the larger of cycles and of copies from HBM."""
-    tiles = QueryTiles.of(CONFIG.selection_block, length, CONFIG.heads_per_group)
-    count, union = CONFIG.groups * tiles.per_sequence, min(union, CONFIG.selection_blocks(length))
-    steps = count * -(-union * CONFIG.selection_block // KEYS_PER_STEP)
-    block_bytes = 2 * CONFIG.selection_block * (CONFIG.key_size + CONFIG.value_size)
-    row_bytes = 2 * tiles.rows * (CONFIG.key_size + CONFIG.value_size)
-    walk = SELECTED_DQ if is_backward else SELECTED
-    bandwidth = HBM_EFFICIENCY * hardware.generation.hbm_bandwidth
-    seconds = max(cycle_seconds(hardware, walk, steps, count), count * union * block_bytes / bandwidth)
-    if is_backward:
-        blocks = CONFIG.groups * CONFIG.selection_blocks(length)
-        cycles = cycle_seconds(hardware, SELECTED_DKV, -(-count * union // TILES_PER_STEP), blocks)
-        seconds += max(cycles, count * union * row_bytes / bandwidth)
-    return seconds
+def kernel_seconds(hardware: Slice, stages: Iterable[Stage]) -> float:
+    """Seconds of kernels, one after the other."""
+    return sum(stage.seconds(hardware.generation) for stage in stages)
 
 
-def compressed_seconds(hardware: Slice, length: int, is_backward: bool) -> float:
-    """Seconds of the kernels of the compressed branch: a tile computes the chunks up to its own, and skips the rest."""
-    sizes = CompressedTiles.of(CONFIG, length, CONFIG.selection_blocks(length))
-    tiles = CONFIG.groups * sizes.tiles.per_sequence
-    all_steps = tiles * sizes.chunks
-    computed = (all_steps + tiles) // 2
-    kernels = (COMPRESSED_DQ, COMPRESSED_DKV) if is_backward else (COMPRESSED, IMPORTANCE)
-    return sum(cycle_seconds(hardware, kernel, computed, all_steps) for kernel in kernels)
-
-
-def window_seconds(hardware: Slice, length: int, is_backward: bool) -> float:
-    """Seconds of the kernels of the window branch: every tile computes the same blocks of keys."""
-    sizes = WindowTiles.of(CONFIG, length)
-    steps = CONFIG.groups * sizes.tiles.per_sequence * sizes.steps * sizes.blocks_per_step
-    if not is_backward:
-        return cycle_seconds(hardware, WINDOW, steps, steps)
-    by_keys = CONFIG.groups * sizes.key_blocks * sizes.blocks * sizes.tiles_per_block
-    of_keys = cycle_seconds(hardware, WINDOW_DKV, by_keys, by_keys // sizes.tiles_per_step)
-    return cycle_seconds(hardware, WINDOW_DQ, steps, steps) + of_keys
-
-
-def cycle_seconds(hardware: Slice, schedule: Schedule, steps: int, others: int) -> float:
-    """Seconds of cycles that the cores share; of other generations in the ratio of peak FLOP/s to that of v5p."""
-    v5p = parse_slice("v5p-8").generation
-    seconds = (schedule.step * steps + schedule.tile * others) / (CORES * v5p.clock)
-    return seconds * v5p.flops / hardware.generation.flops
+def work_of(length: int, method: SparseKernel = SparseKernel.KERNEL, config: NativeSparseConfig = CONFIG) -> SparseWork:
+    """Return one sequence of a device with all groups."""
+    return SparseWork(config, method, 2, 1, config.groups, PositionParts(length), (), ())
 
 
 def rows(hardware: Slice, length: int) -> Iterator[str]:
@@ -258,31 +203,56 @@ def rows(hardware: Slice, length: int) -> Iterator[str]:
 
 
 def kernel_times(hardware: Slice, name: str, length: int, is_backward: bool) -> dict[str, float]:
-    """Label -> seconds of the kernels of a branch; empty if it has none."""
-    if name == DENSE:
-        return {"": dense_seconds(hardware, length, is_backward)}
-    if name == "selected, kernel":
-        seconds = partial(selected_seconds, hardware, length, is_backward=is_backward)
-        return {f", unions of {union}": seconds(union) for union in UNIONS}
-    if name == "compressed and importance, kernel":
-        return {"": compressed_seconds(hardware, length, is_backward)}
-    if name == "window, kernel":
-        return {"": window_seconds(hardware, length, is_backward)}
-    return {}
+    """Label -> seconds of the kernels of a branch, as plans price them; empty if it has none."""
+    work = work_of(length)
+    match name:
+        case "dense splash":
+            return {"": dense_seconds(hardware, length, is_backward)}
+        case "selected, kernel":
+            times = {}
+            for union in UNIONS:
+                blocks = min(union, CONFIG.selection_blocks(length))
+                stages = selected_stages(work, blocks, is_backward)
+                times[f", unions of {union}"] = kernel_seconds(hardware, stages)
+            return times
+        case "compressed and importance, kernel":
+            return {"": kernel_seconds(hardware, compressed_stages(work, is_backward))}
+        case "window, kernel":
+            return {"": kernel_seconds(hardware, window_stages(work, is_backward))}
+        case _:
+            return {}
 
 
 def kernel_table(hardware: Slice) -> str:
     """Return the times of kernels for all lengths, which need no compiler."""
+    kernels = ("selected, kernel", "compressed and importance, kernel", "window, kernel")
     lines = []
     for length in LENGTHS:
         for is_backward in (False, True):
             of_dense = dense_seconds(hardware, length, is_backward)
-            times = [selected_seconds(hardware, length, union, is_backward) for union in UNIONS]
-            times.append(compressed_seconds(hardware, length, is_backward))
-            times.append(window_seconds(hardware, length, is_backward))
+            times = [
+                seconds for name in kernels for seconds in kernel_times(hardware, name, length, is_backward).values()
+            ]
             cells = [f"{1e3 * each:.1f} ({of_dense / each:.1f})" for each in times]
             direction = "backward" if is_backward else "forward"
             lines.append(f"| {length // 1024}K | {direction} | {1e3 * of_dense:.1f} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def choice_table(hardware: Slice) -> str:
+    """Return the times of all methods as plans price them, which need no compiler."""
+    lines = []
+    for label, config, lengths in (("64 heads of 128, 4 groups", CONFIG, (2048, *LENGTHS)), SMALL):
+        for length in lengths:
+            cells, times = [], {}
+            for method in SparseKernel:
+                work = work_of(length, method, config)
+                forward, backward = (
+                    1e3 * kernel_seconds(hardware, call_stages(work, is_backward)) for is_backward in (False, True)
+                )
+                cells.append(f"{forward:.1f} + {backward:.1f}")
+                times[method.value] = forward + backward
+            lines.append(f"| {label} | {length:,} | {' | '.join(cells)} | `{min(times, key=times.__getitem__)}` |")
     return "\n".join(lines)
 
 
@@ -313,6 +283,20 @@ Milliseconds, and ratios; the compressed branch has the importance of blocks in 
 | --- | --- | --- | --- | --- | --- | --- |
 {kernels}
 
+## Which method a plan chooses
+
+Milliseconds of one call on v5p, forward and with its gradient, as plans price it (`shardplan.cost.sparse`): all three
+branches, the choice of blocks and the compression, with unions of 24 blocks. What the compiler says of XLA's branches
+is in the table below, and for 64K tokens in [the log](../log.md).
+
+| layer | tokens | dense mask | gathered blocks | kernels | chosen |
+| --- | --- | --- | --- | --- | --- |
+{choices}
+
+Compiled at 2,048 tokens, forward: with 2 groups of 6 heads of size 64, the dense mask and the other branches by XLA
+take 1.03 ms, and kernels 0.49 ms, of which 0.26 ms is what XLA computes beside them; with 12 groups of one head 1.46
+and 1.17 ms, of which 0.51 ms. Plans leave out copies between layouts, which these are for the most part.
+
 ## Compiled programs
 
 | chip | length | pass | method | ms | dense / this | peak GiB | temporaries GiB |
@@ -340,8 +324,14 @@ def main() -> None:
 def write(path: Path, slices: Sequence[str], lengths: Sequence[int], lines: Sequence[str]) -> None:
     """Write the page with the rows so far."""
     arguments = f"--slices {' '.join(slices)} --lengths {' '.join(map(str, lengths))} "
-    kernels = kernel_table(parse_slice("v5p-8"))
-    text = TEMPLATE.format(arguments=arguments, largest=LARGEST_UNION, kernels=kernels, rows="\n".join(lines))
+    v5p = parse_slice("v5p-8")
+    text = TEMPLATE.format(
+        arguments=arguments,
+        largest=LARGEST_UNION,
+        kernels=kernel_table(v5p),
+        choices=choice_table(v5p),
+        rows="\n".join(lines),
+    )
     path.write_text(text, encoding="utf-8")
 
 

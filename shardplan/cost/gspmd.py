@@ -23,7 +23,8 @@ from shardplan.cost.matmul import NO_MATMUL, Matmul, local_matmul
 from shardplan.cost.partitioned_lookup import partition_lookup
 from shardplan.cost.sharding import ShardingAssignment, WeightGather
 from shardplan.cost.sparse import transfers as sparse_transfers
-from shardplan.cost.sparse.stages import Stage, sparse_stages
+from shardplan.cost.sparse.stage import Stage
+from shardplan.cost.sparse.stages import sparse_stages
 from shardplan.cost.sparse.work import work_of as sparse_work_of
 from shardplan.hardware import CollectiveKind
 from shardplan.plan.mapping import MeshAxes, mesh_size

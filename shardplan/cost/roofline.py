@@ -96,7 +96,7 @@ def compute_seconds(task: Task, cost: DeviceCost, hardware: Slice, calibration: 
             return kernel_seconds + memory_seconds + (elementwise + copied) / bandwidth
         case TaskKind.SPARSE_ATTENTION:
             copied = calibration.copying * (cost.reordered_weight_bytes + cost.local_weight_bytes) / bandwidth
-            return copied + sum(max(stage.flops / flops_rate, stage.bytes / bandwidth) for stage in cost.stages)
+            return copied + sum(stage.seconds(hardware.generation) for stage in cost.stages)
         case TaskKind.LOOKUP | TaskKind.SCATTER_ADD | TaskKind.RESHARD | TaskKind.COLLECTIVE:
             return memory_seconds
         case TaskKind.CONVERSION:

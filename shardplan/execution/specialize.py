@@ -10,6 +10,7 @@ from shardplan.cost.attention import with_kernels
 from shardplan.cost.calibration import compiler_quirks
 from shardplan.cost.sharding import ShardingAssignment
 from shardplan.decoder.parts.attention.sparse.branches.selected_branch import SelectedMethod
+from shardplan.decoder.parts.attention.sparse.kernels.refusal import check_kernel
 from shardplan.decoder.parts.segments import Segment
 from shardplan.decoder.sparse_layers import selected_method, with_selected_method
 from shardplan.errors import ConfigError
@@ -28,6 +29,7 @@ from shardplan.steps.checkpointing import checkpoint_policy
 SELECTED_METHODS = {
     SparseKernel.DENSE_MASK: SelectedMethod.DENSE_MASK,
     SparseKernel.GATHERED_BLOCKS: SelectedMethod.GATHERED_BLOCKS,
+    SparseKernel.KERNEL: SelectedMethod.KERNEL,
 }
 """The kernel of a plan for Native Sparse Attention -> the method of its selected branch."""
 RETIRED_OPTION = "xla_tpu_enable_async_collective_fusion_fuse_all_gather"
@@ -77,7 +79,7 @@ def _with_sparse_method(model: Model, plan: Plan) -> tuple[Segment, ...]:
     """Return the segments of a decoder whose Native Sparse Attention is computed as planned.
 
     Raises:
-        ConfigError: the plan was edited, and layers with this attention have several methods.
+        ConfigError: the plan was edited, and layers with this attention have several methods, or no kernel.
     """
     kinds = plan_step(model, dataclasses.replace(plan.workload, kind="eval", microbatches=1).resolve()).attention_kinds
     methods = {plan.attention.of(kind.name).sparse_kernel for kind in kinds if kind.sparse is not None}
@@ -85,7 +87,12 @@ def _with_sparse_method(model: Model, plan: Plan) -> tuple[Segment, ...]:
         raise ConfigError(
             f"plan: attention.kernel of native sparse attention is {' and '.join(sorted(methods))}; make them one"
         )
-    return with_selected_method(model.config.segments, SELECTED_METHODS[methods.pop()], plan.attention.layout)
+    (method,) = methods
+    if method is SparseKernel.KERNEL:
+        for kind in kinds:
+            if kind.sparse is not None:
+                check_kernel(kind.sparse)
+    return with_selected_method(model.config.segments, SELECTED_METHODS[method], plan.attention.layout)
 
 
 def _check_kernels(model: Model, plan: Plan) -> None:

@@ -43,6 +43,9 @@ class SparseKernel(StrEnum):
     """XLA: scores of all tokens, most of them masked."""
     GATHERED_BLOCKS = "gathered_blocks"
     """XLA: tokens of selected blocks, gathered for every query."""
+    KERNEL = "kernel"
+    """Pallas kernels for TPUs: tiles of queries attend to the union of their blocks. The other branches have kernels
+    then, too."""
 
 
 @dataclass(frozen=True)

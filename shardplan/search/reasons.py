@@ -47,6 +47,8 @@ STRATEGIES = {
 SPARSE_METHODS = {
     SparseKernel.DENSE_MASK: "selected blocks by a dense mask: scores of all tokens are computed",
     SparseKernel.GATHERED_BLOCKS: "selected blocks are gathered for every query",
+    SparseKernel.KERNEL: "kernels compute native sparse attention: tiles of queries attend to the union "
+    "of their blocks",
 }
 EXPERT_STRATEGIES = {
     ExpertStrategy.GATHER_TOKENS: "devices gather the tokens of their group and scatter the sums",
@@ -210,6 +212,11 @@ def describe_unsharded_heads(axes: Iterable[str]) -> list[str]:
     if not named:
         return []
     return [f"excluded: {named} in computations: the heads of a group select blocks by one sum, on one device"]
+
+
+def describe_sparse_obstacles(obstacles: Iterable[str]) -> list[str]:
+    """Why no kernels compute Native Sparse Attention, one sentence for each reason."""
+    return [f"excluded: kernels of native sparse attention: {obstacle}" for obstacle in dict.fromkeys(obstacles)]
 
 
 def describe_experts(best: Candidate, alternatives: Iterable[ExpertAlternative]) -> list[str]:

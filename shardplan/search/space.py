@@ -31,6 +31,7 @@ from shardplan.cost.calibration import Calibration
 from shardplan.cost.matmul import local_matmul
 from shardplan.cost.roofline import seconds_beside
 from shardplan.cost.sharding import CompilerQuirks, ShardingAssignment
+from shardplan.cost.sparse.kernels import kernel_obstacle
 from shardplan.cost.sparse.transfers import can_shard_positions
 from shardplan.errors import ConfigError
 from shardplan.experts.method import ExpertMethod, ExpertStrategy
@@ -292,6 +293,13 @@ class Space:
         return self.calibration.products * flops / self.hardware.generation.flops
 
     @cached_property
+    def sparse_obstacles(self) -> list[str]:
+        """Why kernels cannot compute kinds of Native Sparse Attention."""
+        configs = [kind.sparse for kind in self.step.attention_kinds if kind.sparse is not None]
+        obstacles = (kernel_obstacle(config, self.quirks) for config in configs)
+        return [obstacle for obstacle in obstacles if obstacle is not None]
+
+    @cached_property
     def gathers_once(self) -> bool:
         """Whether a step gathers every parameter at most once; no training step does."""
         uses = Counter(
@@ -382,7 +390,8 @@ class Space:
                 if kind.sparse is None:
                     of_kinds.append([AttentionMethod(Strategy.ALL_GATHER, order)] if devices > 1 else [UNSHARDED])
                 elif devices == 1 or can_shard_positions(kind.sparse, length, devices, order):
-                    of_kinds.append(sparse_methods(devices > 1, order))
+                    has_kernel = kernel_obstacle(kind.sparse, self.quirks) is None
+                    of_kinds.append(sparse_methods(devices > 1, order, has_kernel))
                 else:
                     of_kinds.append([])
             result.extend(product(*of_kinds))

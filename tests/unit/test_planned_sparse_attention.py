@@ -30,7 +30,7 @@ from shardplan.train.levanter_file import TrainingFiles, levanter_sections
 from shardplan.train.prepare import make_training_plan
 
 CONFIG = {**SIZES, "hidden_size": 768, "num_attention_heads": 12, "head_dim": 64, "v_head_dim": 64, "vocab_size": 512,
-          "intermediate_size": 1024, "max_position_embeddings": 131072,
+          "intermediate_size": 1024, "max_position_embeddings": 262144,
           "native_sparse_attention": {
               "block": 32, "stride": 16, "selection_block": 64, "selected": 16, "window": 512}}  # fmt: skip
 LAYER = NativeSparseConfig(768, 2, 6, 64, 64, 32, 16, 64, 16, 512)
@@ -122,16 +122,23 @@ def test_transfers_are_those_of_the_layer(order, kind):
 
 
 @pytest.mark.parametrize(
-    ("position", "kernel"), [(2048, SparseKernel.DENSE_MASK), (65536, SparseKernel.GATHERED_BLOCKS)]
+    ("slice_name", "position", "kernel"),
+    [
+        ("cpu-8", 2048, SparseKernel.DENSE_MASK),
+        ("cpu-8", 65536, SparseKernel.GATHERED_BLOCKS),
+        *(("v5p-16", position, SparseKernel.KERNEL) for position in (2048, 8192, 65536, 262144)),
+    ],
 )
-def test_the_method_follows_from_the_length(position, kernel):
-    plan = plan_of(workload={"batch": 8, "position": position})
+def test_the_method_follows_from_the_length(slice_name, position, kernel):
+    plan = plan_of(workload={"batch": 8, "position": position}, slice=slice_name)
     assert plan.attention.kernel is kernel
+    excluded = "excluded: kernels of native sparse attention: they are for TPUs" in plan.search.reasons
+    assert excluded == (slice_name == "cpu-8")
     assert "q_heads_per_group" not in plan.compute_mapping
     assert any("q_heads_per_group in computations" in reason for reason in plan.search.reasons)
-    other = next(each for each in SparseKernel if each is not kernel)
-    assert any(f"attention by {other} instead: +" in reason or f" {other} instead: +" in reason
-               for reason in plan.search.reasons)  # fmt: skip
+    for other in (SparseKernel.DENSE_MASK, SparseKernel.GATHERED_BLOCKS):
+        is_slower = any(f" {other} instead: +" in reason for reason in plan.search.reasons)
+        assert is_slower == (other is not kernel)
     assert Plan.from_json(plan.to_json()).attention == plan.attention
     (attention,) = sparse_attentions(specialize(model_of(position), plan).config.segments)
     assert (attention.method.value, attention.layout) == (kernel.value, plan.attention.layout)

@@ -4,6 +4,7 @@ from typing import assert_never
 
 from shardplan.cost.attention import FLOAT32_BYTES
 from shardplan.cost.sharding import ShardingAssignment
+from shardplan.cost.sparse.kernels import kernel_bytes
 from shardplan.cost.sparse.work import SparseWork, sparse_work
 from shardplan.plan.attention_plan import SparseKernel
 from shardplan.program.live_buffers import BufferRole, LiveBuffer
@@ -17,19 +18,23 @@ def sparse_buffer_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> f
     """Bytes of the buffers of a call while it runs, beyond its operands and results.
 
     These are the float32 keys and values of the sequence, rotated queries, the outputs of branches, the importance of
-    blocks, and the scores and gathered rows of one chunk of queries. A gradient has gradients of them, too; those of
-    gathered rows are added up at once. docs/log.md compares it with XLA's temporaries.
+    blocks, and the scores and gathered rows of one chunk of queries, or what kernels need. A gradient has gradients of
+    them, too; those of gathered rows are added up at once. docs/log.md compares it with XLA's temporaries.
     """
     assert buffer.attention is not None
     work = sparse_work(buffer.attention, buffer.array, assignment)
-    if buffer.role is BufferRole.SPARSE_GRADIENT:
-        kept = KEPT_OF_GRADIENT * _kept_bytes(work)
-        return 2 * _keys_bytes(work) + kept + 2 * _score_bytes(work) + _gathered_bytes(work)
-    return _keys_bytes(work) + _kept_bytes(work) + _score_bytes(work) + _gathered_bytes(work)
+    is_gradient = buffer.role is BufferRole.SPARSE_GRADIENT
+    keys, kept = _keys_bytes(work), _kept_bytes(work)
+    if is_gradient:
+        keys, kept = 2 * keys, KEPT_OF_GRADIENT * kept
+    if work.method is SparseKernel.KERNEL:
+        return keys + kept + kernel_bytes(work, is_gradient)
+    return keys + kept + (2 if is_gradient else 1) * _score_bytes(work) + _gathered_bytes(work)
 
 
 def _gathered_bytes(work: SparseWork) -> float:
     """Bytes of the rows that are gathered for a chunk of queries, in float32 and in a narrower type of queries."""
+    assert work.method is not SparseKernel.KERNEL
     match work.method:
         case SparseKernel.GATHERED_BLOCKS:
             narrow = work.itemsize if work.itemsize < FLOAT32_BYTES else 0

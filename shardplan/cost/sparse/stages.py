@@ -14,15 +14,18 @@ l', n selected blocks, window w, h hidden elements of the compression; q queries
 | window | 2 B T G R (q + w - 1) D | scores as above, with q + w - 1 for S |
 
 A stage takes the longer of its FLOPs at peak and its bytes at HBM bandwidth. A gradient has two matmuls for each, and
-computes the forward pass again where a device has more than one chunk of queries. XLA computes masked scores too. To
-add a method, such as a kernel, add a case to `SparseWork.selected_keys`, `_selected_stage` and, in
-`shardplan.cost.sparse.memory`, to `_gathered_bytes`.
+computes the forward pass again where a device has more than one chunk of queries. XLA computes masked scores too.
+
+By the method of kernels, the three branches are kernels (`shardplan.cost.sparse.kernels`), which compute nothing again
+in chunks. No gradient flows through the choice of blocks.
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple, assert_never
+from typing import assert_never
 
 from shardplan.cost.attention import FLOAT32_BYTES
+from shardplan.cost.sparse.kernels import kernel_stages
+from shardplan.cost.sparse.stage import Stage
 from shardplan.cost.sparse.work import SparseWork
 from shardplan.decoder.parts.attention.sparse.config import Compression
 from shardplan.decoder.parts.attention.sparse.parts import PositionParts
@@ -39,25 +42,39 @@ GRADIENT_PASSES = 2.0
 """Passes of a gradient for each of the forward pass."""
 
 
-class Stage(NamedTuple):
-    """A part of the work, whose FLOPs and bytes overlap with each other."""
-
-    flops: float
-    bytes: float
-
-    def times(self, factor: float) -> "Stage":
-        """Return several of them."""
-        return Stage(factor * self.flops, factor * self.bytes)
+def sparse_stages(task: Task, work: SparseWork) -> tuple[Stage, ...]:
+    """Return the stages of all executions of a task."""
+    return tuple(stage.times(task.executions) for stage in call_stages(work, task.is_sparse_gradient))
 
 
-def forward_stages(work: SparseWork) -> Iterator[Stage]:
-    """Yield the stages of the forward pass."""
-    config = work.config
+def call_stages(work: SparseWork, is_gradient: bool) -> list[Stage]:
+    """Return the stages of one call, or of its gradient."""
+    if work.method is SparseKernel.KERNEL:
+        return [*_stages_of_kernels(work, is_gradient)]
+    factor = GRADIENT_PASSES + (1.0 if work.has_chunks else 0.0) if is_gradient else 1.0
+    return [stage.times(factor) for stage in _forward_stages(work)]
+
+
+def _forward_stages(work: SparseWork) -> Iterator[Stage]:
+    """Yield the stages of the forward pass by XLA."""
     yield _compression_stage(work)
     yield _attention_stage(work, work.compressed_blocks, COMPRESSED_PASSES)
-    yield Stage(0.0, CHOICE_PASSES * FLOAT32_BYTES * work.rows * config.selection_blocks(work.parts.length))
+    yield _choice_stage(work)
     yield _selected_stage(work)
     yield _attention_stage(work, work.window_keys, SELECTED_PASSES)
+
+
+def _stages_of_kernels(work: SparseWork, is_gradient: bool) -> Iterator[Stage]:
+    """Yield the stages of a call, or of its gradient, whose branches are kernels."""
+    yield _compression_stage(work).times(GRADIENT_PASSES if is_gradient else 1.0)
+    if not is_gradient:
+        yield _choice_stage(work)
+    yield from kernel_stages(work, is_gradient)
+
+
+def _choice_stage(work: SparseWork) -> Stage:
+    importance = work.rows * work.config.selection_blocks(work.parts.length)
+    return Stage(0.0, CHOICE_PASSES * FLOAT32_BYTES * importance)
 
 
 def _attention_stage(work: SparseWork, keys: float, passes: float) -> Stage:
@@ -68,6 +85,7 @@ def _attention_stage(work: SparseWork, keys: float, passes: float) -> Stage:
 
 def _selected_stage(work: SparseWork) -> Stage:
     stage = _attention_stage(work, work.selected_keys, SELECTED_PASSES)
+    assert work.method is not SparseKernel.KERNEL
     match work.method:
         case SparseKernel.GATHERED_BLOCKS:
             gathered = work.rows * work.selected_keys * work.channels
@@ -91,14 +109,6 @@ def _compression_stage(work: SparseWork) -> Stage:
     return Stage(flops, 2 * work.itemsize * elements)
 
 
-def sparse_stages(task: Task, work: SparseWork) -> tuple[Stage, ...]:
-    """Return the stages of all executions of a task."""
-    factor = 1.0
-    if task.is_sparse_gradient:
-        factor = GRADIENT_PASSES + (1.0 if work.has_chunks else 0.0)
-    return tuple(stage.times(factor * task.executions) for stage in forward_stages(work))
-
-
 def model_flops(task: Task) -> float:
     """Return the FLOPs of a call over all devices, without scores that masks remove.
 
@@ -109,7 +119,7 @@ def model_flops(task: Task) -> float:
     assert config is not None
     batch, length = (size_of(dim) for dim in task.sparse_queries.dims[:2])
     alone = SparseWork(config, SparseKernel.DENSE_MASK, 2, batch, config.groups, PositionParts(length), (), ())
-    compression, *_ = forward_stages(alone)
+    compression = _compression_stage(alone)
     selected, window = min(length, config.selected * config.selection_block), min(length, config.window)
     # the mean over t of min(t + 1, limit) keys
     means = [limit - limit * (limit - 1) / (2 * length) for limit in (selected, window)]

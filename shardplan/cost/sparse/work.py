@@ -48,9 +48,14 @@ class SparseWork:
         return self.positions > QUERIES_PER_CHUNK
 
     @cached_property
+    def heads(self) -> float:
+        """Pairs of a sequence and a group."""
+        return self.sequences * self.groups
+
+    @cached_property
     def rows(self) -> float:
         """Pairs of a query and a group."""
-        return self.sequences * self.positions * self.groups
+        return self.positions * self.heads
 
     @cached_property
     def channels(self) -> int:
@@ -69,7 +74,8 @@ class SparseWork:
 
     @cached_property
     def selected_keys(self) -> int:
-        """Keys of a query in the selected branch, masked ones among them."""
+        """Keys of a query in the selected branch, masked ones among them; a kernel chooses them for each tile."""
+        assert self.method is not SparseKernel.KERNEL
         match self.method:
             case SparseKernel.GATHERED_BLOCKS:
                 return self.config.selected * self.config.selection_block

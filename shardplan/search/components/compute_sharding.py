@@ -35,14 +35,16 @@ KindMethods = tuple[AttentionMethod, ...]
 """The method of each of `Step.attention_kinds`, in their order; all have the same order of positions."""
 
 
-def sparse_methods(is_sharded: bool, order: SequenceOrder) -> list[AttentionMethod]:
+def sparse_methods(is_sharded: bool, order: SequenceOrder, has_kernel: bool) -> list[AttentionMethod]:
     """Return the methods of Native Sparse Attention for an order of positions.
 
     Args:
         is_sharded: whether positions are sharded, so that keys and values are gathered.
+        has_kernel: whether kernels can compute it.
     """
     strategy = Strategy.ALL_GATHER if is_sharded else Strategy.NONE
-    return [AttentionMethod(strategy, order, kernel) for kernel in SparseKernel]
+    kernels = [kernel for kernel in SparseKernel if has_kernel or kernel is not SparseKernel.KERNEL]
+    return [AttentionMethod(strategy, order, kernel) for kernel in kernels]
 
 
 class ComputeSharding(NamedTuple):

@@ -1,0 +1,32 @@
+"""A stage of Native Sparse Attention: the work of which the slowest part takes the time. Pure."""
+
+from typing import NamedTuple
+
+from shardplan.hardware import GENERATIONS, Generation
+
+SCHEDULED = GENERATIONS["v5p"]
+"""The generation whose compiled schedules have the cycles of kernels."""
+SCHEDULED_CORES = 2
+"""Cores of one of its devices, which share the tiles of a kernel."""
+
+
+class Stage(NamedTuple):
+    """A part of the work, whose FLOPs, bytes and cycles overlap with each other."""
+
+    flops: float
+    bytes: float
+    """Bytes through HBM."""
+    cycles: float = 0.0
+    """Cycles of a kernel on v5p, added over its cores."""
+
+    def times(self, factor: float) -> "Stage":
+        """Return several of them."""
+        return Stage(factor * self.flops, factor * self.bytes, factor * self.cycles)
+
+    def seconds(self, generation: Generation) -> float:
+        """Return the seconds of a device.
+
+        The cycles of other generations are unknown: they are assumed to be in the ratio of peak FLOP/s.
+        """
+        scheduled = self.cycles / (SCHEDULED_CORES * SCHEDULED.clock) * SCHEDULED.flops / generation.flops
+        return max(self.flops / generation.flops, self.bytes / generation.hbm_bandwidth, scheduled)
