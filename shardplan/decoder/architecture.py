@@ -78,6 +78,8 @@ class Architecture(LmConfig):
     gradient_checkpointing: Any = field(default=True, hash=False)  # a policy of Haliax has lists of names
     expert_statistics: bool = False
     """Whether the mean loss comes with statistics of routed experts, for the trackers of Levanter's Trainer."""
+    selection_statistics: bool = False
+    """Whether it comes with statistics of the blocks that Native Sparse Attention selects."""
 
     @property
     def num_layers(self) -> int:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from levanter.metrics import Metric, ReductionType
 
 from shardplan.decoder.parts.mlp.experts import ExpertsConfig
-from shardplan.decoder.parts.segments import Segment
+from shardplan.decoder.parts.segments import Segment, number_layers
 from shardplan.experts.statistics.layer_record import LayerRecord
 from shardplan.experts.statistics.metrics import layer_metrics
 
@@ -20,13 +20,7 @@ REDUCTIONS = {
 
 def expert_layers(segments: Sequence[Segment]) -> list[list[range]]:
     """Return, for each segment and each layer with experts in its block, the numbers of that layer's repetitions."""
-    numbers, first = [], 0
-    for segment in segments:
-        size, end = len(segment.layers), first + segment.num_layers
-        has_experts = [i for i, layer in enumerate(segment.layers) if isinstance(layer.mlp, ExpertsConfig)]
-        numbers.append([range(first + i, end, size) for i in has_experts])
-        first = end
-    return numbers
+    return number_layers(segments, lambda layer: isinstance(layer.mlp, ExpertsConfig))
 
 
 def has_experts(segments: Sequence[Segment]) -> bool:

@@ -5,6 +5,7 @@ checkpoint a parameter holds: reading evaluates them, and writing evaluates the 
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import equinox as eqx
@@ -26,11 +27,14 @@ from shardplan.decoder.names import Rule, Shape, StoredTensor, evaluate, stored_
 from shardplan.decoder.parameter_rules import parameter_rules, stored_constants
 from shardplan.decoder.parts.attention.grouped_attention import POSITION
 from shardplan.decoder.parts.attention.rotary import Positions
+from shardplan.decoder.parts.attention.selection_recording import record_selection
 from shardplan.decoder.parts.block import RepeatedLayers
 from shardplan.decoder.parts.linear import INITIAL_SCALE, Linear
 from shardplan.decoder.parts.norm import Norm
+from shardplan.decoder.recorded_layers import fold_layers
+from shardplan.decoder.selection_metrics import selection_metrics
 from shardplan.errors import CheckpointError
-from shardplan.experts.statistics.recording import fold_layers, record_routing
+from shardplan.experts.statistics.recording import record_routing
 from shardplan.model.attention.chunked_mask import indices_in_documents
 from shardplan.model.logits.logit_blocks import prepare_head, project_to_vocab
 from shardplan.model.parameter_dtypes import check_has_numbers
@@ -173,17 +177,26 @@ class Decoder(ModuleWithStateDictSerialization, LmHeadModel[Architecture]):
     ) -> jax.Array | NamedArray | tuple[jax.Array | NamedArray, dict[str, Any]]:
         """Compute the loss of every next token as Levanter's models do, with the bias and the soft cap of the head.
 
-        With `expert_statistics` the mean over all tokens, the loss of Levanter's Trainer, comes with metrics.
+        With `expert_statistics` or `selection_statistics` the mean over all tokens, the loss of Levanter's Trainer,
+        comes with metrics.
 
         Args:
             settings: keyword arguments of Levanter's `LmHeadModel.compute_next_token_loss`.
         """
         is_mean = settings.get("reduction", hax.mean) is hax.mean and settings.get("reduction_axis") is None
-        if not (self.settings.expert_statistics and is_mean):
+        config = self.settings
+        if not is_mean or not (config.expert_statistics or config.selection_statistics):
             return self._next_token_loss(example, settings)
-        with record_routing() as recording:
+        with ExitStack() as stack:
+            routing = stack.enter_context(record_routing()) if config.expert_statistics else None
+            selection = stack.enter_context(record_selection()) if config.selection_statistics else None
             loss = self._next_token_loss(example, settings)
-        return loss, training_metrics(self.settings.segments, recording.segments)
+        metrics: dict[str, Any] = {}
+        if routing is not None:
+            metrics |= training_metrics(config.segments, routing.segments)
+        if selection is not None:
+            metrics |= selection_metrics(config.segments, selection.segments)
+        return loss, metrics
 
     def _next_token_loss(self, example: LmExample, settings: dict[str, Any]) -> jax.Array | NamedArray:
         settings["logit_soft_cap"] = self.settings.logit_soft_cap

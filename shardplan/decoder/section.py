@@ -18,7 +18,7 @@ from levanter.models.lm_model import LmConfig
 from shardplan.decoder.config import DecoderConfig
 from shardplan.decoder.expert_layers import has_experts
 from shardplan.decoder.parts.attention.sparse.branches.selected_branch import SelectedMethod
-from shardplan.decoder.sparse_layers import selected_method, with_selected_method
+from shardplan.decoder.sparse_layers import check_has_selection, selected_method, with_selected_method
 from shardplan.errors import ConfigError
 from shardplan.model.huggingface.hf_config import check_config, read_config
 from shardplan.model.huggingface.text_part import read_text_part
@@ -52,13 +52,16 @@ class DecoderSection(LmConfig):
     """Log statistics of routed experts at every step of training, as `train/moe/layer_00/load_max_over_mean`."""
     selected_method: SelectedMethod | None = None
     """How Native Sparse Attention attends to selected blocks; default: with a dense mask."""
+    selection_statistics: bool = False
+    """Log which blocks it selects at every step of training, as `train/nsa/layer_00/k_mean`."""
 
     def __new__(cls, **given: Any) -> DecoderConfig:
         """Make the configuration that the keys describe.
 
         Raises:
             ConfigError: there is no config.json, the decoder has no family for it, or the model has fewer positions
-                than `max_seq_len`, no routed experts for statistics, or no attention for `selected_method`.
+                than `max_seq_len`, no routed experts or no selection for statistics, or no attention for
+                `selected_method`.
         """
         keys = {field.name: given.get(field.name, field.default) for field in dataclasses.fields(cls)}
         reference, positions = keys["reference_checkpoint"], keys.pop("max_seq_len")
@@ -72,6 +75,8 @@ class DecoderSection(LmConfig):
                 f"model.expert_statistics is true, and a {config.family} of this config.json has no routed experts; "
                 "leave it out"
             )
+        if keys["selection_statistics"]:
+            check_has_selection("model.selection_statistics", config)
         method = keys.pop("selected_method")
         if method is not None:
             if selected_method(config.segments) is None:
@@ -115,8 +120,13 @@ def _encode(config: DecoderConfig) -> dict[str, Any]:
         "flash_attention_block_size": config.flash_attention_block_size,
         "gradient_checkpointing": dataclasses.asdict(policy) if isinstance(policy, ScanCheckpointPolicy) else policy,
         "expert_statistics": config.expert_statistics,
-        **({} if method is None else {"selected_method": method.value}),
+        **({} if method is None else _selection_keys(config, method)),
     }
+
+
+def _selection_keys(config: DecoderConfig, method: SelectedMethod) -> dict[str, Any]:
+    """Return the keys of a model with Native Sparse Attention."""
+    return {"selected_method": method.value, "selection_statistics": config.selection_statistics}
 
 
 draccus.encode.register(DecoderConfig, lambda config, declared=None: _encode(config))

@@ -3,10 +3,12 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from shardplan.decoder.architecture import Architecture
 from shardplan.decoder.parts.attention.sparse.branches.selected_branch import SelectedMethod
 from shardplan.decoder.parts.attention.sparse_attention import SparseAttention
 from shardplan.decoder.parts.block import LayerConfig
-from shardplan.decoder.parts.segments import Segment
+from shardplan.decoder.parts.segments import Segment, number_layers
+from shardplan.errors import ConfigError
 from shardplan.positions.sequence_order import SequenceOrder
 
 
@@ -21,6 +23,26 @@ def sparse_attentions(segments: Sequence[Segment]) -> Iterator[SparseAttention]:
 def selected_method(segments: Sequence[Segment]) -> SelectedMethod | None:
     """Return how layers attend to their selected blocks; None if no layer has Native Sparse Attention."""
     return next((attention.method for attention in sparse_attentions(segments)), None)
+
+
+def methods_by_layer(segments: Sequence[Segment]) -> dict[int, SelectedMethod]:
+    """Return the number of each layer with Native Sparse Attention -> how it attends to its selected blocks."""
+    methods: dict[int, SelectedMethod] = {}
+    of_segments = number_layers(segments, lambda layer: isinstance(layer.attention, SparseAttention))
+    for segment, numbers_of_segment in zip(segments, of_segments, strict=True):
+        for attention, numbers in zip(sparse_attentions([segment]), numbers_of_segment, strict=True):
+            methods.update((number, attention.method) for number in numbers)
+    return dict(sorted(methods.items()))
+
+
+def check_has_selection(key: str, config: Architecture) -> None:
+    """Check that a model has Native Sparse Attention, whose statistics a key turns on.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if selected_method(config.segments) is None:
+        raise ConfigError(f"{key} is true, and a {config.family} has no native sparse attention; leave it out")
 
 
 def with_selected_method(

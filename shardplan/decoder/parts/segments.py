@@ -6,7 +6,7 @@ all positions: one segment repeats a block of 6 layers 10 times, and another one
 of the first n layers is found from the divisions of fewer layers (dynamic programming).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from shardplan.decoder.parts.block import LayerConfig
@@ -26,6 +26,16 @@ class Segment:
     def num_layers(self) -> int:
         """Number of layers in all repetitions."""
         return len(self.layers) * self.repeats
+
+
+def number_layers(segments: Sequence[Segment], is_meant: Callable[[LayerConfig], bool]) -> list[list[range]]:
+    """Return, for each segment and each layer in its block that is meant, the numbers of that layer's repetitions."""
+    numbers, first = [], 0
+    for segment in segments:
+        size, end = len(segment.layers), first + segment.num_layers
+        numbers.append([range(first + i, end, size) for i, layer in enumerate(segment.layers) if is_meant(layer)])
+        first = end
+    return numbers
 
 
 def divide_layers(layers: Sequence[LayerConfig]) -> tuple[Segment, ...]:

@@ -7,7 +7,7 @@ can be differentiated around, recomputed for gradients, and returned by the prog
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from haliax import NamedArray
-from haliax.nn.scan import Stacked
 from jax import Array
 from jax.scipy.special import entr
 from jax.sharding import Mesh, PartitionSpec
@@ -56,6 +55,10 @@ class RoutingRecording:
     devices: list[DeviceRows] = field(default_factory=list)
     """Of layers outside of loops, or in one repetition, in the order of the model; so are `routers`."""
 
+    def of_repetition(self) -> AbstractContextManager["RoutingRecording"]:
+        """Record one repetition of a block of layers by itself, until the block of the context ends."""
+        return record_routing(self.is_token)
+
     def layers(self) -> tuple[LayerRecord, ...]:
         """Return the records of layers outside of loops, or of one repetition."""
         return tuple(_join(router, rows) for router, rows in zip(self.routers, self.devices, strict=True))
@@ -64,6 +67,11 @@ class RoutingRecording:
 _recording: ContextVar[RoutingRecording | None] = ContextVar("routing_recording", default=None)
 _rounds: ContextVar[list[DeviceRows] | None] = ContextVar("device_rounds", default=None)
 """Within the program of a device: what it has computed so far."""
+
+
+def routing_recording() -> RoutingRecording | None:
+    """Return what records the forward pass that is traced; None if nothing does."""
+    return _recording.get()
 
 
 def is_recording() -> bool:
@@ -84,23 +92,6 @@ def record_routing(is_token: NamedArray | None = None) -> Iterator[RoutingRecord
         yield recording
     finally:
         _recording.reset(token)
-
-
-def fold_layers(layers: Stacked, x: NamedArray, *arguments: Any) -> NamedArray:
-    """Apply a loop over layers, as `layers.fold(x, *arguments)`; what they record becomes an output of the loop."""
-    recording = _recording.get()
-    if recording is None:
-        folded: NamedArray = layers.fold(x, *arguments)
-        return folded
-
-    def apply(block: Any, x: NamedArray, *arguments: Any) -> tuple[NamedArray, tuple[LayerRecord, ...]]:
-        with record_routing(recording.is_token) as of_block:
-            x = block(x, *arguments)
-        return x, of_block.layers()
-
-    x, records = layers.scan_via(apply)(x, *arguments)
-    recording.segments.append(records)
-    return x
 
 
 def record_router(probabilities: NamedArray, chosen: NamedArray) -> None:

@@ -9,6 +9,7 @@ from levanter.layers.attention import AttentionMask
 
 from shardplan.decoder.parts.attention.grouped_attention import POSITION, Kernel
 from shardplan.decoder.parts.attention.rotary import Positions
+from shardplan.decoder.parts.attention.selection_recording import selection_recording
 from shardplan.decoder.parts.attention.sparse.branches.selected_branch import SelectedMethod
 from shardplan.decoder.parts.attention.sparse.config import Compression, NativeSparseConfig
 from shardplan.decoder.parts.attention.sparse.native_sparse_attention import BATCH, NativeSparseAttention
@@ -87,7 +88,12 @@ class SparseAttentionLayer(eqx.Module):
                 f"native sparse attention: activations have the axis {others[0]} beside {BATCH} and {POSITION}; "
                 f"flatten it into {BATCH}"
             )
-        return self.attention(x, self.config.method, layout=self.config.layout)
+        method, layout, recording = self.config.method, self.config.layout, selection_recording()
+        if recording is None:
+            return self.attention(x, method, layout=layout)
+        details = self.attention(x, method, layout=layout, with_details=True)
+        recording.sums.append(details.sums)
+        return details.output
 
 
 def _check_mask(mask: AttentionMask) -> None:

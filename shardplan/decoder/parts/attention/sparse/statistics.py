@@ -5,9 +5,10 @@ on no weight, because a query's own block is forced: `closed_form` gives its fig
 number of blocks. What training changes is in the gates, and in the free choices: selected blocks that are not forced.
 
 Sums are computed in the step, in int32 and float32, and no gradient flows through them. Those of several layers, steps
-or devices are added by `add_sums`; `figures` turns them into numbers on the host.
+or devices are added by `add_sums`; `figures` turns them into numbers on the host, and `traced_figures` in the step.
 """
 
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
@@ -176,27 +177,40 @@ def figures(config: NativeSparseConfig, sums: SelectionSums) -> dict[str, Any]:
         sums: as `selection_sums` or `add_sums` returns them.
     """
     host = jax.tree.map(lambda each: np.asarray(each, np.float64), sums)
-    head_rows = host.rows * config.heads_per_group
-    keys = host.whole_blocks * config.selection_block + host.rest
+    values = {name: np.asarray(value) for name, value in _figures(config, host, np).items()}
+    counts = {name: int(values[name]) for name in ("rows", "k_max")}
+    return {name: value.item() if value.ndim == 0 else value for name, value in values.items()} | counts
+
+
+def traced_figures(config: NativeSparseConfig, sums: SelectionSums) -> dict[str, jax.Array]:
+    """Return the figures of `figures` within a program, in int32 and float32."""
+    return _figures(config, sums, jnp)
+
+
+def _figures(config: NativeSparseConfig, sums: SelectionSums, xp: ModuleType) -> dict[str, Any]:
+    """Return the figures of arrays of the module `xp`, `numpy` or `jax.numpy`."""
+    rows, head_rows = sums.rows, sums.rows * config.heads_per_group
+
+    def ratio(part: Any, whole: Any) -> Any:
+        return part / xp.maximum(whole, xp.finfo(xp.float32).tiny)
+
+    # whole blocks apart from the rest, so that float32 rounds no more than the fraction of a block
+    rest = config.selection_block * 1.0 * (sums.whole_blocks % rows) + sums.rest
     result: dict[str, Any] = {
-        "rows": int(host.rows),
-        "k_mean": float(keys / host.rows),
-        "k_max": int(host.k_max),
-        "pct_at_max": float(host.rows_at_max / host.rows),
-        "free_importance": _ratio(host.free_importance, host.importance),
-        "free_attention": _ratio(host.free_mass, head_rows),
-        "jaccard_next_query": _ratio(host.jaccard, host.pairs),
-        "tile_union": _ratio(host.tile_blocks, host.tiles),
-        "load": host.load / host.rows,
+        "rows": rows,
+        "k_mean": config.selection_block * (sums.whole_blocks // rows) + rest / rows,
+        "k_max": sums.k_max,
+        "pct_at_max": sums.rows_at_max / rows,
+        "free_importance": ratio(sums.free_importance, sums.importance),
+        "free_attention": sums.free_mass / head_rows,
+        "jaccard_next_query": ratio(sums.jaccard, sums.pairs),
+        "tile_union": sums.tile_blocks / sums.tiles,
+        "load": sums.load / rows,
     }
     for number, branch in enumerate(BRANCHES):
-        result[f"gate_mean_{branch}"] = _ratio(host.gates[number], head_rows)
-        result[f"gate_entropy_{branch}"] = _ratio(host.gate_entropy[number], head_rows)
+        result[f"gate_mean_{branch}"] = sums.gates[number] / head_rows
+        result[f"gate_entropy_{branch}"] = sums.gate_entropy[number] / head_rows
     return result
-
-
-def _ratio(part: Any, whole: Any) -> float:
-    return float(part / whole) if whole else 0.0
 
 
 def closed_form(config: NativeSparseConfig, positions: int) -> dict[str, float]:

@@ -1,0 +1,48 @@
+"""Records what layers with Native Sparse Attention select while a forward pass is traced.
+
+Nothing is recorded outside of `record_selection`, and no statistics are traced then.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+from shardplan.decoder.parts.attention.sparse.statistics import SelectionSums
+
+
+@dataclass
+class SelectionRecording:
+    """What is recorded in a forward pass."""
+
+    segments: list[tuple[SelectionSums, ...]] = field(default_factory=list)
+    """Of each loop over layers, the layers with this attention in its block: sums [repetition, ...]."""
+    sums: list[SelectionSums] = field(default_factory=list)
+    """Of layers outside of loops, or in one repetition, in the order of the model."""
+
+    def of_repetition(self) -> AbstractContextManager["SelectionRecording"]:
+        """Record one repetition of a block of layers by itself, until the block of the context ends."""
+        return record_selection()
+
+    def layers(self) -> tuple[SelectionSums, ...]:
+        """Return the sums of layers outside of loops, or of one repetition."""
+        return tuple(self.sums)
+
+
+_recording: ContextVar[SelectionRecording | None] = ContextVar("selection_recording", default=None)
+
+
+def selection_recording() -> SelectionRecording | None:
+    """Return what records the forward pass that is traced; None if nothing does."""
+    return _recording.get()
+
+
+@contextmanager
+def record_selection() -> Iterator[SelectionRecording]:
+    """Record the forward passes that are traced within the block."""
+    recording = SelectionRecording()
+    token = _recording.set(recording)
+    try:
+        yield recording
+    finally:
+        _recording.reset(token)
