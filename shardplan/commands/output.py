@@ -62,6 +62,7 @@ def write_report(
     judgements: "Sequence[Judgement]" = (),
     repair: "RepairPanel | None" = None,
     experts: "Mapping[str, Any] | None" = None,
+    selection: "Mapping[str, Any] | None" = None,
 ) -> None:
     """Write the page of a plan to the path `target`.
 
@@ -70,14 +71,17 @@ def write_report(
         judgements: verdicts that were read from a file.
         repair: of a hand-written layout, of which `plan` is the prediction.
         experts: the section `experts` of the summary of an evaluation.
+        selection: the section `selection` of the summary of a training.
     """
     from shardplan.report.page.judgement import judge
     from shardplan.report.page.page import plan_page
     from shardplan.report.page.panels.experts import experts_panel
+    from shardplan.report.page.panels.selection import selection_panel
 
     judged = [judge(case.label, case.plan, verdict) for case, verdict in verdicts]
     panel = experts_panel(experts) if experts is not None and experts["layers"] else None
-    write_text("report", target, plan_page(plan, [*judged, *judgements], repair, panel))
+    selected = selection_panel(selection) if selection is not None else None
+    write_text("report", target, plan_page(plan, [*judged, *judgements], repair, panel, selected))
 
 
 def show_plan(plan: Plan, json_target: str | None, with_parameters: bool = True) -> None:

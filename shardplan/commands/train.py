@@ -36,11 +36,12 @@ def main(argv: Sequence[str]) -> None:
 
     stops = threading.Event()
     with ExitStack() as until_the_end:
+        shown: list[tuple[Plan, Sequence[tuple[Case, Verdict]]]] = []
 
         def on_plan(plan: Plan) -> None:
             # now that JAX has started: to connect its processes it installs a handler of its own
             until_the_end.enter_context(set_on_sigterm(stops))
-            show(config, plan, is_first_process())
+            shown.append((plan, show(config, plan, is_first_process())))
 
         summary = run_training(config, on_plan, stops)
     if not is_first_process():
@@ -48,6 +49,8 @@ def main(argv: Sequence[str]) -> None:
     if summary is None:
         print_note(f"stopped; the same command goes on from there (checkpoints in {config.output})")
         return
+    if config.report is not None and "selection" in summary:
+        write_report(config.report, *shown[0], selection=summary["selection"])
     loss = "" if summary["loss"] is None else f", loss {summary['loss']:.4f}"  # none where only the export was missing
     print_note(f"{summary['steps']} steps are done{loss}; all is in {config.output}")
 
@@ -64,8 +67,12 @@ def dry_run(config: TrainCommand) -> None:
     print_note(f"plan.json and levanter.yaml written to {config.output}")
 
 
-def show(config: TrainCommand, plan: Plan, is_first: bool) -> None:
-    """Print the plan, and have the compiler check it if the configuration asks for that; every process calls this."""
+def show(config: TrainCommand, plan: Plan, is_first: bool) -> "Sequence[tuple[Case, Verdict]]":
+    """Print the plan, and have the compiler check it if the configuration asks for that; every process calls this.
+
+    Returns:
+        The verdict of the compiler; empty without one.
+    """
     from shardplan.commands.verify import check_fits, show_verdict
 
     if is_first:
@@ -80,3 +87,4 @@ def show(config: TrainCommand, plan: Plan, is_first: bool) -> None:
         write_report(config.report, plan, verdicts)
     if verdicts:
         check_fits(verdicts[0][1])
+    return verdicts

@@ -187,6 +187,8 @@ class TrainCommand(WatchConfig, ReportingConfig):
     """Have the TPU compiler check the plan before anything is loaded."""
     output: str = "results/train"
     """Folder of checkpoints and records, the same for all hosts; a run goes on there."""
+    selection_statistics: bool = False
+    """Of native sparse attention: measure which blocks are selected, by layer, for the tracker, run.json and report."""
     dry_run: bool = False
     """Write plan.json and levanter.yaml to the output folder and stop: needs no accelerator and no weights."""
     json: str | None = None

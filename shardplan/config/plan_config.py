@@ -14,7 +14,7 @@ from shardplan.plan.workload.workload import AUTO_BATCH, AUTO_POSITION, Workload
 
 SHARED_KEYS = (
     "hardware", "mesh", "workload", "pin", "forbid", "step_tokens", "load", "checksum", "task", "tracker", "gate",
-    "deadline", "verify", "precision_study", "expert_statistics",
+    "deadline", "verify", "precision_study", "expert_statistics", "selection_statistics",
 )  # fmt: skip
 """Sections and keys that all processes of a run must have alike."""
 

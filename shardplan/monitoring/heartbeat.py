@@ -4,7 +4,8 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 
 from shardplan.monitoring.records import HEARTBEAT, RunRecords
 from shardplan.runtime.device_memory import device_memory, peak_host_bytes
@@ -16,13 +17,22 @@ HEARTBEAT_S, UPLOAD_S = 10.0, 60.0
 
 
 @contextlib.contextmanager
-def write_heartbeats(watch: Watch, records: RunRecords, interval_s: float = HEARTBEAT_S) -> Iterator[None]:
-    """Write a line about this process every `interval_s` seconds until the block ends, and a last one then."""
+def write_heartbeats(
+    watch: Watch,
+    records: RunRecords,
+    figures: Mapping[str, float] = MappingProxyType({}),
+    interval_s: float = HEARTBEAT_S,
+) -> Iterator[None]:
+    """Write a line about this process every `interval_s` seconds until the block ends, and a last one then.
+
+    Args:
+        figures: statistics of the last step by name, which the caller updates; none are written while it is empty.
+    """
     path, stop = records.own_file(HEARTBEAT), threading.Event()
 
     def write() -> None:
         with open(path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(_describe(watch)) + "\n")
+            file.write(json.dumps(_describe(watch, figures)) + "\n")
 
     def run() -> None:
         uploaded = time.monotonic()
@@ -44,7 +54,7 @@ def write_heartbeats(watch: Watch, records: RunRecords, interval_s: float = HEAR
         write()
 
 
-def _describe(watch: Watch) -> dict[str, object]:
+def _describe(watch: Watch, figures: Mapping[str, float]) -> dict[str, object]:
     activity, memory = watch.activity, device_memory().values()
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -55,4 +65,5 @@ def _describe(watch: Watch) -> dict[str, object]:
         "device_bytes": max((each.in_use for each in memory), default=None),
         "device_peak_bytes": max((each.peak for each in memory), default=None),
         "host_peak_bytes": peak_host_bytes(),
+        **({"statistics": dict(figures)} if figures else {}),
     }

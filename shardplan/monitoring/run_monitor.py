@@ -4,7 +4,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -44,8 +44,15 @@ GOODPUT_S = 60.0
 class RunMonitor:
     """Watches one run."""
 
-    def __init__(self, config: WatchConfig, plan: Plan, processes: ProcessGroup, records: RunRecords):
-        """Begin an attempt; every process makes one."""
+    def __init__(
+        self, config: WatchConfig, plan: Plan, processes: ProcessGroup, records: RunRecords, figures: dict[str, float]
+    ):
+        """Begin an attempt; every process makes one.
+
+        Args:
+            figures: where `record_figures` puts the statistics of the last step.
+        """
+        self._figures = figures
         self._plan, self._processes, self._records = plan, processes, records
         self._least_ratio = least_ratio(config.gate, parse_slice(plan.hardware.slice).is_cpu)
         self._stops, self._started = config.gate.stop, now_text()
@@ -70,18 +77,23 @@ class RunMonitor:
             self._records.write(ENVIRONMENT, describe_run(self._plan, described))
         self.record_memory(STARTED)
 
-    def audit(self, module: Any, plan: Plan | None = None) -> None:
+    def audit(self, module: Any, plan: Plan | None = None, more: str = "") -> None:
         """Record that the arrays of a model are as planned.
 
         Args:
             plan: what to compare them with, if it is not the plan of the run.
+            more: lines about what else is as planned.
 
         Raises:
             ConfigError: one is not.
         """
         audited = audit(module, plan or self._plan)
         if is_first_process():
-            self._records.write(AUDIT, format_audit(audited.arrays))
+            self._records.write(AUDIT, format_audit(audited.arrays) + more)
+
+    def record_figures(self, figures: Mapping[str, float]) -> None:
+        """Have heartbeats show statistics of the last step."""
+        self._figures.update(figures)
 
     def record_memory(self, stage: str, measured: MemoryUse | None = None) -> None:
         """Record the memory in use after a stage of the run; every process calls this.
@@ -160,8 +172,9 @@ def open_monitor(config: WatchConfig, output: str, plan: Plan, processes: Proces
         stack.callback(records.close)
         if records.is_local:  # a process that is stuck cannot upload them
             stack.enter_context(process_stacks().in_file(records.own_file(STACKS)))
-        stack.enter_context(write_heartbeats(processes.watch, records))
-        monitor = RunMonitor(config, plan, processes, records)
+        figures: dict[str, float] = {}
+        stack.enter_context(write_heartbeats(processes.watch, records, figures))
+        monitor = RunMonitor(config, plan, processes, records, figures)
         stack.callback(monitor.stop_profile)
         monitor.start()
         yield monitor

@@ -8,11 +8,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardplan.config.command_flags import TrainCommand
-from shardplan.monitoring.run_folder import RunFolder, digest_of
+from shardplan.monitoring.run_folder import RUN, RunFolder, digest_of
 from shardplan.plan.plan import Plan
+from shardplan.plan.serialization import json_bytes
 from shardplan.storage import read_bytes
 from shardplan.train.levanter_file import TrainingFiles, initial_checkpoint
 from shardplan.train.prepare import TrainingModel
+from shardplan.train.selection import METHODS, SELECTION
 
 PLAN_FILE, LEVANTER_FILE, SUMMARY = "plan.json", "levanter.yaml", "summary.json"
 SETTINGS = ("z_loss_weight", "adapter", "initialize_from_checkpoint_path", "initialize_model_from_checkpoint_path")
@@ -23,11 +25,16 @@ TRAINER_SETTINGS = ("num_train_steps", "quantization", "model_averaging", "initi
 class TrainingFolder(RunFolder):
     """The output folder of a training."""
 
+    records = (METHODS, SELECTION)
     prepared = (PLAN_FILE, LEVANTER_FILE)
 
     def write(self, name: str, data: bytes) -> None:
         """Write a file; only one process calls this."""
         self._write(name, data)
+
+    def add_records(self, records: Mapping[str, Any]) -> None:
+        """Add to `run.json` what the run records of itself, by the names of `records`; only one process calls this."""
+        self._write(RUN, json_bytes({**self._read_run(), **records}))
 
     def read_summary(self) -> dict[str, Any]:
         """Return the summary of a training that has come to its end."""

@@ -148,7 +148,7 @@ def _model_section(config: TrainCommand, plan: Plan, model: Model, files: Traini
     """Return the model as a section of Levanter, with what the plan decides of it.
 
     Raises:
-        ConfigError: its class has no `type` in Levanter's files.
+        ConfigError: its class has no `type` in Levanter's files, or it has no selected blocks to measure.
     """
     section = _plain(draccus.encode(model.config, LmConfig))
     if "type" not in section:
@@ -167,6 +167,12 @@ def _model_section(config: TrainCommand, plan: Plan, model: Model, files: Traini
         kept[POLICY] = True if policy == CheckpointPolicy() else policy.levanter_value
     if "selected_method" in section:
         kept["selected_method"] = plan.attention.sparse_kernel.value
+    if config.selection_statistics:
+        if "selected_method" not in section:
+            raise ConfigError(
+                f"selection_statistics is true, and {plan.model.name} has no native sparse attention; leave it out"
+            )
+        kept["selection_statistics"] = True
     if "attn_backend" in section and _needs_flash(plan):
         kept["attn_backend"] = FLASH
     return kept

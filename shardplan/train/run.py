@@ -64,6 +64,7 @@ from shardplan.train.prepare import (
     with_planned_optimizer,
 )
 from shardplan.train.reference_folder import reference_path, write_reference
+from shardplan.train.selection import METHODS, SELECTION, describe_selection
 from shardplan.train.trainer import planned_trainer
 from shardplan.train.watch import TrainingWatch
 
@@ -192,6 +193,7 @@ def run_training(
             processes.wait_for_all("trained")
             if is_first_process():
                 monitor.record_time(watch.statistics, is_completed=not watch.is_stopped)
+                folder.add_records(_selection_records(prepared.config, watch))
         if monitor.too_slow is not None:
             error = SlowError(f"stopped: {monitor.too_slow}; the same command goes on from here")
             error.is_shared = True
@@ -249,6 +251,14 @@ def _run_levanter(prepared: PreparedTraining, watch: TrainingWatch, processes: P
         train_lm.main(levanter_config)
 
 
+def _selection_records(config: TrainCommand, watch: TrainingWatch) -> dict[str, Any]:
+    """Return what run.json and summary.json get of Native Sparse Attention; empty for other models."""
+    records: dict[str, Any] = {METHODS: watch.selected_methods} if watch.selected_methods else {}
+    if config.selection_statistics and watch.metrics:
+        records[SELECTION] = describe_selection(watch.metrics, watch.last_step)
+    return records
+
+
 @contextlib.contextmanager
 def _log_to_files(prepared: PreparedTraining) -> Iterator[None]:
     """Write metrics and Levanter's log to files of the output folder, where that is local, until the block ends.
@@ -291,6 +301,7 @@ def _finish(
             "seconds_per_step": watch.statistics.step_seconds,
             "tokens_per_second": watch.statistics.tokens_per_second,
         },
+        **_selection_records(prepared.config, watch),
         "plan": prepared.plan.to_json(),
         "versions": prepared.plan.versions,
     }

@@ -106,10 +106,13 @@ class _WatchedProgram:
 
     def __call__(self, *arguments: Any) -> Any:
         if self._is_compiled:
-            return self._program(*arguments)
-        self._is_compiled = True
-        with self._watch.compiling():
-            return self._program(*arguments)
+            result = self._program(*arguments)
+        else:
+            self._is_compiled = True
+            with self._watch.compiling():
+                result = self._program(*arguments)
+        self._watch.metrics = result.loss_metrics
+        return result
 
     def lower(self, *arguments: Any) -> Any:
         return self._program.lower(*arguments)

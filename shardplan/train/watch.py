@@ -3,7 +3,7 @@
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ from shardplan.runtime.processes.group import Advance, ProcessGroup
 from shardplan.runtime.progress import Progress, print_note, show_progress
 from shardplan.runtime.signals.preemption import is_preempted
 from shardplan.train.adapted import with_frozen_parameters, without_adapter
+from shardplan.train.selection import describe_methods, model_figures, selected_methods
 
 STEP_FUNCTION = "train_step"
 """Part of the name of the function that JAX compiles for a step."""
@@ -57,6 +58,12 @@ class TrainingWatch:
         self.is_stopped = False
         """Whether all processes have stopped the training before its end."""
         self.last_loss: float | None = None
+        self.last_step = 0
+        """Number of steps of the whole training that are done."""
+        self.metrics: Mapping[str, jax.Array] = {}
+        """What the loss function of the last step returned beside the loss, still on the devices."""
+        self.selected_methods: dict[str, list[int]] = {}
+        """How layers with Native Sparse Attention attend to selected blocks: method -> numbers of layers."""
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
@@ -73,7 +80,9 @@ class TrainingWatch:
         plan, model = self._plan, without_adapter(state.model)
         if model is not state.model:
             plan = with_frozen_parameters(plan)
-        self._monitor.audit(model, plan)
+        self.selected_methods = selected_methods(model, plan)
+        methods_text = describe_methods(self.selected_methods, model.config.num_layers) if self.selected_methods else ""
+        self._monitor.audit(model, plan, methods_text)
         check_like_parameters(state.opt_state, type(state.model), plan)
         self._monitor.record_memory(LOADED)
 
@@ -130,11 +139,12 @@ class TrainingWatch:
         """Record a step, and decide whether the training goes on: in all processes the same."""
         work = self._plan.workload
         self._timer.add(Count(work.batch, work.tokens), self.step_clock())
-        self.last_loss = info.loss
+        self.last_loss, self.last_step = info.loss, info.next_step
         self._progress.update(1)
         self._progress.set_note(f"step {info.next_step} of {self._total}, loss {info.loss:.4f}")
         if self._advance is not None:
             self._advance(info.next_step, f"step {info.next_step}")
+        self._monitor.record_figures(model_figures(self.metrics))
         self._monitor.record_step(self.statistics)
         self.is_stopped = not self._monitor.goes_on(f"step {info.next_step}", is_preempted() or self._stops.is_set())
 

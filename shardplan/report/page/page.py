@@ -17,6 +17,7 @@ from shardplan.report.page.panels.memory import memory_panel
 from shardplan.report.page.panels.parameters import parameter_rows
 from shardplan.report.page.panels.repair import RepairPanel
 from shardplan.report.page.panels.roofline import roofline_panel
+from shardplan.report.page.panels.selection import SelectionPanel
 from shardplan.report.page.panels.timeline import timeline_panel
 from shardplan.report.page.panels.torus import (
     axis_uses,
@@ -37,6 +38,7 @@ def plan_page(
     judgements: Sequence[Judgement],
     repair: RepairPanel | None = None,
     experts: ExpertsPanel | None = None,
+    selection: SelectionPanel | None = None,
 ) -> str:
     """Return the page of a plan.
 
@@ -44,6 +46,7 @@ def plan_page(
         judgements: verdicts of the compiler, on the plan and on others that it is compared with.
         repair: of a hand-written layout, of which `plan` is the prediction.
         experts: of an evaluation that has measured how tokens were routed.
+        selection: of a training that has measured which blocks sparse attention selected.
     """
     judgement = own_judgement(plan, judgements)
     tilings, timeline, roofline = tilings_of(plan), timeline_panel(plan, judgement), roofline_panel(plan)
@@ -71,6 +74,7 @@ def plan_page(
         parameters=parameter_rows(plan),
         repair=repair,
         experts=experts,
+        selection=selection,
         parts=MEMORY_PARTS,
         yaml=repair.section if repair is not None else trainer_yaml(plan),
         compiler_options=repair.compiler_options if repair is not None else plan.compiler_options,

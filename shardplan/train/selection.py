@@ -1,0 +1,88 @@
+"""What a training records of Native Sparse Attention: how each layer computed it, and which blocks were selected.
+
+| where | what |
+|---|---|
+| audit.txt | the method of the selected branch of each layer; one that is not as planned stops the run |
+| heartbeats | figures of all layers, of the last step |
+| run.json | `selected_methods`: method -> numbers of layers; `selection`: the figures of the last step, by layer |
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from shardplan.decoder.model import Decoder
+from shardplan.decoder.sparse_layers import methods_by_layer
+from shardplan.errors import ConfigError
+from shardplan.plan.layer_numbers import layers_text
+from shardplan.plan.plan import Plan
+
+METHODS, SELECTION = "selected_methods", "selection"
+"""Elements of run.json."""
+PREFIX = "train/nsa/"
+"""Beginning of the names under which Levanter's Trainer has the metrics of `shardplan.decoder.selection_metrics`."""
+OF_LAYER, OF_BLOCK = re.compile(r"layer_(\d+)/(\w+)"), re.compile(r"block_(\d+)_load")
+
+
+def selected_methods(model: Any, plan: Plan) -> dict[str, list[int]]:
+    """Return the methods that attend to selected blocks -> the layers that use them; empty for other models.
+
+    Raises:
+        ConfigError: a layer uses another method than the plan has.
+    """
+    methods: dict[str, list[int]] = {}
+    if not isinstance(model, Decoder):
+        return methods
+    for number, method in methods_by_layer(model.config.segments).items():
+        methods.setdefault(method.value, []).append(number)
+    planned = plan.attention.sparse_kernel.value
+    for name, layers in methods.items():
+        if name != planned:
+            raise ConfigError(
+                f"not as planned: {layers_text(layers, model.config.num_layers)} attend to selected blocks by "
+                f"{name}, planned is {planned}; let nothing replace model.selected_method"
+            )
+    return methods
+
+
+def describe_methods(methods: Mapping[str, list[int]], num_layers: int) -> str:
+    """Return lines about methods that are as planned, for audit.txt.
+
+    >>> describe_methods({"dense_mask": [0, 1]}, 2)
+    'selected blocks of all 2 layers: dense_mask, as planned\\n'
+
+    Args:
+        methods: as `selected_methods` returns them.
+        num_layers: layers of the model.
+    """
+    lines = []
+    for method, layers in methods.items():
+        lines.append(f"selected blocks of {layers_text(layers, num_layers)}: {method}, as planned\n")
+    return "".join(lines)
+
+
+def model_figures(metrics: Mapping[str, jax.Array]) -> dict[str, float]:
+    """Return the figures of all layers together, from the metrics of a step; empty if there are none."""
+    names = [name.removeprefix(PREFIX) for name in metrics if name.startswith(PREFIX)]
+    arrays = {name: metrics[PREFIX + name] for name in names if "/" not in name}
+    return {name: float(value) for name, value in jax.device_get(arrays).items()}
+
+
+def describe_selection(metrics: Mapping[str, jax.Array], step: int) -> dict[str, Any]:
+    """Return the section `selection` of run.json, from the metrics of a step.
+
+    It has the number of the step, its `figures`, those of each layer in `layers`, and with few blocks their `load`.
+    """
+    layers: dict[int, dict[str, Any]] = {}
+    for name, value in jax.device_get(dict(metrics)).items():
+        found = OF_LAYER.fullmatch(name.removeprefix(PREFIX)) if name.startswith(PREFIX) else None
+        if found is None:
+            continue
+        layer = layers.setdefault(int(found[1]), {"layer": int(found[1])})
+        if OF_BLOCK.fullmatch(found[2]):
+            layer.setdefault("load", []).append(float(value))
+        else:
+            layer[found[2]] = float(value)
+    return {"step": step, "figures": model_figures(metrics), "layers": [layers[number] for number in sorted(layers)]}
