@@ -39,10 +39,21 @@ def program(case, is_training):
 def received_bytes(text, devices):
     """(kind of collective, rows of its result) -> float[devices] bytes received; rows are the second dimension."""
     received = {}
+    for (kind, dims), size in received_by_shape(text, devices).items():
+        key = kind, dims[1] if len(dims) > 1 else 0
+        received[key] = received.get(key, 0) + size
+    return received
+
+
+def received_by_shape(text, devices, kinds=None):
+    """(kind of collective, dimensions of its result) -> float[devices] bytes received; of some kinds, or of all."""
+    received = {}
     for computation in parse(text).computations.values():
         for instruction in computation.instructions.values():
             for array in instruction.arrays if is_collective(instruction) else ():
-                key = base_opcode(instruction), array.dims[1] if len(array.dims) > 1 else 0
+                key = base_opcode(instruction), tuple(array.dims)
+                if kinds is not None and key[0] not in kinds:
+                    continue
                 size = bytes_by_device(key[0], instruction, array.bytes, devices)
                 received[key] = received.get(key, 0) + size
     return received

@@ -8,7 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from test_native_sparse_attention_traffic import received_by_shape
 
+from shardplan.decoder.parts.attention.sparse.parts import PositionParts
+from shardplan.decoder.parts.attention.sparse.traffic import backward_traffic, forward_traffic
+from shardplan.decoder.sparse_layers import sparse_attentions
 from shardplan.execution import specialize, step_program
 from shardplan.execution.device_mesh import make_mesh
 from shardplan.plan.attention_plan import AttentionPlan, SparseKernel, Strategy
@@ -23,6 +27,7 @@ CONFIG = {
     "num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 128,
     "native_sparse_attention": {"block": 8, "stride": 4, "selection_block": 8, "selected": 4, "window": 24},
 }  # fmt: skip
+BATCH = 2
 DDP, FSDP = {}, {"embed": ["data"], "phi_k_hidden": ["data"]}
 SEQUENCE = {"position": ["data"], "kv_head": ["model"]}
 
@@ -57,17 +62,35 @@ def inputs_of(model, plan):
     return tokens, hax.ones_like(tokens).astype(bool)
 
 
-def run_planned(model, plan, *arguments):
-    """Run the step of a plan on the devices; returns its results."""
-    mesh = make_mesh(plan)
-    program = step_program(specialize(model, plan), plan, mesh)
+def program_of_plan(model, plan):
+    """The step of a plan on the devices."""
+    return step_program(specialize(model, plan), plan, make_mesh(plan))
+
+
+def place(program, *arguments):
+    """The arguments of a program, with its shardings."""
     like, static = eqx.partition(program.arguments, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
     arrays = jax.tree.leaves(eqx.filter(arguments, eqx.is_array))
     placed = [
         jnp.copy(jax.device_put(array, each.sharding))
         for array, each in zip(arrays, jax.tree.leaves(like), strict=True)
     ]
-    return program.compile({})(*eqx.combine(jax.tree.unflatten(jax.tree.structure(like), placed), static))
+    return eqx.combine(jax.tree.unflatten(jax.tree.structure(like), placed), static)
+
+
+def run_planned(model, plan, *arguments):
+    """Run the step of a plan on the devices; returns its results."""
+    program = program_of_plan(model, plan)
+    return program.compile({})(*place(program, *arguments))
+
+
+def initial_state(work, module):
+    """The state of the optimizer before the first step."""
+    (state,) = jax.tree.map(
+        lambda leaf: jnp.zeros(leaf.shape, leaf.dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf,
+        step_of(work).state(work.resolve(), eqx.filter(module, eqx.is_array)),
+    )
+    return state
 
 
 @pytest.mark.parametrize("kernel", SparseKernel)
@@ -89,11 +112,7 @@ def test_training(planned, params, kernel):
     """The loss and the updated parameters of a step are those of one device."""
     model, plan = planned("train", 8, 40, (1, 8, 1), {"batch": ["data"]}, params, AttentionPlan(kernel=kernel))
     module, (tokens, predicted) = build(model), inputs_of(model, plan)
-    work, kind = plan.workload.resolve(), step_of(plan.workload)
-    (state,) = jax.tree.map(
-        lambda leaf: jnp.zeros(leaf.shape, leaf.dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf,
-        kind.state(work, eqx.filter(module, eqx.is_array)),
-    )
+    work, kind, state = plan.workload.resolve(), step_of(plan.workload), initial_state(plan.workload, module)
     run = StepRun(model, work, SequenceForward())
     expected = hax.named_jit(lambda *a: kind.compute(run, *a))(module, state, tokens, predicted)
     updated, _, loss = run_planned(model, plan, module, state, tokens, predicted)
@@ -104,3 +123,45 @@ def test_training(planned, params, kernel):
         difference = np.abs(np.asarray(one) - np.asarray(other))
         # a first step of Adam is the sign of the gradient, so that gradients of nearly 0 may move either way
         assert np.quantile(difference, 0.99) < 0.02 * moved.max() + 1e-7
+
+
+def test_training_with_sharded_positions(planned):
+    """Losses of three steps are those of one device, and the program transfers what the table of traffic says."""
+    method = AttentionPlan(Strategy.ALL_GATHER, 1, 4, "contiguous", "dense_mask")
+    mesh, params = (1, 4, 2), {"embed": ["data"]}
+    model, plan = planned("train", BATCH, 64, mesh, SEQUENCE, params, method)
+    module, (tokens, predicted) = build(model), inputs_of(model, plan)
+    state = initial_state(plan.workload, module)
+    run, kind = StepRun(model, plan.workload.resolve(), SequenceForward()), step_of(plan.workload)
+    alone = hax.named_jit(lambda *a: kind.compute(run, *a))
+    program = program_of_plan(model, plan)
+    compiled = program.lower().compile()
+    check_transfers(model, compiled.as_text())
+    one, many = (module, state), place(program, module, state, tokens, predicted)
+    for _ in range(3):
+        *one, expected = alone(*one, tokens, predicted)
+        *updated, loss = compiled(*eqx.filter(many, eqx.is_array))
+        many = place(program, *updated, tokens, predicted)
+        assert float(loss) == pytest.approx(float(expected), rel=1e-4)
+
+
+def check_transfers(model, text):
+    """The gathers of keys and values in a training step, within 1 %, and nothing that runs on the host."""
+    assert not any(word in text for word in ("callback", "infeed", "outfeed", "SendToHost", "RecvFromHost"))
+    config, parts = next(sparse_attentions(model.config.segments)).sizes, PositionParts(64, 4)
+    received = received_by_shape(text, 8, ("all-gather", "reduce-scatter"))
+    forward, backward = forward_traffic(config, parts, 1, 4), backward_traffic(config, parts, 1, 4)
+    passes = 2  # the text has the loop over layers once for each: gradient checkpointing computes layers again
+    found, expected = {}, {}
+    for rows, name in ((64, "selected"), (64 // config.stride, "compressed")):
+        found[name] = tuple(
+            sum(
+                size.max()
+                for (kind, dims), size in received.items()
+                if (kind, dims[1:2], len(dims)) == (each, (at,), 4)
+            )
+            for each, at in (("all-gather", rows), ("reduce-scatter", rows // 4))
+        )
+        expected[name] = passes * BATCH * getattr(forward, name), BATCH * getattr(backward, name)
+    for name, each in expected.items():
+        assert found[name] == pytest.approx(each, rel=0.01), (found, expected, received)
