@@ -102,7 +102,7 @@ def test_the_largest_of_all_processes_counts():
 
 def test_heartbeats_say_what_a_process_does(tmp_path):
     watch, records = Watch(), RunRecords(str(tmp_path), 3)
-    with heartbeat.write_heartbeats(watch, records, 0.05):
+    with heartbeat.write_heartbeats(watch, records, interval_s=0.05):
         watch.set_activity(Activity("loading", 1, 7.0, doing="lm_head.weight"))
         time.sleep(0.3)
     lines = [json.loads(line) for line in (tmp_path / HEARTBEAT.format(3)).read_text().splitlines()]
@@ -113,7 +113,7 @@ def test_heartbeats_say_what_a_process_does(tmp_path):
 
 def test_heartbeats_reach_a_remote_folder():
     records = RunRecords("memory://bucket/run", 0)
-    with heartbeat.write_heartbeats(Watch(), records, 60.0):  # only the first and the last line
+    with heartbeat.write_heartbeats(Watch(), records, interval_s=60.0):  # only the first and the last line
         pass
     local = records.own_file(HEARTBEAT)
     records.close()
