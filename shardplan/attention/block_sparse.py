@@ -87,7 +87,7 @@ def attend_to_blocks(
     if block_size < 1:
         raise ConfigError(f"{SUBJECT}: block_size is {block_size}; it must be at least 1")
     if method is SelectedMethod.KERNEL:
-        check_kernel(f"{SUBJECT}: block_size", block_size)
+        check_kernel(SUBJECT, "block_size", block_size)
     if not jnp.issubdtype(blocks.dtype, jnp.integer):
         raise ConfigError(f"{SUBJECT}: blocks are {blocks.dtype}; pass their numbers, int32")
     _check_axes(queries, keys, values, blocks)

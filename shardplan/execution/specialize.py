@@ -11,6 +11,7 @@ from shardplan.cost.calibration import compiler_quirks
 from shardplan.cost.sharding import ShardingAssignment
 from shardplan.decoder.parts.attention.sparse.branches.selected_branch import SelectedMethod
 from shardplan.decoder.parts.attention.sparse.kernels.refusal import check_kernel
+from shardplan.decoder.parts.attention.sparse.sparse_call import SUBJECT
 from shardplan.decoder.parts.segments import Segment
 from shardplan.decoder.sparse_layers import selected_method, with_selected_method
 from shardplan.errors import ConfigError
@@ -91,7 +92,7 @@ def _with_sparse_method(model: Model, plan: Plan) -> tuple[Segment, ...]:
     if method is SparseKernel.KERNEL:
         for kind in kinds:
             if kind.sparse is not None:
-                check_kernel(kind.sparse)
+                check_kernel(SUBJECT, "selection_block", kind.sparse.selection_block)
     return with_selected_method(model.config.segments, SELECTED_METHODS[method], plan.attention.layout)
 
 

@@ -65,7 +65,7 @@ blocks a union of 24. Unrelated queries give 104 to 107."""
 
 def kernel_obstacle(config: NativeSparseConfig, quirks: CompilerQuirks) -> str | None:
     """Return why kernels cannot compute a layer; None if they can."""
-    return "they are for TPUs" if quirks.plain_attention else kernel_refusal(config)
+    return "they are for TPUs" if quirks.plain_attention else kernel_refusal("selection_block", config.selection_block)
 
 
 def mean_union(config: NativeSparseConfig, queries: int, length: int) -> float:
@@ -93,7 +93,7 @@ def kernel_stages(work: SparseWork, is_gradient: bool) -> Iterator[Stage]:
 
 def selected_tiles(work: SparseWork) -> QueryTiles:
     """Return the tiles of the selected branch."""
-    return QueryTiles.of(work.config, round(work.positions))
+    return QueryTiles.of(work.config.selection_block, round(work.positions), work.config.heads_per_group)
 
 
 def selected_stages(work: SparseWork, union: float, is_gradient: bool) -> Iterator[Stage]:

@@ -5,8 +5,8 @@ from functools import cached_property
 from typing import assert_never
 
 from shardplan.cost.sharding import ShardingAssignment
-from shardplan.decoder.parts.attention.sparse.config import NativeSparseConfig
 from shardplan.decoder.parts.attention.sparse.branches.query_chunks import QUERIES_PER_CHUNK
+from shardplan.decoder.parts.attention.sparse.config import NativeSparseConfig
 from shardplan.decoder.parts.attention.sparse.parts import PositionParts
 from shardplan.plan.attention_plan import SparseKernel
 from shardplan.plan.mapping import MeshAxes, mesh_size

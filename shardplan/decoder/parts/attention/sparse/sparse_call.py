@@ -60,7 +60,7 @@ class SparseCall:
         parts = PositionParts(self.Pos.size, device_count(self.sharding.position), self.layout)
         parts.check(SUBJECT, self.config.selection_block, query_tile or 1)
         if self.method is SelectedMethod.KERNEL:
-            check_kernel(f"{SUBJECT}: selection_block", self.config.selection_block)
+            check_kernel(SUBJECT, "selection_block", self.config.selection_block)
         branches = DeviceBranches(
             self.config,
             PositionShards(parts, self.sharding.position),

@@ -4,17 +4,32 @@ from shardplan.decoder.parts.attention.sparse.kernels.query_tiles import SUBLANE
 from shardplan.errors import ConfigError
 
 
-def check_kernel(setting: str, block: int) -> None:
+def kernel_refusal(setting: str, block: int) -> str | None:
+    """Return why kernels cannot compute attention to blocks of `block` tokens; None if they can.
+
+    >>> kernel_refusal("block_size", 64)
+
+    Args:
+        setting: the name of the size of blocks.
+    """
+    if block % SUBLANES:
+        return (
+            f"{setting} is {block}; kernels copy blocks of a multiple of {SUBLANES} tokens: "
+            f"use {block // SUBLANES * SUBLANES + SUBLANES}, or another method"
+        )
+    return None
+
+
+def check_kernel(subject: str, setting: str, block: int) -> None:
     """Check that kernels can compute attention to blocks of `block` tokens.
 
     Args:
-        setting: the name of the size of blocks, for the message.
+        subject: what attends, for the message.
+        setting: the name of the size of blocks.
 
     Raises:
         ConfigError: they cannot.
     """
-    if block % SUBLANES:
-        raise ConfigError(
-            f"{setting} is {block}; kernels copy blocks of a multiple of {SUBLANES} tokens: "
-            f"use {block // SUBLANES * SUBLANES + SUBLANES}, or another method"
-        )
+    reason = kernel_refusal(setting, block)
+    if reason is not None:
+        raise ConfigError(f"{subject}: {reason}")
