@@ -48,7 +48,7 @@ def test_impossible_settings(changes, message):
 def test_layers_without_kernels():
     """The reason is known before anything is compiled."""
     config = replace(CONFIG, selection_block=20)
-    check_kernel("selection_block", CONFIG.selection_block)
+    check_kernel("attention", "selection_block", CONFIG.selection_block)
     layer = NativeSparseAttention.init(config, key=jax.random.key(0))
     x = hax.zeros((Axis("batch", 1), Axis("position", 40), config.Embed))
     with pytest.raises(ConfigError) as raised:

@@ -50,7 +50,7 @@ class Workload:
     optimizer: str = "adamw"
     """As optax has it; +ema adds averages, +mu_bfloat16 narrows moments."""
     top_k: int = 40
-    """Of score: the number of most probable tokens whose probability is computed at every position; 0 for none."""
+    """Of score: most probable tokens to write for each position; 0 for none."""
     temperature: float = 1.0
     """Of score: probabilities are those of softmax(logits / temperature)."""
     window: int | None = None
