@@ -166,9 +166,15 @@ def kernel_seconds(hardware: Slice, stages: Iterable[Stage]) -> float:
     return sum(stage.seconds(hardware.generation) for stage in stages)
 
 
-def work_of(length: int, method: SparseKernel = SparseKernel.KERNEL, config: NativeSparseConfig = CONFIG) -> SparseWork:
+def work_of(
+    hardware: Slice,
+    length: int,
+    method: SparseKernel = SparseKernel.KERNEL,
+    config: NativeSparseConfig = CONFIG,
+) -> SparseWork:
     """Return one sequence of a device with all groups."""
-    return SparseWork(config, method, 2, 1, config.groups, PositionParts(length), (), ())
+    memory = hardware.generation.core_memory
+    return SparseWork(config, method, 2, 1, config.groups, PositionParts(length), (), (), memory)
 
 
 def rows(hardware: Slice, length: int) -> Iterator[str]:
@@ -204,7 +210,7 @@ def rows(hardware: Slice, length: int) -> Iterator[str]:
 
 def kernel_times(hardware: Slice, name: str, length: int, is_backward: bool) -> dict[str, float]:
     """Label -> seconds of the kernels of a branch, as plans price them; empty if it has none."""
-    work = work_of(length)
+    work = work_of(hardware, length)
     match name:
         case "dense splash":
             return {"": dense_seconds(hardware, length, is_backward)}
@@ -246,7 +252,7 @@ def choice_table(hardware: Slice) -> str:
         for length in lengths:
             cells, times = [], {}
             for method in SparseKernel:
-                work = work_of(length, method, config)
+                work = work_of(hardware, length, method, config)
                 forward, backward = (
                     1e3 * kernel_seconds(hardware, call_stages(work, is_backward)) for is_backward in (False, True)
                 )
@@ -269,7 +275,8 @@ selected blocks of 64, window of 512. Times are modelled:
   bytes, so that the dense mask is a lower bound.
 - Kernels of the sparse branches: the larger of their cycles, counted in the compiler's schedule for v5p, and their
   copies at 80% of HBM bandwidth; and the compiler's cycles for tables, without sorts. Backward rows have
-  the time of the backward kernels alone, and the memory of a program that computes the output first.
+  the time of the backward kernels alone, and the memory of a program that computes the output first. The blocks of a
+  tile are taken to be spread evenly over the ranges of keys that the backward kernel computes one after the other.
 - Dense splash: 2 matmuls forward and 7 backward at 60% of peak; the compiler gives no cycles.
 
 "Unions" are the blocks that the 8 queries of a tile select together: 24 where neighbours select much the same blocks,
@@ -295,7 +302,8 @@ is in the table below, and for 64K tokens in [the log](../log.md).
 
 Compiled at 2,048 tokens, forward: with 2 groups of 6 heads of size 64, the dense mask and the other branches by XLA
 take 1.03 ms, and kernels 0.49 ms, of which 0.26 ms is what XLA computes beside them; with 12 groups of one head 1.46
-and 1.17 ms, of which 0.51 ms. Plans leave out copies between layouts, which these are for the most part.
+and 1.17 ms, of which 0.51 ms. These are of the kernels before the present ones, whose own time is shorter (0.18 and
+0.55 ms). Plans leave out copies between layouts, which these are for the most part.
 
 ## Compiled programs
 

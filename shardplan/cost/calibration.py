@@ -130,4 +130,5 @@ def compiler_quirks(hardware: Slice, factors: Calibration | None = None) -> Comp
         scatters_over_slice=quirks.scatters_over_slice or is_rectangle,
         devices_per_slice=hardware.devices // hardware.slices,
         plain_attention=hardware.is_cpu,
+        core_memory=hardware.generation.core_memory,
     )

@@ -39,6 +39,8 @@ class CompilerQuirks:
     """Number of devices of one slice; None if the mesh is a single one."""
     plain_attention: bool = False
     """Whether attention has no kernel, so that it writes scores to memory."""
+    core_memory: int = 16 * 2**20
+    """Bytes of the memory of a core (VMEM); the fewest of all generations unless it is known."""
 
 
 class WeightGather(NamedTuple):

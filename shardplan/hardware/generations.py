@@ -96,6 +96,8 @@ class Generation:
     """What users, clouds and JAX call it instead, in lower case and without separators."""
     kernel_memory: int = 16 * 2**20
     """Bytes of the core's memory (VMEM) that the compiler gives to a kernel unless an option says otherwise."""
+    core_memory: int = 16 * 2**20
+    """Bytes of the core's memory (VMEM)."""
     gathers_on_sparse_cores: bool = False
     """Whether plans ask the compiler to gather on the sparse cores, because gathers overlap nothing elsewhere."""
     factors_of: str | None = None
@@ -170,6 +172,7 @@ _V5E = Generation(
     cloud=CloudNames("v5litepod", "v2-alpha-tpuv5-lite", 8),
     device_kinds=("TPU v5 lite", "TPU v5e"),
     spellings=("5e", "v5lite", "v5litepod"),
+    core_memory=128 * 2**20,
 )
 _V5P = Generation(
     name="v5p",
@@ -190,6 +193,7 @@ _V5P = Generation(
     cloud=CloudNames("v5p", "v2-alpha-tpuv5", 4),
     device_kinds=("TPU v5", "TPU v5p"),
     spellings=("5p",),
+    core_memory=64 * 2**20,
     gathers_on_sparse_cores=True,
 )
 _V6E = Generation(
@@ -212,6 +216,7 @@ _V6E = Generation(
     device_kinds=("TPU v6 lite", "TPU v6e"),
     spellings=("v6", "6e", "v6lite", "trillium"),
     kernel_memory=32 * 2**20,
+    core_memory=128 * 2**20,
     gathers_on_sparse_cores=True,
 )
 _TPU7X = Generation(
@@ -234,6 +239,7 @@ _TPU7X = Generation(
     device_kinds=("TPU7x",),
     spellings=("v7", "v7x", "7x", "tpu7", "ironwood"),
     kernel_memory=32 * 2**20,
+    core_memory=64 * 2**20,
 )
 GENERATIONS = {row.name: row for row in (_V3, _V4, _V5E, _V5P, _V6E, _TPU7X)}
 

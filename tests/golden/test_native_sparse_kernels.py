@@ -11,8 +11,8 @@ from jax.experimental.pallas import tpu as pltpu
 from nsa_oracle import Nsa
 
 from shardplan.decoder import NativeSparseConfig
-from shardplan.decoder.parts.attention.sparse.kernels import launch
-from shardplan.decoder.parts.attention.sparse.kernels.block_tables import make_block_tables, make_tile_lists
+from shardplan.decoder.parts.attention.sparse.kernels import attention_gradients, launch
+from shardplan.decoder.parts.attention.sparse.kernels.block_tables import make_block_tables
 from shardplan.decoder.parts.attention.sparse.kernels.compressed_kernel import attend_to_compressed_by_kernel
 from shardplan.decoder.parts.attention.sparse.kernels.query_tiles import QueryTiles
 from shardplan.decoder.parts.attention.sparse.kernels.selected_kernel import attend_by_kernel
@@ -122,6 +122,26 @@ def test_selected_kernel(changes, positions, count, batch):
     assert np.abs(np.asarray(free) - expected_free).max() < 1e-5
 
 
+@pytest.mark.parametrize("groups", [1, 2])
+def test_gradients_of_a_long_sequence(monkeypatch, groups):
+    """Of which VMEM has the keys and values of 3 blocks of 16 tokens: the 9 blocks are computed in 3 ranges."""
+    nsa = replace(BASE, groups=groups, selected=6)
+    block_bytes = nsa.selection_block * (nsa.key_size + nsa.value_size) * (4 + 4)
+    monkeypatch.setattr(
+        attention_gradients, "vmem_bytes", lambda: 3.5 * block_bytes / attention_gradients.RESIDENT_SHARE
+    )
+    config, inputs = NativeSparseConfig(**vars(nsa)), Inputs.make(nsa, range(140), 140)
+    blocks = select_blocks(nsa, inputs)
+    queries, keys, values, gradients = inputs.float32()
+
+    def attend(*arrays):
+        return attend_by_kernel(config.selection, False, inputs.positions, blocks, *arrays)[0]
+
+    _, backward = jax.vjp(jax.jit(attend), queries, keys, values)
+    assert "length=3" in str(jax.make_jaxpr(backward)(gradients))
+    check_gradients(backward(gradients), dense_gradients(inputs, selected_tokens(nsa, inputs, blocks)))
+
+
 @pytest.mark.parametrize(
     ("changes", "positions", "count"),
     [
@@ -203,17 +223,15 @@ def test_copies_are_awaited(monkeypatch, capfd):
 
 @pytest.mark.parametrize("selected", [1, 5, 16])
 def test_tables(selected):
-    """The tables and their inverse, against sets of Python."""
+    """Against sets of Python."""
     nsa = replace(BASE, selected=selected, initial=0, local=1, heads_per_group=8)
     inputs = Inputs.make(nsa, range(150), 150, batch=2)
     blocks, count = select_blocks(nsa, inputs), nsa.selection_blocks(150)
     tiles = QueryTiles.of(nsa.selection_block, 150, nsa.heads_per_group)
     assert (tiles.queries, tiles.per_sequence) == (16, 10)
     tables = jax.jit(lambda blocks: make_block_tables(tiles, blocks, count, 8))(blocks)
-    lists = jax.jit(lambda tables: make_tile_lists(tiles, tables, count))(tables)
     assert tables.blocks.shape == (2 * 2 * 10, 1, 16 if selected * 16 > 8 else 8)
     for b, g in np.ndindex(2, 2):
-        expected_lists = [[] for _ in range(count)]
         for tile in range(10):
             of_tile = blocks[b, tile * 16 : (tile + 1) * 16, g]
             union = sorted({*of_tile.flatten().tolist()} - {-1})
@@ -221,10 +239,3 @@ def test_tables(selected):
             row = (b * 2 + g) * 10 + tile
             for found, expected in ((tables.blocks, union), (tables.members, members)):
                 assert found[row, 0].tolist() == expected + [0] * (found.shape[-1] - len(expected))
-            for j, bits in zip(union, members, strict=True):
-                expected_lists[j].append((tile, bits))
-        numbers, bits = np.asarray(lists.entries[b * 2 + g]).transpose(1, 0, 2).reshape(2, -1)
-        starts = lists.starts[b * 2 + g, 0].tolist()
-        for j, expected in enumerate(expected_lists):
-            part = slice(starts[j], starts[j + 1])
-            assert [*zip(numbers[part].tolist(), bits[part].tolist(), strict=True)] == expected

@@ -5,6 +5,7 @@ import math
 import re
 
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 
 from shardplan.errors import ConfigError
 from shardplan.hardware import (
@@ -215,3 +216,10 @@ def test_a_suggested_torus_is_an_available_size(generation):
             suggested = re.search(rf"did you mean '2x{generation.name}:([0-9x]+)'", str(error))
             assert suggested and tuple(map(int, suggested[1].split("x"))) in generation.sizes, str(error)
     assert refused > 5**rank
+
+
+@pytest.mark.parametrize("name", GENERATIONS)
+def test_core_memory(name):
+    """As JAX has it, whose figure kernels take when they are compiled."""
+    chip = pltpu.ChipVersion(name.removeprefix("tpu"))
+    assert GENERATIONS[name].core_memory == pltpu.get_tpu_info_for_chip(chip, 1).vmem_capacity_bytes

@@ -1,19 +1,25 @@
 """The stages of the kernels of Native Sparse Attention on one device. Pure.
 
-Symbols of a device: N tiles of selected branches, with T queries and R heads of a group, u blocks of l' tokens in the
-union of a tile; M tiles and K chunks of the compressed branch, of which a tile sees (K + 1) / 2; W pairs of a tile and
-a block of keys in windows; G heads of keys, J selection blocks, D channels of a key and a value.
+Symbols of a device: N tiles of 128 rows, which are T queries with R heads of a group each; u blocks of l' tokens in the
+union of a tile; S tokens and C compressed keys of a sequence; M tiles of 512 rows and K chunks of 512 keys of the
+compressed branch; W pairs of a tile and a block of keys in windows; Dk and Dv channels of a key and a value, D of both.
 
 | kernel | steps | other cycles for each of | bytes through HBM |
 |---|---|---|---|
-| selected, forward and dq | N ceil(u l' / 512), of 128 rows and 512 keys | N | N u l' D b |
-| selected, dk and dv | N u / 4, of 4 tiles of 128 rows, and 64 keys | G J | N u T R (D b + 8) |
-| compressed: output, importance, dq, dk and dv | M (K + 1) / 2, of 512 rows and 512 keys | M K | - |
+| selected, forward | N ceil(u l' / 1024), of 128 rows and 1024 keys | N | steps * 1024 D b |
+| selected, gradients | N r ceil(u l' / 512 r), of 128 rows and 512 keys | N r | N r T R (D b + 2 Dk q) |
+| compressed: output, importance | M (K + 1) / 2, of 512 rows and 512 keys | M, M K | - |
+| compressed, gradients | N (ceil(C / 512) + 1) / 2, of 128 rows and 512 keys | N r | N r T R (D b + 2 Dk q) |
 | window, forward and dq | W, of 512 rows and 128 keys | W | - |
 | window, dk and dv | W, of 512 rows and 128 keys | W / tiles of a step | - |
 
-Cycles = steps * `Cycles.step` + others * `Cycles.other`; a step of other sizes takes cycles in the ratio of its rows
-and keys. Bytes are copied at `HBM_EFFICIENCY` of the bandwidth.
+The kernel of gradients keeps keys, values and their float32 gradients in VMEM: the S or C keys are divided into r
+ranges of as many as fit. Tiles are read again for each range, with dq in elements of q bytes: b, and 4 where r > 1. The
+blocks of a tile are taken to be spread evenly over ranges. Gradients have 5 products: 3 with Dk, and 2 with Dv.
+
+Cycles = steps * `Cycles.step` + others * `Cycles.other`, and those of output and importance M * `Cycles.tile` beside; a
+step of other sizes takes cycles in the ratio of its rows and keys. Bytes are copied at `HBM_EFFICIENCY` of the
+bandwidth.
 """
 
 import math
@@ -25,7 +31,9 @@ from shardplan.cost.sharding import CompilerQuirks
 from shardplan.cost.sparse.stage import Stage
 from shardplan.cost.sparse.work import SparseWork
 from shardplan.decoder.parts.attention.sparse.config import NativeSparseConfig
+from shardplan.decoder.parts.attention.sparse.kernels.attention_gradients import key_ranges
 from shardplan.decoder.parts.attention.sparse.kernels.compressed_tiles import CompressedTiles
+from shardplan.decoder.parts.attention.sparse.kernels.launch import LANES
 from shardplan.decoder.parts.attention.sparse.kernels.query_tiles import QueryTiles
 from shardplan.decoder.parts.attention.sparse.kernels.refusal import kernel_refusal
 from shardplan.decoder.parts.attention.sparse.kernels.window.tiles import BLOCK, WindowTiles
@@ -38,23 +46,25 @@ class Cycles(NamedTuple):
     step: float
     """A step of the size that the docstring of the module gives."""
     other: float
-    """What a tile, a block or a step that is left out takes beside."""
+    """What each other unit takes beside: a tile, a tile in a range of keys, a chunk of a tile or a step of the grid."""
+    tile: float = 0.0
+    """What a tile takes beside, where other units are its chunks."""
 
 
-SELECTED, SELECTED_DQ, SELECTED_DKV = Cycles(724, 500), Cycles(599, 306), Cycles(547, 3700)
-"""A block of dk and dv waits 2 us for the first copies."""
-COMPRESSED, IMPORTANCE = Cycles(1902, 250), Cycles(1258, 120)
-COMPRESSED_DQ, COMPRESSED_DKV = Cycles(1568, 160), Cycles(2250, 200)
+SELECTED, SELECTED_GRADIENTS = Cycles(688, 407), Cycles(712, 360)
+COMPRESSED, IMPORTANCE = Cycles(1218, 130, 300), Cycles(760, 110, 515)
+COMPRESSED_GRADIENTS = Cycles(674, 204)
 WINDOW, WINDOW_DQ, WINDOW_DKV = Cycles(364, 55), Cycles(419, 103), Cycles(473, 290)
-SELECTED_ROWS, SELECTED_KEYS = 128, 512
-"""Rows and keys of a step of the selected branch; a step of dk and dv has 4 tiles and 64 keys."""
-TILES_PER_STEP, KEYS_PER_TILE_STEP = 4, 64
+TILE_ROWS, SELECTED_KEYS, GRADIENT_KEYS = 128, 1024, 512
+"""Rows of a step of the selected branch and of gradients, and keys of each."""
 DENSE_ROWS, COMPRESSED_KEYS = 512, 512
-"""Rows of a step of the compressed and the window branch, and keys of the former."""
+"""Rows of a step of the window branch and the compressed branch, forward, and keys of the latter."""
+GRADIENT_PRODUCTS = 3, 2
+"""Matmuls of gradients with the channels of keys, and of values: scores, dq and dk, and weights and dv."""
 INT32_BYTES = 4
-TABLE_PASSES, LIST_PASSES = 130, 400
-"""Passes over the tables of tiles, and over the tiles of each block for dk and dv, that make them: by the compiler's
-cycles for v5p at 8K tokens, which leave out sorts (docs/benchmarks/sparse_attention.md)."""
+TABLE_PASSES = 130
+"""Passes over the tables of tiles that make them: by the compiler's cycles for v5p at 8K tokens, which leave out sorts
+(docs/benchmarks/sparse_attention.md)."""
 HBM_EFFICIENCY = 0.8
 """Part of the peak HBM bandwidth of copies by kernels: an assumption."""
 NEW_BLOCKS = 0.07
@@ -84,59 +94,89 @@ def mean_union(config: NativeSparseConfig, queries: int, length: int) -> float:
 def kernel_stages(work: SparseWork, is_gradient: bool) -> Iterator[Stage]:
     """Yield the stages of all kernels of a call, or of its gradient."""
     union = mean_union(work.config, selected_tiles(work).queries, work.parts.length)
-    passes = TABLE_PASSES + (LIST_PASSES if is_gradient else 0)
-    yield Stage(0.0, passes * _table_bytes(work))
+    yield Stage(0.0, TABLE_PASSES * _table_bytes(work))
     yield from compressed_stages(work, is_gradient)
     yield from selected_stages(work, union, is_gradient)
     yield from window_stages(work, is_gradient)
 
 
 def selected_tiles(work: SparseWork) -> QueryTiles:
-    """Return the tiles of the selected branch."""
+    """Return the tiles of the selected branch, and of the gradients of the compressed branch."""
     return QueryTiles.of(work.config.selection_block, round(work.positions), work.config.heads_per_group)
 
 
 def selected_stages(work: SparseWork, union: float, is_gradient: bool) -> Iterator[Stage]:
-    """Yield the kernels of the selected branch: the forward pass, or dq and then dk and dv.
+    """Yield the kernel of the selected branch, or of its gradients.
 
     Args:
         union: mean blocks of a tile.
     """
-    config, tiles, channels = work.config, selected_tiles(work), work.channels
-    number = work.heads * tiles.per_sequence
-    scores = number * union * config.selection_block * tiles.rows
-    copied = number * union * config.selection_block * channels * work.itemsize / HBM_EFFICIENCY
-    steps = number * math.ceil(union * config.selection_block / SELECTED_KEYS) * tiles.rows / SELECTED_ROWS
-    if not is_gradient:
-        yield Stage(2 * scores * channels, copied, _cycles(SELECTED, steps, number))
+    config, tiles = work.config, selected_tiles(work)
+    number, keys = work.heads * tiles.per_sequence, union * config.selection_block
+    scores, rows = number * keys * tiles.rows, tiles.rows / TILE_ROWS
+    if is_gradient:
+        ranges = selected_ranges(work)
+        steps = number * ranges * math.ceil(keys / (GRADIENT_KEYS * ranges)) * rows
+        yield _gradient_stage(work, SELECTED_GRADIENTS, scores, steps, ranges)
         return
-    yield Stage(2 * scores * (channels + config.key_size), copied, _cycles(SELECTED_DQ, steps, number))
-    copied = number * union * tiles.rows * (channels * work.itemsize + 2 * FLOAT32_BYTES) / HBM_EFFICIENCY
-    steps = scores / (TILES_PER_STEP * SELECTED_ROWS * KEYS_PER_TILE_STEP)
-    blocks = work.heads * config.selection_blocks(work.parts.length)
-    yield Stage(4 * scores * channels, copied, _cycles(SELECTED_DKV, steps, blocks))
+    steps = number * math.ceil(keys / SELECTED_KEYS)
+    copied = steps * SELECTED_KEYS * work.channels * work.itemsize / HBM_EFFICIENCY
+    yield Stage(2 * scores * work.channels, copied, _cycles(SELECTED, steps * rows, number))
+
+
+def selected_ranges(work: SparseWork) -> int:
+    """Return the ranges of keys of the gradients of the selected branch."""
+    block = work.config.selection_block
+    return key_ranges(work.core_memory, work.parts.length, block, work.channels, work.itemsize)
 
 
 def compressed_stages(work: SparseWork, is_gradient: bool) -> Iterator[Stage]:
-    """Yield the kernels of the compressed branch: output and importance, or dq and then dk and dv."""
-    config, channels = work.config, work.channels
+    """Yield the kernels of the compressed branch: output and importance, or gradients."""
+    config = work.config
     sizes = CompressedTiles.of(config, round(work.positions), config.selection_blocks(work.parts.length))
-    tiles = work.heads * sizes.tiles.per_sequence
+    if is_gradient:
+        tiles, keys = selected_tiles(work), sizes.chunks * sizes.chunk
+        steps = work.heads * tiles.per_sequence * _visible_chunks(work, math.ceil(keys / GRADIENT_KEYS))
+        scores = steps * tiles.rows * GRADIENT_KEYS
+        ranges = key_ranges(work.core_memory, keys, LANES, work.channels, work.itemsize)
+        yield _gradient_stage(work, COMPRESSED_GRADIENTS, scores, steps * tiles.rows / TILE_ROWS, ranges)
+        return
+    number = work.heads * sizes.tiles.per_sequence
+    scores = number * _visible_chunks(work, sizes.chunks) * sizes.tiles.rows * sizes.chunk
+    steps = scores / (DENSE_ROWS * COMPRESSED_KEYS)
+    for cycles, factor in ((COMPRESSED, work.channels), (IMPORTANCE, config.key_size)):
+        in_all = _cycles(cycles, steps, number * sizes.chunks) + cycles.tile * number
+        yield Stage(2 * scores * factor, 0.0, in_all)
+
+
+def _visible_chunks(work: SparseWork, chunks: int) -> float:
+    """Return the mean number of chunks of compressed keys that a tile sees, on the device with the most."""
     # in contiguous order the last device sees the most chunks
     devices = work.parts.devices if work.parts.order is SequenceOrder.CONTIGUOUS else 1
-    visible = tiles * (sizes.chunks * (1 - 1 / (2 * devices)) + 0.5)
-    scores = visible * sizes.tiles.rows * sizes.chunk
-    steps = scores / (DENSE_ROWS * COMPRESSED_KEYS)
+    return chunks * (1 - 1 / (2 * devices)) + 0.5
 
-    def stage(cycles: Cycles, factor: int) -> Stage:
-        return Stage(2 * scores * factor, 0.0, _cycles(cycles, steps, tiles * sizes.chunks))
 
-    if is_gradient:
-        yield stage(COMPRESSED_DQ, channels + config.key_size)
-        yield stage(COMPRESSED_DKV, 2 * channels)
-    else:
-        yield stage(COMPRESSED, channels)
-        yield stage(IMPORTANCE, config.key_size)
+def _gradient_stage(work: SparseWork, cycles: Cycles, scores: float, steps: float, ranges: int) -> Stage:
+    """Return the kernel of gradients.
+
+    Args:
+        steps: of `TILE_ROWS` rows.
+        ranges: ranges of keys, for each of which a tile is read and dq is read and written.
+    """
+    config, tiles = work.config, selected_tiles(work)
+    number = work.heads * tiles.per_sequence * ranges
+    of_keys, of_values = GRADIENT_PRODUCTS
+    row_bytes = work.channels * work.itemsize + 2 * config.key_size * _carry_itemsize(work, ranges)
+    return Stage(
+        2 * scores * (of_keys * config.key_size + of_values * config.value_size),
+        number * tiles.rows * row_bytes / HBM_EFFICIENCY,
+        _cycles(cycles, steps, number),
+    )
+
+
+def _carry_itemsize(work: SparseWork, ranges: int) -> int:
+    """Bytes of an element of dq while it is added up: a sum of several ranges is in float32."""
+    return work.itemsize if ranges == 1 else FLOAT32_BYTES
 
 
 def window_stages(work: SparseWork, is_gradient: bool) -> Iterator[Stage]:
@@ -162,15 +202,16 @@ def window_stages(work: SparseWork, is_gradient: bool) -> Iterator[Stage]:
 def kernel_bytes(work: SparseWork, is_gradient: bool) -> float:
     """Bytes that kernels need beside keys, outputs and importance; gradients of keys are among the keys' own.
 
-    These are the tables of tiles, as long as the largest possible union, and for gradients the tiles of each block;
-    log-sum-exp of three branches, and for gradients sums beside it; and keys and values in the type of queries.
+    These are the tables of tiles, as long as the largest possible union; log-sum-exp of three branches, and for
+    gradients sums beside it; keys and values in the type of queries; and dq in float32, if it is a sum of ranges.
     """
-    tables = _table_bytes(work)
-    log_sums = 3 * FLOAT32_BYTES * work.rows * work.config.heads_per_group
+    rows = work.rows * work.config.heads_per_group
+    log_sums, carry = 3 * FLOAT32_BYTES * rows, 0.0
     if is_gradient:
-        tables, log_sums = 2 * tables, 2 * log_sums
+        log_sums *= 2
+        carry = FLOAT32_BYTES * rows * work.config.key_size if selected_ranges(work) > 1 else 0.0
     keys = work.heads * (work.parts.length + work.positions + work.compressed_blocks)
-    return tables + log_sums + keys * work.channels * work.itemsize
+    return _table_bytes(work) + log_sums + carry + keys * work.channels * work.itemsize
 
 
 def _table_bytes(work: SparseWork) -> float:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import assert_never
 
-from shardplan.cost.sharding import ShardingAssignment
+from shardplan.cost.sharding import CompilerQuirks, ShardingAssignment
 from shardplan.decoder.parts.attention.sparse.branches.query_chunks import QUERIES_PER_CHUNK
 from shardplan.decoder.parts.attention.sparse.config import NativeSparseConfig
 from shardplan.decoder.parts.attention.sparse.parts import PositionParts
@@ -31,6 +31,8 @@ class SparseWork:
     """Mesh axes that shard the batch."""
     position_axes: MeshAxes
     """Mesh axes that shard positions."""
+    core_memory: int = CompilerQuirks().core_memory
+    """Bytes of the memory of a core (VMEM), in which kernels keep keys and their gradients."""
 
     @cached_property
     def positions(self) -> float:
@@ -113,4 +115,5 @@ def sparse_work(kind: AttentionKind, queries: TracedArray, assignment: ShardingA
         parts=PositionParts(length, mesh_size(assignment.mesh, position_axes), plan.layout),
         batch_axes=batch_axes,
         position_axes=position_axes,
+        core_memory=assignment.quirks.core_memory,
     )

@@ -1,8 +1,6 @@
-"""Tables of the blocks that tiles of queries walk, and the inverse: the tiles that attend to each block.
+"""Tables of the blocks that tiles of queries walk.
 
-A tile's table is the union of its queries' blocks, ascending, with one bit per query that has selected the block. The
-inverse lists are the pairs (block, tile) in the order of blocks: gradients of keys and values are sums along them, in
-an order that never changes, so that they are the same in every run.
+A tile's table is the union of its queries' blocks, ascending, with one bit per query that has selected the block.
 """
 
 from typing import NamedTuple
@@ -12,9 +10,6 @@ import jax.numpy as jnp
 
 from shardplan.decoder.parts.attention.sparse.kernels.query_tiles import QueryTiles
 
-TILES_PER_CHUNK = 1024
-"""Pairs of the inverse lists that are in scalar memory at a time."""
-
 
 class BlockTables(NamedTuple):
     """The blocks of every tile."""
@@ -23,15 +18,6 @@ class BlockTables(NamedTuple):
     """int32[tile, 1, u], ascending; 0 after the last one."""
     members: jax.Array
     """int32[tile, 1, u]: bit i says whether query i of the tile has selected the block; 0 after the last one."""
-
-
-class TileLists(NamedTuple):
-    """The tiles of every block, for each head of keys of each sequence."""
-
-    entries: jax.Array
-    """int32[b * g, chunk, 2, `TILES_PER_CHUNK`]: number of the tile in its sequence, and member bits."""
-    starts: jax.Array
-    """int32[b * g, 1, j + 1]: the list of block j is the entries from starts[j] to starts[j + 1]."""
 
 
 def make_block_tables(tiles: QueryTiles, blocks: jax.Array, count: int, multiple: int) -> BlockTables:
@@ -66,30 +52,6 @@ def make_block_tables(tiles: QueryTiles, blocks: jax.Array, count: int, multiple
         jnp.pad(jnp.where(is_used, x, 0)[:, :size], [(0, 0), (0, missing)])[:, None] for x in (union, members)
     )
     return BlockTables(union, members)
-
-
-def make_tile_lists(tiles: QueryTiles, tables: BlockTables, count: int) -> TileLists:
-    """Return the lists of tiles of every block.
-
-    Args:
-        count: blocks of the sequence, J.
-    """
-    # with an axis of size 1, as the tables have it: the compiler needs minutes for the sort of a reshaped table
-    heads_shape = (-1, 1, tiles.per_sequence * tables.blocks.shape[-1])
-    blocks = jnp.where(tables.members != 0, tables.blocks, count)
-    numbers = (jnp.arange(len(blocks)) % tiles.per_sequence)[:, None, None]
-    # one key for the block and the tile, because sorts by two compile and run for longer
-    keys = blocks.astype(jnp.uint32) * tiles.per_sequence + numbers.astype(jnp.uint32)
-    members = tables.members.reshape(heads_shape)
-    keys, members = jax.lax.sort((keys.reshape(heads_shape), members), num_keys=1, is_stable=False)
-    borders = jnp.arange(count + 1, dtype=jnp.uint32) * tiles.per_sequence
-    starts = jax.vmap(lambda row: jnp.searchsorted(row, borders))(keys[:, 0])
-    numbers = (keys % tiles.per_sequence).astype(jnp.int32)
-    missing = -keys.shape[2] % TILES_PER_CHUNK
-    padded = (
-        jnp.pad(x, [(0, 0), (0, 0), (0, missing)]).reshape(len(x), -1, TILES_PER_CHUNK) for x in (numbers, members)
-    )
-    return TileLists(jnp.stack([*padded], axis=2), starts.astype(jnp.int32)[:, None])
 
 
 def _shift(x: jax.Array, distance: int, fill: int) -> jax.Array:

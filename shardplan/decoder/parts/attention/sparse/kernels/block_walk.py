@@ -1,7 +1,8 @@
-"""The walk of a tile of queries over the blocks of its table, shared by the forward kernel and the kernel of dq.
+"""The walk of a tile of queries over the blocks of its table, in the forward kernel.
 
 Keys and values stay in HBM. A step copies a few blocks of them to VMEM, while the step before is computed; the last
-step of a tile starts the first copies of the next tile, so that no tile waits for memory.
+step of a tile starts the first copies of the next tile, so that no tile waits for memory. Steps start their copies
+without any condition, because the compiler overlaps instructions up to the next branch only.
 """
 
 from collections.abc import Callable
@@ -14,14 +15,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from shardplan.decoder.parts.attention.sparse.kernels.block_tables import BlockTables
-from shardplan.decoder.parts.attention.sparse.kernels.launch import divide, indices, quotient, remainder
+from shardplan.decoder.parts.attention.sparse.kernels.launch import (
+    LANES,
+    divide,
+    indices,
+    quotient,
+    remainder,
+)
 from shardplan.decoder.parts.attention.sparse.kernels.query_tiles import QueryTiles
 from shardplan.decoder.parts.attention.sparse.selection_blocks import SelectionBlocks
 
-KEYS_PER_STEP = 512
-"""Most keys of a step: as many as keep the matrix unit busy while the next ones are copied."""
-BLOCKS_PER_STEP = 8
-"""Most blocks of a step: each takes two copies, whose instructions are unrolled."""
+BLOCKS_PER_STEP = 16
+"""Most blocks of a step: their copies and additions are unrolled."""
 CORES = 2
 """Parts of the tiles that the cores of a chip can compute at the same time."""
 
@@ -32,18 +37,24 @@ class WalkSizes:
 
     tiles: QueryTiles
     selection: SelectionBlocks
+    """The blocks of keys; the compressed branch has none that are forced."""
     scale: float
     """Factor of scores."""
+    keys_per_step: int
+    """Most keys of a step."""
+    stride: int = 1
+    """Key i is visible from position i * stride + lag on."""
+    lag: int = 0
 
     @property
     def block(self) -> int:
-        """Tokens of a block."""
+        """Keys of a block."""
         return self.selection.size
 
     @property
     def unit(self) -> int:
         """Blocks of a step."""
-        return max(1, min(BLOCKS_PER_STEP, KEYS_PER_STEP // self.block))
+        return max(1, min(BLOCKS_PER_STEP, self.keys_per_step // self.block))
 
     @property
     def keys(self) -> int:
@@ -51,9 +62,12 @@ class WalkSizes:
         return self.unit * self.block
 
     @property
-    def query_of_row(self) -> jax.Array:
-        """int32[row, 1]: the number of the query in its tile."""
-        return divide(indices((self.tiles.rows, 1), 0), self.tiles.heads)
+    def parts(self) -> list[range]:
+        """Blocks of a step, in parts that fill the contraction of a matrix unit."""
+        size = 1
+        while 2 * size * self.block <= LANES:
+            size *= 2
+        return [range(i, min(i + size, self.unit)) for i in range(0, self.unit, size)]
 
 
 class TileStep(NamedTuple):
@@ -90,9 +104,9 @@ class BlockWalk:
     copied: Any
     slot: Any
 
-    def run(self, compute: Callable[[jax.Array, jax.Array, jax.Array], None]) -> None:
-        """Call `compute(step, keys [k, d], values [k, d])` for all steps of the tile, at least one."""
-        tile, unit, size = self.step.tile, self.sizes.unit, self.members.shape[-1]
+    def run(self, compute: Callable[[jax.Array, jax.Array], None]) -> None:
+        """Call `compute(step, slot of the buffers)` for all steps of the tile, at least one."""
+        unit, size = self.sizes.unit, self.members.shape[-1]
         # members are 0 after the last block
         used = [(self.members[0, 0, i] != 0).astype(jnp.int32) for i in range(unit, size, unit)]
         steps = sum(used, jnp.int32(1))
@@ -100,71 +114,65 @@ class BlockWalk:
         @pl.when(self.step.is_first)
         def start_first() -> None:
             self.slot[0] = 0
-            self._start(self.blocks, 0, tile, 0)
+            for i in range(unit):
+                self._start(self.blocks[0, 0, i], self.step.tile, 0, i)
 
         first_slot = self.slot[0]
 
         def take_step(step: jax.Array, _: jax.Array) -> jax.Array:
-            slot, is_last = remainder(first_slot + step, 2), step + 1 == steps
-
-            @pl.when(~is_last)
-            def start_next_step() -> None:
-                self._start(self.blocks, step + 1, tile, 1 - slot)
-
-            @pl.when(is_last & self.step.has_next)
-            def start_next_tile() -> None:
-                self._start(self.next_blocks, 0, tile + 1, 1 - slot)
-
-            for number, buffer in enumerate((self.key_buffer, self.value_buffer)):
-                # waits for as many bytes as the buffer has, which all copies of the step have together
-                pltpu.make_async_copy(buffer.at[slot], buffer.at[slot], self.copied.at[slot, number]).wait()
-            compute(step, self.key_buffer[slot], self.value_buffer[slot])
+            slot = remainder(first_slot + step, 2)
+            self._wait(slot)
+            compute(step, slot)
+            self._start_next(step, step + 1 == steps, 1 - slot)
             return jnp.int32(0)
 
         jax.lax.fori_loop(0, steps, take_step, jnp.int32(0))
         self.slot[0] = remainder(first_slot + steps, 2)
 
-    def is_visible(self, step: jax.Array) -> jax.Array:
-        """Return bool[row, key]: whether the row's query has selected the key's block and is not before the key."""
-        sizes = self.sizes
-        lanes = indices((1, sizes.keys), 1)
-        block_of_lane = divide(lanes, sizes.block)
-        starts, members = jnp.zeros_like(lanes), jnp.zeros_like(lanes)
-        for i in range(sizes.unit):
-            is_block, entry = block_of_lane == i, step * sizes.unit + i
-            # minus the lane's offset of the block, so that starts + lanes are tokens
-            starts = jnp.where(is_block, (self.blocks[0, 0, entry] - i) * sizes.block, starts)
-            members = jnp.where(is_block, self.members[0, 0, entry], members)
-        bits = jnp.left_shift(1, sizes.query_of_row)
-        return ((members & bits) != 0) & (starts + lanes <= self._first_position() + sizes.query_of_row)
+        @pl.when(~self.step.has_next)
+        def wait_for_last() -> None:
+            self._wait(self.slot[0])
 
-    def is_free(self, step: jax.Array) -> jax.Array:
-        """Return float32[1, key]: 1 for keys whose block is not forced for the queries of the tile, else 0."""
-        sizes = self.sizes
-        own = quotient(self._first_position(), sizes.block)
-        block_of_lane = divide(indices((1, sizes.keys), 1), sizes.block)
-        result = jnp.zeros(block_of_lane.shape, jnp.float32)
-        for i in range(sizes.unit):
-            block = self.blocks[0, 0, step * sizes.unit + i]
-            is_free = (block >= sizes.selection.initial) & (block <= own - sizes.selection.local)
-            result = jnp.where(block_of_lane == i, is_free.astype(jnp.float32), result)
-        return result
+    def visible_rows(self, step: jax.Array, i: int) -> jax.Array:
+        """Return bool[key, row] of block i of a step: whether the query has selected the block and is not before it."""
+        sizes, entry = self.sizes, step * self.sizes.unit + i
+        query_of_row = divide(indices((1, sizes.tiles.rows), 1), sizes.tiles.heads)
+        is_member = (self.members[0, 0, entry] & jnp.left_shift(1, query_of_row)) != 0
+        position = self._first_position() - self.blocks[0, 0, entry] * sizes.block + query_of_row
+        return indices((sizes.block, 1), 0) <= jnp.where(is_member, position, -1)
+
+    def is_free(self, step: jax.Array, i: int) -> jax.Array:
+        """Return float32, 1 if block i of a step is not forced for the queries of the tile, else 0."""
+        block = self.blocks[0, 0, step * self.sizes.unit + i]
+        own = quotient(self._first_position(), self.sizes.block)
+        return ((block >= self.sizes.selection.initial) & (block <= own - self.sizes.selection.local)).astype(
+            jnp.float32
+        )
 
     def _first_position(self) -> jax.Array:
         position: jax.Array = self.first_positions[remainder(self.step.tile, self.sizes.tiles.per_sequence)]
         return position
 
-    def _start(self, blocks: Any, step: jax.Array | int, tile: jax.Array, slot: jax.Array | int) -> None:
-        """Start the copies of a step's blocks of keys and of values."""
+    def _start_next(self, step: jax.Array, is_last: jax.Array, slot: jax.Array) -> None:
+        """Start the copies of the next step, or of the next tile; after the last tile, copies that nothing reads."""
+        unit, size = self.sizes.unit, self.blocks.shape[-1]
+        tile = self.step.tile + (is_last & self.step.has_next).astype(jnp.int32)
+        for i in range(unit):
+            of_tile = self.blocks[0, 0, jnp.minimum((step + 1) * unit + i, size - 1)]
+            self._start(jnp.where(is_last, self.next_blocks[0, 0, i], of_tile), tile, slot, i)
+
+    def _start(self, block: jax.Array, tile: jax.Array, slot: jax.Array | int, i: int) -> None:
+        """Start the copies of a block of keys and of values, block i of a step."""
         sizes, head = self.sizes, quotient(tile, self.sizes.tiles.per_sequence)
-        for i in range(sizes.unit):
-            block = blocks[0, 0, step * sizes.unit + i]
-            source = pl.ds(pl.multiple_of(block * sizes.block, sizes.block), sizes.block)
-            target = pl.ds(i * sizes.block, sizes.block)
-            for number, (array, buffer) in enumerate(((self.keys, self.key_buffer), (self.values, self.value_buffer))):
-                pltpu.make_async_copy(
-                    array.at[head, source], buffer.at[slot, target], self.copied.at[slot, number]
-                ).start()
+        source = pl.ds(pl.multiple_of(block * sizes.block, sizes.block), sizes.block)
+        target = pl.ds(i * sizes.block, sizes.block)
+        for number, (array, buffer) in enumerate(((self.keys, self.key_buffer), (self.values, self.value_buffer))):
+            pltpu.make_async_copy(array.at[head, source], buffer.at[slot, target], self.copied.at[slot, number]).start()
+
+    def _wait(self, slot: jax.Array) -> None:
+        for number, buffer in enumerate((self.key_buffer, self.value_buffer)):
+            # waits for as many bytes as the buffer has, which all copies of the step have together
+            pltpu.make_async_copy(buffer.at[slot], buffer.at[slot], self.copied.at[slot, number]).wait()
 
 
 def in_specs(tables: BlockTables) -> list[pl.BlockSpec]:

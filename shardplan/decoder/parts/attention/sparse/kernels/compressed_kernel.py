@@ -7,16 +7,16 @@ import jax
 import jax.numpy as jnp
 
 from shardplan.decoder.parts.attention.sparse.config import NativeSparseConfig
-from shardplan.decoder.parts.attention.sparse.kernels.compressed_backward import (
-    compressed_key_value_gradients,
-    compressed_query_gradients,
-)
+from shardplan.decoder.parts.attention.sparse.kernels.attention_gradients import KEYS_PER_STEP, attention_gradients
+from shardplan.decoder.parts.attention.sparse.kernels.block_walk import WalkSizes
 from shardplan.decoder.parts.attention.sparse.kernels.compressed_forward import (
     attend_compressed_tiles,
     sum_importance,
 )
 from shardplan.decoder.parts.attention.sparse.kernels.compressed_tiles import CompressedTiles
-from shardplan.decoder.parts.attention.sparse.kernels.launch import MASKED_SCORE
+from shardplan.decoder.parts.attention.sparse.kernels.launch import LANES, MASKED_SCORE
+from shardplan.decoder.parts.attention.sparse.kernels.query_tiles import QueryTiles
+from shardplan.decoder.parts.attention.sparse.selection_blocks import SelectionBlocks
 
 
 class CompressedResiduals(NamedTuple):
@@ -88,22 +88,30 @@ def _backward(
 ) -> tuple[None, jax.Array, jax.Array, jax.Array]:
     positions, queries, keys, values, output, log_sums = residuals
     sizes, batch = CompressedTiles.of(config, len(positions), selection_blocks), len(queries)
-    of_output = _pad_heads(sizes, gradients[0].astype(queries.dtype))
-    delta = (output.astype(jnp.float32) * of_output.astype(jnp.float32)).sum(axis=-1)[:, None]
-    arrays = (
-        sizes.tiles.first_positions(positions),
-        _pad_heads(sizes, queries),
-        *(_by_head(sizes, x.astype(queries.dtype)) for x in (keys, values)),
-        of_output,
-        jnp.concatenate([log_sums, delta], axis=1),
+    # as in the selected branch, without the padding of heads
+    tiles = QueryTiles.of(config.selection_block, len(positions), config.heads_per_group)
+    walk = WalkSizes(
+        tiles, SelectionBlocks(LANES), config.scale, KEYS_PER_STEP, stride=config.stride, lag=config.block - 1
     )
-    dq = compressed_query_gradients(sizes, *arrays)
-    dk, dv = compressed_key_value_gradients(sizes, *arrays)
+    of_output = gradients[0].astype(queries.dtype)
+    delta = (_join_heads(sizes, output, batch).astype(jnp.float32) * of_output.astype(jnp.float32)).sum(axis=-1)
+    of_rows = sizes.tiles.join_heads(log_sums, batch)[..., : config.heads_per_group], delta
+    key_chunks, value_chunks = (_by_head(sizes, x.astype(queries.dtype)) for x in (keys, values))
+    dq, dk, dv = attention_gradients(
+        walk,
+        tiles.first_positions(positions),
+        None,
+        tiles.split(queries),
+        key_chunks,
+        value_chunks,
+        tiles.split(of_output),
+        jnp.concatenate([tiles.split_heads(x) for x in of_rows], axis=1),
+    )
     of_keys, of_values = (
         x[:, : like.shape[1]].reshape(batch, keys.shape[2], -1, x.shape[-1]).swapaxes(1, 2).astype(like.dtype)
         for x, like in ((dk, keys), (dv, values))
     )
-    return None, _join_heads(sizes, dq, batch), of_keys, of_values
+    return None, tiles.join(dq, batch), of_keys, of_values
 
 
 attend_to_compressed_by_kernel.defvjp(_forward, _backward)

@@ -15,13 +15,12 @@ from jax.experimental import pallas as pl
 from shardplan.decoder.parts.attention.sparse.config import NativeSparseConfig
 from shardplan.decoder.parts.attention.sparse.kernels.launch import (
     LANES,
-    MASKED_SCORE,
+    SUBLANES,
     divide,
     indices,
-    multiply_transposed,
     quotient,
 )
-from shardplan.decoder.parts.attention.sparse.kernels.query_tiles import SUBLANES, QueryTiles
+from shardplan.decoder.parts.attention.sparse.kernels.query_tiles import QueryTiles
 
 MAX_ROWS = 512
 """Most rows of a tile."""
@@ -63,14 +62,14 @@ class CompressedTiles:
     def importance_weights(self) -> tuple[np.ndarray, np.ndarray]:
         """Return what the compressed blocks of a chunk add to its selection blocks, and to the first one after it.
 
-        float32[chunk, 128] and [128, 128]: the tokens that two blocks share, divided by the stride. Of the second
-        array, rows are the last 128 compressed blocks of the chunk, and only the first column has values.
+        bfloat16[chunk, 128] and [128, 128]: the tokens that two blocks share, divided by the stride, small integers. Of
+        the second array, rows are the last 128 compressed blocks of the chunk, and only the first column has values.
         """
         config = self.config
         starts = np.arange(self.chunk)[:, None] * config.stride
         firsts = np.arange(2 * LANES) * config.selection_block
         ends = np.minimum(starts + config.block, firsts + config.selection_block)
-        shared = np.maximum(ends - np.maximum(starts, firsts), 0).astype(np.float32) / config.stride
+        shared = (np.maximum(ends - np.maximum(starts, firsts), 0) // config.stride).astype(jnp.bfloat16)
         return shared[:, :LANES], shared[-LANES:, LANES:]
 
     def visible_chunks(self, first_position: jax.Array) -> jax.Array:
@@ -79,15 +78,19 @@ class CompressedTiles:
         # 1 + (position of the last query - last token of the first block) // tokens, of which no part is negative
         return quotient(first_position + (self.tiles.queries - self.config.block + tokens), tokens)
 
-    def masked_scores(
-        self, queries: jax.Array, keys: jax.Array, first_position: jax.Array, chunk: jax.Array
-    ) -> jax.Array:
-        """Return the scores float32[row, key] of a tile and a chunk; `MASKED_SCORE` where a block is not visible."""
-        config = self.config
-        scores = multiply_transposed(queries, keys) * config.scale
-        blocks = chunk * self.chunk + indices((1, self.chunk), 1)
-        positions = first_position + divide(indices((self.tiles.rows, 1), 0), self.tiles.heads)
-        return jnp.where(blocks * config.stride + (config.block - 1) <= positions, scores, MASKED_SCORE)
+    def visible_rows(self, first_position: jax.Array, first_block: jax.Array, count: int) -> jax.Array:
+        """Return bool[key, row], whether each of `count` compressed blocks ends with the row's query or before it."""
+        positions = first_position + divide(indices((1, self.tiles.rows), 1), self.tiles.heads)
+        return indices((count, 1), 0) * self.config.stride <= positions - self._last_token(first_block)
+
+    def visible_blocks(self, first_position: jax.Array, first_block: jax.Array, count: int) -> jax.Array:
+        """Return bool[query, key], whether each of `count` compressed blocks ends with the query or before it."""
+        positions = first_position + indices((self.tiles.queries, 1), 0)
+        return indices((1, count), 1) * self.config.stride <= positions - self._last_token(first_block)
+
+    def _last_token(self, block: jax.Array) -> jax.Array:
+        """Return the last token of a compressed block."""
+        return block * self.config.stride + (self.config.block - 1)
 
     def of_tile(self, rows: int, size: int) -> pl.BlockSpec:
         """Return the spec of an array [tile, rows, size], for a grid of heads, tiles and chunks."""

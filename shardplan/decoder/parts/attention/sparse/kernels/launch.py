@@ -1,6 +1,6 @@
 """Starts Pallas kernels, compiled for TPUs and interpreted elsewhere, and has small functions for their bodies."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,8 +10,14 @@ from jax.experimental.pallas import tpu as pltpu
 
 MASKED_SCORE = -1e30
 """Score of pairs that are masked: finite, so that differences of two of them are 0 and not NaN."""
+LOG2_E = 1.4426950408889634
+"""exp(x) = exp2(x * LOG2_E): exp2 is an instruction, and the factor is part of the scale of scores."""
 LANES = 128
 """Elements of the minor dimension of a vector register."""
+SUBLANES = 8
+"""Rows of a vector register, and the rows of a block in memory are a multiple of it."""
+SMALLEST_VMEM = 16 * 2**20
+"""Bytes of VMEM of a core of v4."""
 INTERPRETER: Any = True
 """How devices that are no TPUs run kernels, as `interpret` of `pallas_call`."""
 
@@ -26,12 +32,16 @@ def launch(
     out_shapes: Sequence[jax.ShapeDtypeStruct],
     scratch: Sequence[Any],
     name: str,
+    aliases: Mapping[int, int] | None = None,
+    vmem_limit: int | None = None,
 ) -> Callable[..., list[jax.Array]]:
     """Return the function that runs a kernel on arrays, of which the first is in scalar memory before it starts.
 
     Args:
         semantics: per dimension of the grid, "parallel" if the cores of a chip may divide it, else "arbitrary".
         name: names the kernel in compiled programs and profiles.
+        aliases: argument -> result that replaces it in memory.
+        vmem_limit: bytes of VMEM that the kernel may take; default: the compiler's.
     """
 
     def run(interpret: Any) -> Callable[..., list[jax.Array]]:
@@ -42,7 +52,10 @@ def launch(
             ),
             out_shape=out_shapes,
             # copies are of blocks that exist: checks of their bounds take as long as starting them
-            compiler_params=pltpu.CompilerParams(dimension_semantics=semantics, disable_bounds_checks=True),
+            compiler_params=pltpu.CompilerParams(
+                dimension_semantics=semantics, disable_bounds_checks=True, vmem_limit_bytes=vmem_limit
+            ),
+            input_output_aliases=aliases or {},
             interpret=interpret,
             name=name,
         )
@@ -53,6 +66,11 @@ def launch(
         return chosen
 
     return run_anywhere
+
+
+def vmem_bytes() -> int:
+    """Return the bytes of VMEM of a core of the TPU that is compiled for; the fewest of all TPUs if it is not known."""
+    return pltpu.get_tpu_info().vmem_capacity_bytes if pltpu.is_tpu_device() else SMALLEST_VMEM
 
 
 def multiply(x: jax.Array, y: jax.Array) -> jax.Array:
@@ -68,6 +86,11 @@ def multiply_transposed(x: jax.Array, y: jax.Array) -> jax.Array:
 def transpose_multiply(x: jax.Array, y: jax.Array) -> jax.Array:
     """Return x^T y in float32: [k, i], [k, j] -> [i, j]."""
     return jax.lax.dot_general(x, y, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+def transpose(x: jax.Array) -> jax.Array:
+    """Return x^T, by float32, which matrices of every size can be transposed in."""
+    return x.astype(jnp.float32).T.astype(x.dtype)
 
 
 def indices(shape: tuple[int, int], axis: int) -> jax.Array:
@@ -88,13 +111,6 @@ def remainder(x: jax.Array, divisor: int) -> jax.Array:
 def divide(x: jax.Array, divisor: int) -> jax.Array:
     """Return x // divisor of int32 in 0 .. 2**20, by float32, because vector units have no division of integers."""
     return ((x.astype(jnp.float32) + 0.5) * (1 / divisor)).astype(jnp.int32)
-
-
-def column_to_row(column: jax.Array) -> jax.Array:
-    """Transpose [n, 1] to [1, n], by a mask and a sum, which take any n."""
-    n = column.shape[0]
-    is_diagonal = indices((n, n), 0) == indices((n, n), 1)
-    return jnp.where(is_diagonal, column, 0).sum(axis=0, keepdims=True)
 
 
 def row_to_column(row: jax.Array) -> jax.Array:

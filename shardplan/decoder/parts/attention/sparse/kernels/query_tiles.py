@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from shardplan.decoder.parts.attention.sparse.kernels.launch import SUBLANES
+
 ROWS = 128
 """Rows that fill the matrix unit."""
 MAX_QUERIES = 32
 """Most queries of a tile: each has one bit of an int32."""
-SUBLANES = 8
-"""The rows of a block in memory are a multiple of it."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Says which blocks have no kernels, and why."""
 
-from shardplan.decoder.parts.attention.sparse.kernels.query_tiles import SUBLANES
+from shardplan.decoder.parts.attention.sparse.kernels.launch import SUBLANES
 from shardplan.errors import ConfigError
 
 

@@ -1,7 +1,6 @@
 """The forward kernel of the selected branch: softmax attention of a tile of queries to the blocks of its table.
 
-Softmax is computed in one walk, with the largest score and the sum of weights so far (online softmax). A step may mask
-all its keys for some rows: their weights are wrong until a key is visible, and then multiplied by exp(-1e30) = 0.
+A step has several parts, whose matmuls the matrix units compute side by side; each is added to the online softmax.
 """
 
 from typing import Any
@@ -14,12 +13,16 @@ from shardplan.decoder.parts.attention.sparse.kernels import block_walk
 from shardplan.decoder.parts.attention.sparse.kernels.block_tables import BlockTables
 from shardplan.decoder.parts.attention.sparse.kernels.block_walk import BlockWalk, TileStep, WalkSizes
 from shardplan.decoder.parts.attention.sparse.kernels.launch import (
+    LOG2_E,
     MASKED_SCORE,
-    column_to_row,
     launch,
     multiply,
-    multiply_transposed,
+    transpose,
 )
+from shardplan.decoder.parts.attention.sparse.kernels.online_softmax import OnlineSoftmax, fold_rows
+
+KEYS_PER_STEP = 1024
+"""Most keys of a step: matmuls overlap the softmax of other parts only; two steps of 512 take a third longer."""
 
 
 def attend_tiles(
@@ -49,32 +52,35 @@ def attend_tiles(
 
     def kernel(*refs: Any) -> None:
         first, blocks, next_blocks, members, k, v, q, output, *row_outputs = refs[: 8 + sums]
-        buffers, (largest, total, free, accumulated) = refs[8 + sums : 12 + sums], refs[12 + sums :]
+        buffers, state, (free, transposed_q) = refs[8 + sums : 12 + sums], refs[12 + sums : -2], refs[-2:]
         walk = BlockWalk(sizes, TileStep.current(), first, blocks, next_blocks, members, k, v, *buffers)
-        largest[...] = jnp.full_like(largest, MASKED_SCORE)
-        for each in (total, free, accumulated):
-            each[...] = jnp.zeros_like(each)
+        OnlineSoftmax.clear(state)
+        free[...] = jnp.zeros_like(free)
+        transposed_q[...] = transpose(q[0])
 
-        def compute(step: jax.Array, step_keys: jax.Array, step_values: jax.Array) -> None:
-            scores = multiply_transposed(q[0], step_keys) * sizes.scale
-            scores = jnp.where(walk.is_visible(step), scores, MASKED_SCORE)
-            before = largest[...]
-            largest[...] = jnp.maximum(before, scores.max(axis=1, keepdims=True))
-            weights, decay = jnp.exp(scores - largest[...]), jnp.exp(before - largest[...])
-            total[...] = total[...] * decay + weights.sum(axis=1, keepdims=True)
-            if with_free_mass:
-                free[...] = free[...] * decay + (weights * walk.is_free(step)).sum(axis=1, keepdims=True)
-            accumulated[...] = accumulated[...] * decay + multiply(weights.astype(step_values.dtype), step_values)
+        def compute(step: jax.Array, slot: jax.Array) -> None:
+            def of_part(buffer: Any, part: range) -> jax.Array:
+                part_keys: jax.Array = buffer[slot, part.start * sizes.block : part.stop * sizes.block]
+                return part_keys
+
+            products = [multiply(of_part(walk.key_buffer, part), transposed_q[...]) for part in sizes.parts]
+            softmax = OnlineSoftmax.load(state)
+            for part, scores in zip(sizes.parts, products, strict=True):
+                is_visible = jnp.concatenate([walk.visible_rows(step, i) for i in part])
+                scores = jnp.where(is_visible, scores * (sizes.scale * LOG2_E), MASKED_SCORE)
+                softmax, weights, decay = softmax.add(scores, of_part(walk.value_buffer, part))
+                if with_free_mass:
+                    free[...] *= decay
+                    for i, of_block in zip(part, jnp.split(weights, len(part)), strict=True):
+                        free[...] += fold_rows(jnp.add, of_block) * walk.is_free(step, i)
+            softmax.store(state)
 
         walk.run(compute)
-        has_keys = largest[...] > MASKED_SCORE / 2
-        inverse = jnp.where(has_keys, 1 / total[...], 0.0)
-        output[0] = (accumulated[...] * inverse).astype(output.dtype)
-        log_sums = jnp.where(has_keys, largest[...] + jnp.log(total[...]), 0.0)
-        for target, column in zip(row_outputs, (log_sums, free[...] * inverse), strict=False):
-            target[0] = column_to_row(column)
+        softmax = OnlineSoftmax.load(state)
+        output[0] = softmax.output().astype(output.dtype)
+        for target, row in zip(row_outputs, (softmax.log_sums(), free[...] * softmax.inverse_total()), strict=False):
+            target[0] = row
 
-    column = pltpu.VMEM((rows, 1), jnp.float32)
     by_row = jax.ShapeDtypeStruct((count, 1, rows), jnp.float32)
     run = launch(
         kernel,
@@ -87,8 +93,8 @@ def attend_tiles(
         ],
         out_shapes=[jax.ShapeDtypeStruct((count, rows, value_size), queries.dtype), *[by_row] * sums],
         scratch=[
-            *block_walk.scratch(sizes, keys, values), column, column, column,
-            pltpu.VMEM((rows, value_size), jnp.float32),
+            *block_walk.scratch(sizes, keys, values), *OnlineSoftmax.scratch(rows, value_size),
+            pltpu.VMEM((1, rows), jnp.float32), pltpu.VMEM((size, rows), queries.dtype),
         ],
         name="selected_attention",
     )  # fmt: skip

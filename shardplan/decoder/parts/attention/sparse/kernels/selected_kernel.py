@@ -11,15 +11,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from shardplan.decoder.parts.attention.sparse.kernels.block_tables import (
-    BlockTables,
-    make_block_tables,
-    make_tile_lists,
-)
+from shardplan.decoder.parts.attention.sparse.kernels import attention_gradients, selected_forward
+from shardplan.decoder.parts.attention.sparse.kernels.block_tables import BlockTables, make_block_tables
 from shardplan.decoder.parts.attention.sparse.kernels.block_walk import WalkSizes
 from shardplan.decoder.parts.attention.sparse.kernels.query_tiles import QueryTiles
-from shardplan.decoder.parts.attention.sparse.kernels.selected_backward import key_value_gradients, query_gradients
-from shardplan.decoder.parts.attention.sparse.kernels.selected_forward import attend_tiles
 from shardplan.decoder.parts.attention.sparse.selection_blocks import SelectionBlocks
 
 
@@ -73,9 +68,9 @@ def _forward(
     keys: jax.Array,
     values: jax.Array,
 ) -> tuple[tuple[jax.Array, jax.Array | None], Residuals]:
-    sizes, batch = _sizes(selection, queries), len(queries)
+    sizes, batch = _sizes(selection, queries, selected_forward.KEYS_PER_STEP), len(queries)
     key_blocks, value_blocks = (_by_head(selection, x.astype(queries.dtype)) for x in (keys, values))
-    output, log_sums, free_mass = attend_tiles(
+    output, log_sums, free_mass = selected_forward.attend_tiles(
         sizes,
         sizes.tiles.first_positions(positions),
         _tables(sizes, blocks, keys.shape[1]),
@@ -96,20 +91,23 @@ def _backward(
     gradients: tuple[jax.Array, jax.Array | None],
 ) -> tuple[None, None, jax.Array, jax.Array, jax.Array]:
     positions, blocks, queries, keys, values, output, log_sums = residuals
-    sizes, batch, length = _sizes(selection, queries), len(queries), keys.shape[1]
+    sizes, batch = _sizes(selection, queries, attention_gradients.KEYS_PER_STEP), len(queries)
+    length = keys.shape[1]
     tables = _tables(sizes, blocks, length)
     of_output = sizes.tiles.split(gradients[0].astype(queries.dtype))
     delta = (output.astype(jnp.float32) * of_output.astype(jnp.float32)).sum(axis=-1)[:, None]
     first_positions = sizes.tiles.first_positions(positions)
-    arrays = (
+    key_blocks, value_blocks = (_by_head(selection, x.astype(queries.dtype)) for x in (keys, values))
+    dq, dk, dv = attention_gradients.attention_gradients(
+        sizes,
+        first_positions,
+        tables,
         sizes.tiles.split(queries),
-        *(_by_head(selection, x.astype(queries.dtype)) for x in (keys, values)),
+        key_blocks,
+        value_blocks,
         of_output,
         jnp.concatenate([log_sums, delta], axis=1),
     )
-    dq = query_gradients(sizes, first_positions, tables, *arrays)
-    lists = make_tile_lists(sizes.tiles, tables, selection.count(length))
-    dk, dv = key_value_gradients(sizes, first_positions, lists, *arrays)
     of_keys, of_values = (
         x[:, :length].reshape(batch, -1, length, x.shape[-1]).swapaxes(1, 2).astype(like.dtype)
         for x, like in ((dk, keys), (dv, values))
@@ -120,9 +118,9 @@ def _backward(
 attend_by_kernel.defvjp(_forward, _backward)
 
 
-def _sizes(selection: SelectionBlocks, queries: jax.Array) -> WalkSizes:
+def _sizes(selection: SelectionBlocks, queries: jax.Array, keys_per_step: int) -> WalkSizes:
     _, count, _, heads, size = queries.shape
-    return WalkSizes(QueryTiles.of(selection.size, count, heads), selection, size**-0.5)
+    return WalkSizes(QueryTiles.of(selection.size, count, heads), selection, size**-0.5, keys_per_step)
 
 
 def _tables(sizes: WalkSizes, blocks: jax.Array, length: int) -> BlockTables:

@@ -19,12 +19,13 @@ from shardplan.decoder.parts.attention.sparse.config import NativeSparseConfig
 from shardplan.decoder.parts.attention.sparse.kernels.launch import (
     LANES,
     MASKED_SCORE,
+    SUBLANES,
     divide,
     indices,
     multiply_transposed,
     quotient,
 )
-from shardplan.decoder.parts.attention.sparse.kernels.query_tiles import SUBLANES, QueryTiles
+from shardplan.decoder.parts.attention.sparse.kernels.query_tiles import QueryTiles
 
 BLOCK = LANES
 """Tokens of a block."""
