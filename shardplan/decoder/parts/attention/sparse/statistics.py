@@ -178,6 +178,8 @@ def figures(config: NativeSparseConfig, sums: SelectionSums) -> dict[str, Any]:
     """
     host = jax.tree.map(lambda each: np.asarray(each, np.float64), sums)
     values = {name: np.asarray(value) for name, value in _figures(config, host, np).items()}
+    # float64 has the sum exactly, so that one division gives the closed form to the bit
+    values["k_mean"] = (host.whole_blocks * config.selection_block + host.rest) / host.rows
     counts = {name: int(values[name]) for name in ("rows", "k_max")}
     return {name: value.item() if value.ndim == 0 else value for name, value in values.items()} | counts
 
