@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from shardplan.verify.case import Case
     from shardplan.verify.verdict import Verdict
 
-USUAL_TIME = "a compile usually takes 1 to 4 minutes, and seconds with compiler.memory_only"
+USUAL_TIME = "a compile usually takes 1 to 4 minutes"
 
 
 def main(argv: Sequence[str]) -> None:
