@@ -26,6 +26,7 @@ from bench_planner import TENSOR_PARALLEL, load, mesh, row, seconds
 from planner_record import PUBLISHED, CompiledResult, compile_cases, find_records, write_records
 
 from shardplan.config import PlanConfig
+from shardplan.config.sections import CompilerConfig
 from shardplan.hardware import GIB, parse_slice
 from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.model_class import LEVANTER
@@ -35,6 +36,7 @@ from shardplan.search.given_plan import plan_given_mappings
 from shardplan.search.make_plan import make_plan
 from shardplan.search.open_choices import AUTO_CHECKPOINTING
 from shardplan.verify.case import Case
+from shardplan.verify.run import verify
 
 RUNS = Path(__file__).with_name("published_runs.yaml")
 STORED = {"embed": ("embed",), "outputs": ("mlp", "head_size", "vocab"), "nothing": ()}
@@ -196,7 +198,7 @@ class Comparison:
 
 def statistics_table(comparisons: Sequence[Comparison]) -> str:
     """A row for all runs and one for each generation: median, spread and correlation of modelled and measured."""
-    groups = {"all": list(comparisons)}
+    groups = {"all": list(comparisons)} if comparisons else {}
     for each in comparisons:
         groups.setdefault(parse_slice(each.run.slice).generation.name, []).append(each)
     columns = (
@@ -328,6 +330,19 @@ def predictions(
     }
 
 
+def memory_table(runs: Sequence[Run], jobs: int | None) -> str:
+    """A row for each best plan: the peak that the compiler assigns, and the one that is predicted."""
+    cases = [run.cases()[-1] for run in runs]
+    verdicts = verify(cases, CompilerConfig(jobs=jobs, memory_only=True))
+    lines = [row("run", "outcome", "peak GiB", "predicted", "host GiB", "predicted"), row(*["---"] * 6)]
+    for run, case, verdict in zip(runs, cases, verdicts, strict=True):
+        memory, predicted = verdict.memory, case.plan.memory
+        peak, host = (memory.peak, memory.host) if memory is not None else (math.nan, math.nan)
+        texts = map(gib_text, (peak, predicted.peak, host, predicted.host))
+        lines.append(row(run.label, verdict.outcome, *texts))
+    return "\n".join(lines)
+
+
 def median(values: Sequence[float]) -> float:
     """The median; not a number where there are no values."""
     return statistics.median(values) if values else math.nan
@@ -346,9 +361,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", help="Markdown file to write; default: stdout")
     parser.add_argument("--jobs", type=int, help="compiles at a time")
+    parser.add_argument(
+        "--memory_only", action="store_true", help="print the memory of the best plans, in seconds each"
+    )
     parser.add_argument("--only", default="", help="only the runs whose model and slice contain this text")
     arguments = parser.parse_args()
     runs = [Run(**entry) for entry in yaml.safe_load(RUNS.read_text(encoding="utf-8"))]
+    if arguments.memory_only:
+        print(memory_table([run for run in runs if arguments.only in run.label], arguments.jobs))
+        return
     cases = {run.label: run.cases() for run in runs}
     wanted = [case for run in runs if arguments.only in run.label for case in cases[run.label]]
     used = compile_cases(wanted, PUBLISHED, arguments.jobs, takes_earlier=True)
@@ -377,7 +398,7 @@ def main() -> None:
     text = TEMPLATE.format(
         runs="\n".join(table),
         statistics=statistics_table(compiled),
-        log_correlation=np.corrcoef(*logarithms)[0, 1],
+        log_correlation=np.corrcoef(*logarithms)[0, 1] if len(compiled) > 1 else math.nan,
         single=figure(median([each.ratio_at_equal_flops for each in single])),
         singles=len(single),
         several=figure(median([each.ratio_at_equal_flops for each in several])),
@@ -427,17 +448,12 @@ compute, which are of one scale for all models and slices; logarithms of step ti
 - A factor that all runs have in common is not left beyond these few percent, which are less than the spread; so the
   model takes none. v5e is the slowest against its measurements: its five runs come from one page, of models whose MLP
   has no gate, while ours has one, and a further elementwise pass with it. What the gate costs was not measured.
-- v4 runs, whose programs compute the same, agree within 5 %. Gathers over 512 devices of v5p are modelled as
-  all-reduces of zero-padded shards, because this compiler makes them so; whether that of the publication did is not
-  known.
+- Gathers over 512 devices of v5p are modelled as all-reduces of zero-padded shards, because this compiler makes them
+  so; whether that of the publication did is not known.
 
 The three furthest at equal FLOPs:
 
 {furthest}
-
-The first two need many microbatches for their memory, and each of these gathers all parameters and adds up all
-gradients again. More than a third of their steps are transfers that nothing overlaps with. Part of these are two
-all-reduces a layer over `model`; the published programs have attention and MLP side by side, with one.
 
 ## The best plan
 

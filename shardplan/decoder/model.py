@@ -21,8 +21,10 @@ from levanter.models.lm_model import LmExample, LmHeadModel
 from levanter.models.loss import maybe_fused_next_token_loss
 
 from shardplan.decoder.architecture import Architecture
-from shardplan.decoder.expert_layers import training_metrics
 from shardplan.decoder.kept_parameters import keep_weights
+from shardplan.decoder.layers.expert_layers import training_metrics
+from shardplan.decoder.layers.recorded_layers import fold_layers
+from shardplan.decoder.layers.selection_metrics import selection_metrics
 from shardplan.decoder.names import Rule, Shape, StoredTensor, evaluate, stored_tensors
 from shardplan.decoder.parameter_rules import parameter_rules, stored_constants
 from shardplan.decoder.parts.attention.grouped_attention import POSITION
@@ -31,8 +33,6 @@ from shardplan.decoder.parts.attention.selection_recording import record_selecti
 from shardplan.decoder.parts.block import RepeatedLayers
 from shardplan.decoder.parts.linear import INITIAL_SCALE, Linear
 from shardplan.decoder.parts.norm import Norm
-from shardplan.decoder.recorded_layers import fold_layers
-from shardplan.decoder.selection_metrics import selection_metrics
 from shardplan.errors import CheckpointError
 from shardplan.experts.statistics.recording import record_routing
 from shardplan.model.attention.chunked_mask import indices_in_documents

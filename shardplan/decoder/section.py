@@ -16,9 +16,9 @@ from levanter.layers.attention import AttentionBackend
 from levanter.models.lm_model import LmConfig
 
 from shardplan.decoder.config import DecoderConfig
-from shardplan.decoder.expert_layers import has_experts
+from shardplan.decoder.layers.expert_layers import has_experts
+from shardplan.decoder.layers.sparse_layers import check_has_selection, selected_method, with_selected_method
 from shardplan.decoder.parts.attention.sparse.branches.selected_branch import SelectedMethod
-from shardplan.decoder.sparse_layers import check_has_selection, selected_method, with_selected_method
 from shardplan.errors import ConfigError
 from shardplan.model.huggingface.hf_config import check_config, read_config
 from shardplan.model.huggingface.text_part import read_text_part

@@ -9,11 +9,11 @@ from shardplan.attention.levanter import with_sequence_parallel
 from shardplan.cost.attention import with_kernels
 from shardplan.cost.calibration import compiler_quirks
 from shardplan.cost.sharding import ShardingAssignment
+from shardplan.decoder.layers.sparse_layers import selected_method, with_selected_method
 from shardplan.decoder.parts.attention.sparse.branches.selected_branch import SelectedMethod
 from shardplan.decoder.parts.attention.sparse.kernels.refusal import check_kernel
 from shardplan.decoder.parts.attention.sparse.sparse_call import SUBJECT
 from shardplan.decoder.parts.segments import Segment
-from shardplan.decoder.sparse_layers import selected_method, with_selected_method
 from shardplan.errors import ConfigError
 from shardplan.experts.levanter import has_replaceable_experts, with_expert_parallel
 from shardplan.hardware import parse_slice

@@ -10,7 +10,7 @@ from shardplan.config.arguments import check_config
 from shardplan.cost.calibration import usable_bytes
 from shardplan.cost.memory import estimate_memory, host_bytes
 from shardplan.cost.roofline import step_tasks
-from shardplan.decoder.expert_layers import has_corrections
+from shardplan.decoder.layers.expert_layers import has_corrections
 from shardplan.errors import InfeasibleError
 from shardplan.experts.measured_load import measured_load_spread
 from shardplan.experts.planned_model import with_planned_experts

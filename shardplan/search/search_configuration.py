@@ -9,7 +9,7 @@ from typing import Any
 
 from shardplan.config import PlanConfig
 from shardplan.cost.calibration import calibration_of, compiler_quirks, usable_bytes, usable_host_bytes
-from shardplan.decoder.sparse_layers import selected_method
+from shardplan.decoder.layers.sparse_layers import selected_method
 from shardplan.errors import ConfigError, InfeasibleError
 from shardplan.hardware import Slice, parse_slice
 from shardplan.hardware.mesh_axes import POSITION_CHOICES

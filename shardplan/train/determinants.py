@@ -33,7 +33,7 @@ class TrainingFolder(RunFolder):
         self._write(name, data)
 
     def add_records(self, records: Mapping[str, Any]) -> None:
-        """Add to `run.json` what the run records of itself, by the names of `records`; only one process calls this."""
+        """Add values to `run.json`, under names of `records`; only one process calls this."""
         self._write(RUN, json_bytes({**self._read_run(), **records}))
 
     def read_summary(self) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from typing import Any
 
 import jax
 
+from shardplan.decoder.layers.sparse_layers import methods_by_layer
 from shardplan.decoder.model import Decoder
-from shardplan.decoder.sparse_layers import methods_by_layer
 from shardplan.errors import ConfigError
 from shardplan.plan.layer_numbers import layers_text
 from shardplan.plan.plan import Plan
@@ -22,7 +22,7 @@ from shardplan.plan.plan import Plan
 METHODS, SELECTION = "selected_methods", "selection"
 """Elements of run.json."""
 PREFIX = "train/nsa/"
-"""Beginning of the names under which Levanter's Trainer has the metrics of `shardplan.decoder.selection_metrics`."""
+"""Start of the names that Levanter's Trainer gives the metrics of `shardplan.decoder.layers.selection_metrics`."""
 OF_LAYER, OF_BLOCK = re.compile(r"layer_(\d+)/(\w+)"), re.compile(r"block_(\d+)_load")
 
 

@@ -17,7 +17,7 @@ from levanter.models.lm_model import LmExample
 from test_logits import SHARDED_POSITIONS, UNSHARDED, run
 
 from shardplan.decoder import model as decoder_model
-from shardplan.decoder.expert_layers import expert_layers, records_by_layer
+from shardplan.decoder.layers.expert_layers import expert_layers, records_by_layer
 from shardplan.decoder.parts.mlp import router
 from shardplan.execution import step_program
 from shardplan.execution.layout_forward import LayoutForward

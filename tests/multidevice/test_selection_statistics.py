@@ -9,9 +9,9 @@ import pytest
 from levanter.models.lm_model import LmExample
 
 from shardplan.decoder.config import DecoderConfig
+from shardplan.decoder.layers.sparse_layers import sparse_attentions, with_selected_method
 from shardplan.decoder.parts.attention.sparse.branches import selected_branch
 from shardplan.decoder.parts.attention.sparse.statistics import closed_form
-from shardplan.decoder.sparse_layers import sparse_attentions, with_selected_method
 
 LAYERS, BATCH, POSITIONS, GROUPS, BLOCKS = 2, 8, 64, 2, 8
 CONFIG = {

@@ -7,8 +7,8 @@ from conftest import ROOT, fails, run
 from processes import fork_python
 
 from shardplan.decoder.config import DecoderConfig
+from shardplan.decoder.layers.sparse_layers import sparse_attentions
 from shardplan.decoder.parts.attention.sparse.statistics import closed_form
-from shardplan.decoder.sparse_layers import sparse_attentions
 
 CONFIG = ROOT / "configs" / "nsa-tiny.yaml"
 STEPS, LAYERS, BATCH, POSITIONS, GROUPS = 3, 2, 16, 128, 2

@@ -12,9 +12,9 @@ from shardplan.cost.gspmd import device_cost
 from shardplan.cost.roofline import model_flops_by_kind
 from shardplan.cost.sharding import ShardingAssignment
 from shardplan.decoder import NativeSparseConfig
+from shardplan.decoder.layers.sparse_layers import sparse_attentions
 from shardplan.decoder.parts.attention.sparse.parts import PositionParts
 from shardplan.decoder.parts.attention.sparse.traffic import backward_traffic, forward_traffic
-from shardplan.decoder.sparse_layers import sparse_attentions
 from shardplan.errors import ConfigError, InfeasibleError
 from shardplan.execution import specialize
 from shardplan.hardware import CollectiveKind

@@ -15,9 +15,9 @@ from levanter.models.lm_model import LmConfig
 
 from shardplan.decoder import SelectedMethod
 from shardplan.decoder.config import DecoderConfig
+from shardplan.decoder.layers.sparse_layers import selected_method, with_selected_method
 from shardplan.decoder.model import expected_shapes
 from shardplan.decoder.section import DecoderSection
-from shardplan.decoder.sparse_layers import selected_method, with_selected_method
 from shardplan.errors import ConfigError
 from shardplan.model.registry import build_model
 

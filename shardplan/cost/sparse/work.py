@@ -88,7 +88,7 @@ class SparseWork:
 
 
 def work_of(task: Task, assignment: ShardingAssignment) -> SparseWork:
-    """Return what one device does for a call, or for the call that a task computes the gradient of."""
+    """Return the work of one device for a call; for a gradient, the work of its forward pass."""
     assert task.attention is not None
     return sparse_work(task.attention, task.sparse_queries, assignment)
 

@@ -6,7 +6,7 @@ The record of a shard is written beside its results, so that a run that was inte
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shardplan.decoder.expert_layers import has_experts, records_by_layer
+from shardplan.decoder.layers.expert_layers import has_experts, records_by_layer
 from shardplan.errors import ConfigError
 from shardplan.eval.experts.summary import describe_experts
 from shardplan.eval.run_results.folder import ResultsFolder

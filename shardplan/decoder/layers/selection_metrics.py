@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 from levanter.metrics import Metric, ReductionType
 
+from shardplan.decoder.layers.sparse_layers import sparse_attentions
 from shardplan.decoder.parts.attention.sparse.statistics import SelectionSums, traced_figures
 from shardplan.decoder.parts.attention.sparse_attention import SparseAttention
 from shardplan.decoder.parts.segments import Segment, number_layers
-from shardplan.decoder.sparse_layers import sparse_attentions
 
 PREFIX = "nsa"
 MAX_LOADS = 1024
