@@ -9,14 +9,13 @@ import shutil
 import socket
 import subprocess
 import sys
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import yaml
 from conftest import ROOT, fails, run
 
-from shardplan.config.sections import LaunchConfig, Target
+from shardplan.config.sections import Target
 from shardplan.plan.plan import Plan
 
 STAND_IN = Path(__file__).parent / "launchers" / "stand_in.py"
@@ -332,7 +331,7 @@ def test_bad_input(arguments, message):
 
 @pytest.mark.quick
 def test_the_example_in_the_documentation(tmp_path):
-    """Its keys are those of the section, and all of them are in the table."""
+    """A launch with it says what it sets; every target has a row in the table."""
     page = (ROOT / "docs" / "howto" / "launching.md").read_text(encoding="utf-8")
     (example,) = re.findall(r"^```yaml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     (tmp_path / "launch.yaml").write_text(example)
@@ -340,5 +339,4 @@ def test_the_example_in_the_documentation(tmp_path):
         "gcloud", "--config", str(ROOT / "configs" / "405b.yaml"), "--config", str(tmp_path / "launch.yaml")
     )
     assert "gcloud compute tpus tpu-vm create llama-405b --zone=us-central2-b" in script
-    assert set(re.findall(r"^\| `launch\.(\w+)`", page, re.MULTILINE)) == {item.name for item in fields(LaunchConfig)}
     assert set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == {*Target}
