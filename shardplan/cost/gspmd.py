@@ -28,7 +28,7 @@ from shardplan.cost.sparse.stages import sparse_stages
 from shardplan.cost.sparse.work import work_of as sparse_work_of
 from shardplan.hardware import CollectiveKind
 from shardplan.plan.mapping import MeshAxes, mesh_size
-from shardplan.program.named_arrays import Dim, TracedArray, is_scores, mapped
+from shardplan.program.named_arrays import Dim, TracedArray, mapped
 from shardplan.program.tasks import Task, TaskKind
 
 SELECTION_EXCHANGES = 4
@@ -170,12 +170,12 @@ def _sparse_attention_cost(task: Task, assignment: ShardingAssignment, traffic: 
 
 
 def _moved_bytes(task: Task, assignment: ShardingAssignment, bytes_of_stored: Callable[[TracedArray], float]) -> float:
-    """Bytes of the operands and results of a task on one device; scores are never written to memory."""
-    return sum(
-        bytes_of_stored(array) if array in task.stored_arrays else assignment.bytes(array, assignment.compute)
-        for array in (*task.operands, *task.results)
-        if not is_scores(array)
-    )
+    """Bytes of the operands and results of a task on one device."""
+    total = 0.0
+    for array in task.moved_arrays:
+        is_stored = array in task.stored_arrays
+        total += bytes_of_stored(array) if is_stored else assignment.bytes(array, assignment.compute)
+    return total
 
 
 def _nonempty(traffic: Iterator[Traffic]) -> tuple[Traffic, ...]:

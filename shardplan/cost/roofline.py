@@ -121,6 +121,8 @@ def _conversion_bytes(task: Task, cost: DeviceCost, calibration: Calibration) ->
 def task_seconds(task: Task, cost: DeviceCost, placement: MeshPlacement, calibration: Calibration) -> TaskSeconds:
     """Seconds of a task on a device with the share `cost` of it; of a copy to or from the host, if nothing hides it."""
     compute = compute_seconds(task, cost, placement.hardware, calibration)
+    if not cost.traffic and task.kind != TaskKind.HOST_COPY:
+        return TaskSeconds(compute, 0.0)  # as below, but faster: most tasks transfer nothing
     times = _collective_times(task, cost, placement, calibration, compute)
     exposed = host_copy_seconds(task, cost, placement.hardware)
     for each in times:

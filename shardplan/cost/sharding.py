@@ -9,7 +9,7 @@ from shardplan.experts.method import ExpertMethod
 from shardplan.plan.attention_plan import AttentionPlan
 from shardplan.plan.mapping import AxisMapping, MeshAxes, MeshShape, mesh_size
 from shardplan.program.marked.attention_kind import AttentionKind
-from shardplan.program.named_arrays import Dim, TracedArray, is_parameter_like, mapped, shape_of
+from shardplan.program.named_arrays import Dim, MajorAxes, TracedArray, is_parameter_like, mapped, shape_of
 
 TILE_BYTES = 32
 """Bytes of one lane of a tile: a tile has 8 rows of float32, or 16 of bfloat16."""
@@ -74,10 +74,10 @@ class ShardingAssignment:
     """How routed experts are computed."""
     documents: tuple[int, ...] | None = None
     """Lengths of the documents of every sequence, if they are known; tokens attend only to their own document."""
-    shard_counts: dict[TracedArray, int] = field(default_factory=dict, compare=False, repr=False)
+    shard_counts: dict[MajorAxes, int] = field(default_factory=dict, compare=False, repr=False)
     """Cache of `num_shards` under `compute`; assignments with equal `mesh` and `compute` may share it."""
-    stored_counts: dict[TracedArray, int] = field(default_factory=dict, init=False, compare=False, repr=False)
-    """Cache of `num_shards` between tasks."""
+    stored_counts: dict[MajorAxes, int] = field(default_factory=dict, init=False, compare=False, repr=False)
+    """Cache of `num_shards` under `params`."""
     gathers: dict[TracedArray, WeightGather | None] = field(default_factory=dict, init=False, compare=False, repr=False)
     """Cache of `weight_gather`."""
 
@@ -139,16 +139,19 @@ class ShardingAssignment:
     def num_shards(self, array: TracedArray, mapping: AxisMapping | None = None) -> int:
         """Number of shards of `array`, under `mapping` or else in its sharding between tasks."""
         if mapping is None:
-            counts = self.stored_counts
-        elif mapping is self.compute:
+            mapping = self.params if self.is_stored_like_a_parameter(array) else self.compute
+        if mapping is self.compute:
             counts = self.shard_counts
+        elif mapping is self.params:
+            counts = self.stored_counts
         else:
             return self._num_shards(array, mapping)
-        if array not in counts:
-            counts[array] = self._num_shards(array, mapping)
-        return counts[array]
+        number = counts.get(array.majors)
+        if number is None:
+            number = counts[array.majors] = self._num_shards(array, mapping)
+        return number
 
-    def _num_shards(self, array: TracedArray, mapping: AxisMapping | None) -> int:
+    def _num_shards(self, array: TracedArray, mapping: AxisMapping) -> int:
         return math.prod(mesh_size(self.mesh, axes) for axes in self.dimension_mesh_axes(array, mapping) if axes)
 
     def bytes(self, array: TracedArray, mapping: AxisMapping | None = None) -> float:

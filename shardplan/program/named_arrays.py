@@ -47,6 +47,8 @@ Factor = tuple[AxisName | None, int]
 """A logical axis, or None where the name is not known, and its size."""
 Dim = tuple[Factor, ...]
 """One dimension of an array: the logical axes that are flattened into it, major to minor."""
+MajorAxes = tuple[AxisName | None, ...]
+"""The major logical axis of each dimension of an array, or None where it has no name."""
 TRACED_PREFIX = "logical axis "
 """Begins the names of mesh axes that stand for logical axes while a program is traced."""
 
@@ -88,8 +90,8 @@ class TracedArray:
         return tuple(name for name in self.axes if isinstance(name, str))
 
     @cached_property
-    def majors(self) -> tuple[AxisName | None, ...]:
-        """The major logical axis of each dimension, or None; of a flattened dimension only this axis can be sharded."""
+    def majors(self) -> MajorAxes:
+        """The major logical axis of each dimension; of a flattened dimension only this axis can be sharded."""
         return tuple(dim[0][0] if dim else None for dim in self.dims)
 
     @cached_property

@@ -156,6 +156,11 @@ class Task:
         return replace(self, operands=operands, results=renamed(self.results), first_used_weights=first_used, label="")
 
     @cached_property
+    def moved_arrays(self) -> tuple[TracedArray, ...]:
+        """Operands and results that are read from memory and written to it: all but scores."""
+        return tuple(array for array in (*self.operands, *self.results) if not is_scores(array))
+
+    @cached_property
     def scores(self) -> TracedArray:
         """Of attention: the scores that the matmul makes or reads."""
         return next(filter(is_scores, (*self.operands, *self.results)))

@@ -39,12 +39,12 @@ def search_meshes(
         _, i, is_tight = heappop(queue)
         if is_tight:
             fitting[i].rank(ranking)
+        elif fitting[i].is_slower(ranking.limit):
+            statistics.rejected[Rejection.SLOWER] += 1
         else:
             heappush(queue, (fitting[i].lower_bound, i, True))
     statistics.rejected[Rejection.SLOWER] += len(queue)
-    return not subproblems or any(
-        max(each.quick_lower_bound, each.lower_bound) <= ranking.limit for each in subproblems
-    )
+    return not subproblems or not all(each.is_slower(ranking.limit) for each in subproblems)
 
 
 def find_smallest(

@@ -42,7 +42,7 @@ from shardplan.plan.mapping import AxisMapping, MeshAxes, MeshShape, mesh_size
 from shardplan.plan.pins import Rules
 from shardplan.positions.sequence_order import SequenceOrder
 from shardplan.program.live_buffers import ProgramPoint
-from shardplan.program.named_arrays import TracedArray
+from shardplan.program.named_arrays import MajorAxes
 from shardplan.program.tasks import Step, Task, TaskKind
 from shardplan.program.variants.kept_activations import KeptActivations, Option
 from shardplan.search.components.component_cost import ComponentCost, ProgramCosts, axis_names, component_cost, on_host
@@ -316,7 +316,7 @@ class Space:
         compute: AxisMapping,
         params: AxisMapping,
         methods: KindMethods | None = None,
-        shard_counts: dict[TracedArray, int] | None = None,
+        shard_counts: dict[MajorAxes, int] | None = None,
         experts: ExpertStrategy | None = None,
     ) -> ShardingAssignment:
         """The sharding under a mesh, a compute mapping, one of stored parameters, and methods of attention and experts.

@@ -5,9 +5,9 @@ the same axes are a group: what they take is one vector, which is computed once 
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -183,15 +183,20 @@ def component_cost(program: ProgramCosts, component: tuple[str, ...]) -> Compone
 
     stored_here = [buffer for buffer in stored_buffers(step) if belongs(buffer.array)]
 
-    def rows(points: Sequence[Iterable[tuple[LiveBuffer, int]]]) -> list[Counter[LiveBuffer]]:
+    @cache
+    def is_here(buffer: LiveBuffer) -> bool:
+        return belongs(buffer.array, *buffer.related_arrays)
+
+    def rows(points: Sequence[Iterable[tuple[LiveBuffer, int]]]) -> list[dict[LiveBuffer, int]]:
         """Return the buffers of the component at every point, and then those on the host at each of `host_rows`."""
-        here = [Counter({b: n for b, n in point if belongs(b.array, *b.related_arrays)}) for point in points]
-        on_device = [Counter({b: n for b, n in point.items() if not b.array.is_on_host}) for point in here]
-        return on_device + [Counter(dict(on_host(here[i].items()))) for i in program.host_rows]
+        here = [[(buffer, n) for buffer, n in point if is_here(buffer)] for point in points]
+        on_device = [{buffer: n for buffer, n in point if not buffer.array.is_on_host} for point in here]
+        return on_device + [dict(on_host(here[i])) for i in program.host_rows]
 
     of_default = rows(program.points)
     for row in of_default[: len(program.points)]:
-        row.update(stored_here)
+        for buffer in stored_here:
+            row[buffer] = row.get(buffer, 0) + 1
     by_option = [rows([buffers.items() for buffers in option.buffers]) for option in program.options]
     buffers = list(dict.fromkeys(buffer for each in (of_default, *by_option) for row in each for buffer in row))
     counts = [_count_table(each, buffers) for each in (of_default, *by_option)]
@@ -239,7 +244,7 @@ def _table(counted: Counter[tuple[int, Task]], tasks: Sequence[Task], rows: int)
     return table
 
 
-def _count_table(rows: Sequence[Counter[LiveBuffer]], buffers: Sequence[LiveBuffer]) -> np.ndarray:
+def _count_table(rows: Sequence[Mapping[LiveBuffer, int]], buffers: Sequence[LiveBuffer]) -> np.ndarray:
     """Return [row, buffer]: how often each buffer is in a row."""
     columns = {buffer: i for i, buffer in enumerate(buffers)}
     table = np.zeros((len(rows), len(buffers)))

@@ -16,7 +16,7 @@ from shardplan.cost.sharding import ShardingAssignment
 from shardplan.hardware import place_mesh
 from shardplan.plan.mapping import MeshAxes, mesh_size
 from shardplan.program.live_buffers import LiveBuffer
-from shardplan.program.named_arrays import TracedArray
+from shardplan.program.named_arrays import MajorAxes
 from shardplan.program.tasks import Task, TaskKind
 from shardplan.search.components.component_cost import ATTENTION, BufferGroup, ComponentCost, TaskGroup
 from shardplan.search.components.compute_sharding import ComputeSharding, KindMethods
@@ -48,7 +48,7 @@ class MeshCosts:
         self._weight_bytes: dict[object, float] = {}
         self._methods: dict[object, list[KindMethods | None]] = {}
         self._assignments: dict[object, ShardingAssignment] = {}
-        self._shard_counts: defaultdict[object, dict[TracedArray, int]] = defaultdict(dict)
+        self._shard_counts: defaultdict[object, dict[MajorAxes, int]] = defaultdict(dict)
 
     def times(
         self, component: ComponentCost, compute: ComputeSharding, params: dict[str, MeshAxes]

@@ -109,6 +109,7 @@ class MeshSubproblem:
         }
         self.further_storage = [axes for axes in STORAGE_CHOICES if self.token_axes.issuperset(axes)]
         self.costs = MeshCosts(space, mesh, ComputeSharding(token_mapping, methods[0]))
+        self._known_min_times: dict[int, list[ComponentTimes]] = {}
 
     @cached_property
     def required(self) -> MeshAxes:
@@ -135,10 +136,15 @@ class MeshSubproblem:
     @cached_property
     def min_times(self) -> list[list[ComponentTimes]]:
         """[component][choice]: lower bounds of the times under `compute_shardings`."""
-        return [
-            [self.costs.min_times(component, compute) for compute in shardings]
-            for component, shardings in zip(self.space.component_costs, self.compute_shardings, strict=True)
-        ]
+        return list(map(self._component_min_times, range(len(self.space.component_costs))))
+
+    def _component_min_times(self, i: int) -> list[ComponentTimes]:
+        """Return [choice]: lower bounds of the times of component `i` under `compute_shardings`."""
+        if i not in self._known_min_times:
+            component = self.space.component_costs[i]
+            times = [self.costs.min_times(component, compute) for compute in self.compute_shardings[i]]
+            self._known_min_times[i] = times
+        return self._known_min_times[i]
 
     @cached_property
     def min_base_times(self) -> ComponentTimes:
@@ -183,6 +189,17 @@ class MeshSubproblem:
             )
         )  # fmt: skip
         return base + max(components, gathering - rate * self.space.available_bytes)
+
+    def is_slower(self, limit: float) -> bool:
+        """Whether a step takes longer than `limit` seconds, by as few of the lower bounds as show it."""
+        if self.quick_lower_bound > limit or not all(self.compute_shardings) or self.leaves_idle:
+            return True
+        seconds = self._least_seconds(self.min_base_times)
+        for i in range(len(self.compute_shardings)):
+            seconds += min(map(self._least_seconds, self._component_min_times(i)))
+            if seconds > limit:
+                return True
+        return self.lower_bound > limit
 
     @cached_property
     def stored_residual_choices(self) -> list[tuple[MeshAxes, np.ndarray]]:
