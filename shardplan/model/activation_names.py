@@ -8,7 +8,7 @@ shardplan's decoder gives its activations these names itself. Modules of Levante
 multiplies is a field of it, and `with_activation_names` puts one there that names its result.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
@@ -63,6 +63,10 @@ NAMES_OF_LINEARS = {
     "down_proj": ActivationName.MLP_OUT,
 }  # fmt: skip
 """Field of a module of Levanter that is a `Linear` -> the name of its result."""
+READERS_OF_CARRIES = {
+    ActivationName.QUERIES, ActivationName.KEYS, ActivationName.VALUES, ActivationName.GATE, ActivationName.UP,
+}  # fmt: skip
+"""The activations that are computed from the residual stream, which is the carry of the loop over layers."""
 _KERNEL_NAMES_CONTEXT = ContextVar("kernel_names_context", default=False)
 
 
@@ -80,21 +84,31 @@ def context_named_by_kernel() -> Iterator[None]:
         _KERNEL_NAMES_CONTEXT.reset(token)
 
 
-def with_activation_names(module: Any) -> Any:
+def with_activation_names(module: Any, kept: Collection[str] = ()) -> Any:
     """Return a module of Levanter whose activations have names; one that has them already stays as it is.
 
     So does shardplan's decoder, whose modules are its own. A bias is added to what has the name.
+
+    Args:
+        kept: names of the activations that gradient checkpointing keeps, which are then in row-major order.
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(module, is_leaf=lambda node: isinstance(node, Linear))
-    named = [_with_name(node, NAMES_OF_LINEARS.get(_field(path))) for path, node in leaves]
+    named = [_with_name(node, NAMES_OF_LINEARS.get(_field(path)), kept) for path, node in leaves]
     return jax.tree.unflatten(structure, named)
 
 
 def named_as_configured(module: Any, config: Any) -> Any:
     """Return a module of Levanter, with names if the gradient checkpointing of its configuration keeps some by name."""
     policy = getattr(config, "gradient_checkpointing", None)
-    names = isinstance(policy, ScanCheckpointPolicy) and (policy.save_block_internals or policy.offload_block_internals)
-    return with_activation_names(module) if names else module
+    if not isinstance(policy, ScanCheckpointPolicy):
+        return module
+    kept = [*_names(policy.save_block_internals), *_names(policy.offload_block_internals)]
+    return with_activation_names(module, kept) if kept else module
+
+
+def _names(internals: bool | Sequence[str] | None) -> Sequence[str]:
+    """Return the names in a field of a policy, which may also be a bool: whether everything is kept."""
+    return () if internals is None or isinstance(internals, bool) else internals
 
 
 def _field(path: tuple[Any, ...]) -> str:
@@ -102,28 +116,35 @@ def _field(path: tuple[Any, ...]) -> str:
     return str(getattr(path[-1], "name", "")) if path else ""
 
 
-def _with_name(node: Any, name: ActivationName | None) -> Any:
+def _with_name(node: Any, name: ActivationName | None, kept: Collection[str]) -> Any:
     if name is None or not isinstance(node, Linear) or isinstance(node.dot_general, _NamedDotGeneral):
         return node
-    return replace(node, dot_general=_NamedDotGeneral(node.dot_general, name))
+    reads_kept = name in READERS_OF_CARRIES or (name is ActivationName.ATTENTION_OUT and ActivationName.CONTEXT in kept)
+    return replace(node, dot_general=_NamedDotGeneral(node.dot_general, name, reads_kept, name in kept))
 
 
 class _NamedDotGeneral(eqx.Module):
     """A `dot_general` of Haliax whose result has a name, and its operand too, if that is the context of attention.
 
-    Both are in row-major order. Otherwise the TPU compiler lets the matmuls of gradients choose the order of what is
-    kept for the backward pass, and copies all layers of it to this order between the passes.
+    What gradient checkpointing keeps is in row-major order. Otherwise the TPU compiler lets the matmuls of gradients
+    choose the order, and copies all layers of what is kept to this order between the passes. Other activations stay
+    free: to keep them in order as well makes a step slower (docs/log.md).
     """
 
     dot_general: Any
     name: ActivationName = eqx.field(static=True)
+    reads_kept: bool = eqx.field(static=True)
+    """Whether the operand is kept, or follows from the carry of the loop over layers."""
+    is_kept: bool = eqx.field(static=True)
+    """Whether the result is kept."""
 
     def __call__(self, lhs: jax.Array, rhs: jax.Array, *arguments: Any, **settings: Any) -> jax.Array:
         """Multiply as `jax.lax.dot_general`."""
         if self.name is ActivationName.ATTENTION_OUT and not _KERNEL_NAMES_CONTEXT.get():
             lhs = checkpoint_name(lhs, ActivationName.CONTEXT.value)
-        product = self.dot_general(_row_major(lhs), rhs, *arguments, **settings)
-        return _row_major(checkpoint_name(product, self.name.value))
+        product = self.dot_general(_row_major(lhs) if self.reads_kept else lhs, rhs, *arguments, **settings)
+        product = checkpoint_name(product, self.name.value)
+        return _row_major(product) if self.is_kept else product
 
 
 def _row_major(x: jax.Array) -> jax.Array:

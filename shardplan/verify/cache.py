@@ -17,15 +17,15 @@ from shardplan.verify.compiler.compiled import Compiled, package_versions
 from shardplan.verify.model_facts import ModelFacts
 
 CODE = (
-    "hardware/*", "runtime/devices", "model/attention/attention_calls", "model/huggingface/hf_config",
-    "model/huggingface/rope_keys", "model/inspect", "model/levanter_compat", "model/logits/*", "model/registry",
-    "model/rotary", "execution/*", "steps/*", "checkpoint/levanter_loader", "verify/compiler/topology",
-    "verify/compiler/worker",
+    "hardware/*", "runtime/devices", "runtime/private_jax", "model/activation_names",
+    "model/attention/attention_calls", "model/huggingface/hf_config", "model/huggingface/rope_keys", "model/inspect",
+    "model/levanter_compat", "model/logits/*", "model/registry", "model/rotary", "model/soft_cap", "execution/*",
+    "steps/*", "checkpoint/levanter_loader", "verify/compiler/topology", "verify/compiler/worker",
 )  # fmt: skip
 """Modules of shardplan that make the compiled program from a plan, as glob patterns of their paths without suffix."""
 SEQUENCE_CODE = (
     "attention/**/*", "positions/*", "model/attention/chunked_mask", "model/attention/mask_pattern",
-    "program/marked/attention_kind", "program/marked/marked_attention", "runtime/private_jax",
+    "program/marked/attention_kind", "program/marked/marked_attention",
 )  # fmt: skip
 """Further such modules, used if the plan shards positions, and always by the decoder."""
 DECODER_CODE = ("decoder/**/*", "model/huggingface/kept_codes", "model/kept_weights", "model/parameter_dtypes")

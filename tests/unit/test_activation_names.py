@@ -1,9 +1,12 @@
 """Gradient checkpointing that keeps activations by their names, as Levanter's `save_block_internals` asks for."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
+import numpy as np
 import pytest
+from haliax.nn import Linear
 
 from shardplan.cost.calibration import Calibration
 from shardplan.cost.gspmd import device_cost
@@ -136,6 +139,28 @@ def test_activations_of_levanters_modules_have_names():
     named = with_activation_names(module)
     assert [path for path, _ in named_leaves(named)] == [path for path, _ in named_leaves(module)]
     assert jax.tree.structure(with_activation_names(named)) == jax.tree.structure(named) != jax.tree.structure(module)
+
+
+@pytest.mark.parametrize(
+    ("kept", "ordered"),
+    [
+        ([], {}),
+        (["context", "gate_proj"], {"o_proj": 1, "gate_proj": 2}),
+        (["mlp_out"], {"down_proj": 1}),
+    ],
+)
+def test_what_is_kept_is_in_row_major_order(kept, ordered):
+    """And what follows from the residual stream, which is kept too; the compiler orders the rest as it likes."""
+    module = build_model({**read_config("llama-3.1-8b", None, LEVANTER), "num_hidden_layers": 2}, TOKENS).template
+    named = with_activation_names(module, kept)
+    constraints = {}
+    for path, node in jax.tree_util.tree_flatten_with_path(named, is_leaf=lambda node: isinstance(node, Linear))[0]:
+        if isinstance(node, Linear) and path[-1].name != "lm_head":
+            multiply = partial(node.dot_general, dimension_numbers=(((1,), (0,)), ((), ())))
+            jaxpr = jax.make_jaxpr(multiply)(np.ones((2, 4)), np.ones((4, 2)))
+            constraints[path[-1].name] = str(jaxpr).count("layout_constraint[")
+    from_residual = {"q_proj": 1, "k_proj": 1, "v_proj": 1, "gate_proj": 1, "up_proj": 1}
+    assert constraints == {"o_proj": 0, "down_proj": 0, **from_residual, **ordered}
 
 
 @pytest.mark.parametrize(
