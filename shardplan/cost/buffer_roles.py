@@ -59,7 +59,7 @@ def buffer_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
 
 def host_buffer_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
     """Bytes of a live buffer in the memory of the host, for one device; 0 where the device has it."""
-    return assignment.bytes(buffer.array) if buffer.array.is_on_host else 0.0
+    return ROLES[buffer.role].bytes(buffer, assignment) if buffer.array.is_on_host else 0.0
 
 
 def stored_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
@@ -70,6 +70,11 @@ def stored_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
 def live_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
     """Bytes of a value between tasks; if grouped matmuls read it, in the sharding of their parameters."""
     return assignment.bytes(buffer.array, assignment.params if buffer.is_read_by_grouped_matmuls else None)
+
+
+def log_sum_exp_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
+    """Bytes of what only a kernel of attention writes."""
+    return 0.0 if assignment.quirks.plain_attention else live_bytes(buffer, assignment)
 
 
 def gathered_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
@@ -180,6 +185,12 @@ ROWS = (
         "A value that an operation writes to memory.",
         "From that operation to the last one that reads the value.",
         live_bytes,
+    ),
+    Role(
+        BufferRole.LOG_SUM_EXP,
+        "The log-sum-exp of scores that a kernel of attention writes beside a context that is kept.",
+        "As long as the stack of contexts.",
+        log_sum_exp_bytes,
     ),
     Role(
         BufferRole.GATHERED_WEIGHT,

@@ -15,6 +15,7 @@ class BufferRole(StrEnum):
     PARAMETER = "parameter"
     OPTIMIZER_STATE = "optimizer state"
     LIVE = "live"
+    LOG_SUM_EXP = "log-sum-exp"
     GATHERED_WEIGHT = "gathered weight"
     REORDERED_WEIGHT = "reordered weight"
     PREFETCHED_WEIGHT = "prefetched weight"

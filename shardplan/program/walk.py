@@ -11,6 +11,7 @@ from shardplan.program.fusion.fusion import Fusion
 from shardplan.program.fusion.held_for_gradients import hold_for_gradients
 from shardplan.program.fusion.hoisting import invariant_copies
 from shardplan.program.fusion.siblings import fuse_with_siblings
+from shardplan.program.kept_contexts import log_sums
 from shardplan.program.layer_flops import with_loop_flops
 from shardplan.program.live_buffers import BufferRole, LiveBuffer
 from shardplan.program.marked.attention_kind import UNMARKED, AttentionKind
@@ -153,6 +154,12 @@ class _Sequence:
         """Index of the last loop of the program; -1 if there is none, or in a loop's body."""
         self.held = hold_for_gradients(fusion)
         self._live_buffers: dict[int, LiveBuffer] = {}
+        self._log_sums = dict[int, LiveBuffer]()
+        """Stack of contexts of attention -> the log-sum-exp that is kept with it."""
+        for operation in fusion.operations:
+            if operation.kind == OperationKind.LOOP:
+                for stack, array in log_sums(operation, self.arrays).items():
+                    self._log_sums[stack] = LiveBuffer(BufferRole.LOG_SUM_EXP, array)
         self.used_weights: set[str] = set()
         """Parameters that a matmul has used so far."""
         self.hoisted = frozenset[int]()
@@ -185,7 +192,7 @@ class _Sequence:
             tasks = [] if is_loop else list(map(self._make_task, (*fusion.fused_matmuls(operation), operation)))
             label = PointLabel(tasks[-1].label if tasks else without_mark(operation.label), self.executions)
             stacks = {result for result in operation.results if is_loop and not is_scores(self.arrays[result])}
-            buffers.update(map(self._live_buffer, entering - live))
+            buffers.update(self._buffers_of(entering - live))
             live |= entering
             here = outside + gathered[i] + (local_gradients if i <= self.last_loop else Counter())
             here.update(self._held_for_gradients(i, used_up))
@@ -194,7 +201,7 @@ class _Sequence:
             new = (stacks | {result for result in operation.results if result in fusion.written}) - live - self.hoisted
             new -= self.stored
             live |= new
-            buffers.update(map(self._live_buffer, new))
+            buffers.update(self._buffers_of(new))
             if is_loop:
                 points += self._add_loop(operation, live, here)
             gone = {
@@ -209,7 +216,7 @@ class _Sequence:
                 points.append(PlacedPoint((operation.results[0], True), label, while_writing))
                 self.tasks += (PlacedTask(task, self.loop) for task in tasks)
             live -= gone
-            buffers.subtract(map(self._live_buffer, gone))
+            buffers.subtract(self._buffers_of(gone))
             buffers = +buffers
             used_up = used_up | gone if i < self.held.end else set()
             entering = set()
@@ -325,7 +332,7 @@ class _Sequence:
         body.outer_executions = self.executions
         # gathered once, what the gradients gather again
         hoisted = dict.fromkeys(map(body._live_buffer, sorted(body.hoisted)))
-        throughout = Counter([*map(self._live_buffer, sorted(live - elsewhere)), *self._copied(loop), *hoisted])
+        throughout = Counter([*self._buffers_of(sorted(live - elsewhere)), *self._copied(loop), *hoisted])
         first_task = len(self.tasks)
         points = body.run(starts, outside + throughout)
         placed = self.tasks[first_task:]
@@ -352,6 +359,13 @@ class _Sequence:
         stacks = [self.arrays[stack] for stack, _ in loop.slices if self.fusion.base_of(stack) in self.stored]
         copied = contracted - {None}
         return [self._make_buffer(BufferRole.COPIED_STACK, array) for array in stacks if array.weight in copied]
+
+    def _buffers_of(self, values: Iterable[int]) -> Iterator[LiveBuffer]:
+        """Yield the buffers of values between their operations and their last uses."""
+        for value in values:
+            yield self._live_buffer(value)
+            if value in self._log_sums:
+                yield self._log_sums[value]
 
     def _live_buffer(self, value: int) -> LiveBuffer:
         """The buffer of a value between its operation and its last use."""

@@ -12,7 +12,7 @@ from shardplan.cost.calibration import Calibration
 from shardplan.cost.gspmd import device_cost
 from shardplan.cost.memory import estimate_memory, host_bytes
 from shardplan.cost.roofline import exposed_host_copies, host_copy_seconds
-from shardplan.cost.sharding import ShardingAssignment
+from shardplan.cost.sharding import CompilerQuirks, ShardingAssignment
 from shardplan.errors import ConfigError
 from shardplan.execution import specialize
 from shardplan.hardware import parse_slice
@@ -83,6 +83,18 @@ def test_what_is_moved_to_the_host(pythia, checkpointing, size):
     kept = checkpointing.replace("offload_carries", "default").removesuffix("@host")
     difference = trained(pythia, kept)[0] - trained(pythia, checkpointing)[0]
     assert (LAYERS - 1) / LAYERS * stack <= difference <= stack
+
+
+def test_a_log_sum_exp_is_kept_with_a_context():
+    """Kernels give both one name: four more bytes for each token and query head. Without a kernel there is none."""
+    llama = build_model({**read_config("llama-3.1-8b", None, LEVANTER), "num_hidden_layers": LAYERS}, TOKENS)
+    step = plan_step(llama, Workload("train", 8, TOKENS, "bfloat16", gradient_checkpointing="default+context@host"))
+    mesh, tokens = {"replica": 1, "data": 8, "model": 1}, {"batch": ("data",)}
+    assignment = ShardingAssignment(mesh, tokens, {"embed": ("data",)}, step.merged_axes, step.activation_axes)
+    query_heads, head_size = 32, 128
+    assert host_bytes(step, assignment) == LAYERS * TOKENS * query_heads * (2 * head_size + 4)
+    without_kernel = replace(assignment, quirks=CompilerQuirks(plain_attention=True))
+    assert host_bytes(step, without_kernel) == LAYERS * TOKENS * query_heads * 2 * head_size
 
 
 def test_copies_that_are_longer_than_their_layer_are_waited_for(pythia):
