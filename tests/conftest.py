@@ -99,11 +99,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves out what is marked `whole`, unless it is asked for, and orders the others for several workers.
 
-    The inner loop, `-m "not slow"`, is the tests of unit/ that are not marked `slow`, and those of other folders that
-    are marked `quick`.
+    The inner loop, `-m "not slow"`, is the tests of unit/ and documentation/ that are not marked `slow`, and those of
+    other folders that are marked `quick`.
     """
     for item in items:
-        if item.path.parent.name != "unit" and not item.get_closest_marker("quick"):
+        if item.path.parent.name not in ("unit", "documentation") and not item.get_closest_marker("quick"):
             item.add_marker(pytest.mark.slow)
     if not config.getoption("--whole"):
         left_out = [item for item in items if item.get_closest_marker("whole")]

@@ -84,7 +84,7 @@ def shardplan_arguments(words):
 EVERY = [(page, words) for page in PAGES for words in commands(page)]
 OF_SHARDPLAN = [(page, arguments) for page, words in EVERY if (arguments := shardplan_arguments(words)) is not None]
 PARSED = [(page, arguments) for page, arguments in OF_SHARDPLAN if not page.startswith("docs/tutorial/")]
-"""Without those of the tutorial, which `tests/cli/test_tutorial.py` runs on the files that it makes."""
+"""Without those of the tutorial, which `tests/documentation/test_tutorial.py` runs on the files that it makes."""
 
 
 def anchors(page):

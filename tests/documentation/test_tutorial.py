@@ -5,6 +5,8 @@ import shlex
 import shutil
 from pathlib import Path
 
+import pytest
+
 from shardplan.__main__ import main
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -12,6 +14,7 @@ BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 MAKES_THE_CHECKPOINT = "python scripts/make_demo_checkpoint.py --output build/demo"
 
 
+@pytest.mark.slow
 def test_its_steps_work_one_after_the_other(checkpoint, tmp_path, monkeypatch, capsys):
     demo = tmp_path / "build" / "demo"
     shutil.copytree(checkpoint, demo)

@@ -12,8 +12,8 @@ import shutil
 from pathlib import Path
 
 import pytest
+from documentation.test_docs import LAUNCH_FILE, PARSED, blocks
 from processes import fork_python
-from unit.test_docs import LAUNCH_FILE, PARSED, blocks
 
 from shardplan.__main__ import main
 from shardplan.errors import ConfigError, InfeasibleError
@@ -77,6 +77,7 @@ def folder(checkpoint, tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [marked(command) for command in RUN])
 def test_it_runs(arguments, folder, capsys, monkeypatch):
     monkeypatch.chdir(folder)
@@ -94,6 +95,7 @@ def test_it_runs(arguments, folder, capsys, monkeypatch):
         assert code == 0 or (code == ConfigError.exit_code and arguments[0] == "doctor"), printed.err
 
 
+@pytest.mark.slow
 def test_the_front_page_shows_what_plan_prints(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", WIDTH)
     (shown,) = [text for text in blocks("README.md", "") if text.startswith("$ shardplan plan ")]
