@@ -26,7 +26,6 @@ from bench_planner import TENSOR_PARALLEL, load, mesh, row, seconds
 from planner_record import PUBLISHED, CompiledResult, compile_cases, find_records, write_records
 
 from shardplan.config import PlanConfig
-from shardplan.config.sections import CompilerConfig
 from shardplan.hardware import GIB, parse_slice
 from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.model_class import LEVANTER
@@ -36,7 +35,6 @@ from shardplan.search.given_plan import plan_given_mappings
 from shardplan.search.make_plan import make_plan
 from shardplan.search.open_choices import AUTO_CHECKPOINTING
 from shardplan.verify.case import Case
-from shardplan.verify.run import verify
 
 RUNS = Path(__file__).with_name("published_runs.yaml")
 STORED = {"embed": ("embed",), "outputs": ("mlp", "head_size", "vocab"), "nothing": ()}
@@ -107,6 +105,11 @@ class Run:
         compute |= {axis: ["model"] for axis in TENSOR_PARALLEL if shape["model"] > 1}
         stored = {axis: [*compute.get(axis, ()), *self.stored_over] for axis in STORED[self.stored]}
         return best_step(config, model, shape, compute, {**compute, **stored})
+
+
+def published_runs() -> list[Run]:
+    """Return the runs of the table."""
+    return [Run(**entry) for entry in yaml.safe_load(RUNS.read_text(encoding="utf-8"))]
 
 
 def best_step(config: PlanConfig, model: Model, shape: dict, compute: dict, params: dict) -> Plan:
@@ -330,19 +333,6 @@ def predictions(
     }
 
 
-def memory_table(runs: Sequence[Run], jobs: int | None) -> str:
-    """A row for each best plan: the peak that the compiler assigns, and the one that is predicted."""
-    cases = [run.cases()[-1] for run in runs]
-    verdicts = verify(cases, CompilerConfig(jobs=jobs, memory_only=True))
-    lines = [row("run", "outcome", "peak GiB", "predicted", "host GiB", "predicted"), row(*["---"] * 6)]
-    for run, case, verdict in zip(runs, cases, verdicts, strict=True):
-        memory, predicted = verdict.memory, case.plan.memory
-        peak, host = (memory.peak, memory.host) if memory is not None else (math.nan, math.nan)
-        texts = map(gib_text, (peak, predicted.peak, host, predicted.host))
-        lines.append(row(run.label, verdict.outcome, *texts))
-    return "\n".join(lines)
-
-
 def median(values: Sequence[float]) -> float:
     """The median; not a number where there are no values."""
     return statistics.median(values) if values else math.nan
@@ -361,15 +351,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", help="Markdown file to write; default: stdout")
     parser.add_argument("--jobs", type=int, help="compiles at a time")
-    parser.add_argument(
-        "--memory_only", action="store_true", help="print the memory of the best plans, in seconds each"
-    )
     parser.add_argument("--only", default="", help="only the runs whose model and slice contain this text")
     arguments = parser.parse_args()
-    runs = [Run(**entry) for entry in yaml.safe_load(RUNS.read_text(encoding="utf-8"))]
-    if arguments.memory_only:
-        print(memory_table([run for run in runs if arguments.only in run.label], arguments.jobs))
-        return
+    runs = published_runs()
     cases = {run.label: run.cases() for run in runs}
     wanted = [case for run in runs if arguments.only in run.label for case in cases[run.label]]
     used = compile_cases(wanted, PUBLISHED, arguments.jobs, takes_earlier=True)
