@@ -88,18 +88,24 @@ class Run:
 
     def cases(self) -> list[Case]:
         """The published mesh, and the best plan."""
-        config = load(self.model, self.slice, "train", self.sequences, self.positions)
-        config = replace(config, workload=replace(config.workload, param_dtype=self.param_dtype))
-        model = build_model(self.hf_config, self.positions)
-        left_open = {"gradient_checkpointing": "auto", "microbatches": None, "optimizer": self.optimizer}
-        best = make_plan(replace(config, workload=replace(config.workload, **left_open)), model)
-        plans = {"published": self._published(config, model), "plan": best}
-        return [
-            Case(f"{self.label}, {name}", plan, self.hf_config, options=plan.compiler_options)
-            for name, plan in plans.items()
-        ]
+        return [self._case("published", self._published()), self.best_case()]
 
-    def _published(self, config: PlanConfig, model: Model) -> Plan:
+    def best_case(self) -> Case:
+        """The best plan."""
+        config = self._config()
+        left_open = {"gradient_checkpointing": "auto", "microbatches": None, "optimizer": self.optimizer}
+        config = replace(config, workload=replace(config.workload, **left_open))
+        return self._case("plan", make_plan(config, build_model(self.hf_config, self.positions)))
+
+    def _case(self, name: str, plan: Plan) -> Case:
+        return Case(f"{self.label}, {name}", plan, self.hf_config, options=plan.compiler_options)
+
+    def _config(self) -> PlanConfig:
+        config = load(self.model, self.slice, "train", self.sequences, self.positions)
+        return replace(config, workload=replace(config.workload, param_dtype=self.param_dtype))
+
+    def _published(self) -> Plan:
+        config, model = self._config(), build_model(self.hf_config, self.positions)
         shape = dict(zip(("replica", "data", "model"), self.mesh, strict=True))
         compute = {"batch": [axis for axis in ("replica", "data") if shape[axis] > 1]}
         compute |= {axis: ["model"] for axis in TENSOR_PARALLEL if shape["model"] > 1}

@@ -57,7 +57,7 @@ class Comparison:
 
 def compare(runs: Sequence[Run], jobs: int | None) -> list[Comparison]:
     """Compile the best plan of every run as far as memory is assigned."""
-    cases = [run.cases()[-1] for run in runs]
+    cases = [run.best_case() for run in runs]
     verdicts = verify(cases, CompilerConfig(jobs=jobs, memory_only=True))
     return [
         Comparison(run, case.plan, verdict.fits, verdict.memory)
