@@ -237,10 +237,9 @@ TEMPLATE = """# Routed experts, judged by the TPU compiler
 Made by `python scripts/bench_experts.py --parts "{parts}" --output docs/benchmarks/experts.md` with libtpu on a CPU
 machine with 2 cores.
 
-Modelled steps are those of `shardplan.verify`: the compiler's cycles; kernels of grouped matmuls at the roofline of
-their tiles, lookups of rows at HBM bandwidth; transfers on the torus that do not overlap with them. Experts get equally
-many rows. Sequences have {position} tokens; evaluation in bfloat16, training with AdamW and everything stored in
-float32. A mesh is replica x data x model.
+Steps are those that `shardplan.verify` models, with kernels of grouped matmuls at the roofline of their tiles and
+lookups of rows at HBM bandwidth. Experts get equally many rows. Sequences have {position} tokens; evaluation is in
+bfloat16, training with AdamW and everything stored in float32. A mesh is replica x data x model.
 
 ## How well devices are used
 
@@ -250,27 +249,26 @@ MFU: FLOPs of the model, each token with its own experts, relative to the peak o
 
 ## Predicted against compiled
 
-Plans, and after them layouts written by hand, most of them far from the best.
+Plans, then layouts written by hand, most of them far from the best.
 
 {estimates}
 
 ## Regret
 
-The plan and the {alternatives} next best candidates with another mesh, other mesh axes of the batch or another storage
-sharding of the residual axis, all compiled. Regret: how much slower the plan is than the fastest of all.
+The plan and the {alternatives} next best candidates with another mesh, batch mapping or storage sharding of the
+residual axis, all compiled. Regret: how much slower the plan is than the fastest.
 
 {regret}
 
 ## Errors
 
-Bytes and steps of programs that are predicted not to fit are not compared. The price of a ring's hops is that of
-measured runs, which the compiler's cycles exceed. Candidates that are plans or layouts of the second table count there.
-The worst errors of bytes are those of an embedding and an output head that are stored along two mesh axes, and of few
-bytes.
+Without bytes and steps of programs that are predicted not to fit. Hops of rings are priced as measured, which the
+compiler's cycles exceed. Candidates that are plans or layouts of the second table count there. The worst errors of
+bytes are of an embedding and an output head stored along two mesh axes, and of few bytes.
 
-What exchanges, biases, gradients and gathered weights take was read off programs of the second table (gpt-oss-20b on
-v6e-16 and v5p-16; Qwen3-30B exchanging, gathering weights and training; OLMoE training): for these, errors are those of
-the programs that the constants were chosen for. Candidates were compiled afterwards: their row says what to expect.
+Constants for exchanges, biases, gradients and gathered weights were chosen by programs of the second table (gpt-oss-20b
+on v6e-16 and v5p-16; Qwen3-30B exchanging, gathering weights and training; OLMoE training). Candidates were compiled
+afterwards: their row says what to expect.
 
 {accuracy}
 """

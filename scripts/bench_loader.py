@@ -51,19 +51,19 @@ CHECKPOINT = Path("build/llama-2gib")
 COMMAND = "python scripts/bench_loader.py --output docs/benchmarks/loader.md"
 
 LIMITATIONS = (
-    "Virtual CPU devices share one memory: these numbers do not include the transfer to an accelerator, which both "
-    "loaders would add, and with shardplan the devices that hold the same shard share its buffer.",
-    "The files are read once before each measurement, so they come from the page cache: with a slower disk or network "
-    "the same time for reading is added to the seconds of both.",
+    "Virtual CPU devices share one memory: no transfer to an accelerator is included, and with shardplan the devices "
+    "that hold the same shard share its buffer.",
+    "The files come from the page cache: a slower disk or network adds the same time for reading to both.",
     "One process holds all shards: what shardplan saves when every host reads only its own shards is not measured.",
     "`preadv` reads all bytes with as many threads as shardplan into memory that was touched before; Orbax returns the "
     "checkpoint's tensors, not the stacked model; `maxtext` reimplements MaxText's loader from its description.",
-    "Only the `load_pretrained` call is timed, in a process that has imported its loader and inspected the model "
-    "before; Levanter's time includes compiling its conversion, as every first load does.",
-    "Peak RSS is that of the whole process up to the end of the load, interpreter and libraries included.",
-    "Free memory is written to just before each load, because the first use of memory that a virtual machine's host "
-    "has reclaimed costs seconds per GiB; a load of more than a few seconds, such as Levanter's, still has some of it.",
-    "The machine's other work is not controlled; only ratios within a run are compared with the targets.",
+    "Only `load_pretrained` is timed, after imports and a look at the model; Levanter's time includes compiling its "
+    "conversion, as every first load does.",
+    "Peak RSS is of the whole process up to the end of the load.",
+    "Free memory is written to just before each load, because memory that a virtual machine's host has reclaimed "
+    "costs seconds per GiB at its first use; a load of more than a few seconds, such as Levanter's, still has some of "
+    "it.",
+    "The machine has other work: only ratios within a run are compared with the targets.",
 )
 
 

@@ -399,16 +399,13 @@ TEMPLATE = """# The planner, judged by the TPU compiler
 Made by `python scripts/bench_planner.py --parts "{parts}" --output docs/benchmarks/planner.md`
 with libtpu on a CPU machine with 2 cores.
 
-Modelled steps are those of `shardplan.verify`: the compiler's cycles, and transfers on the torus that do not overlap
-with them; [published runs](published.md) compare them with steps that were measured. All programs of a table are
-compiled with the options of the plan, unless a row names others. The models are computed by Levanter's classes;
-[another page](decoder.md) compares the decoder with them. A mesh is replica x data x model; positions are
-sharded over the mesh axes named after it.
+Steps are those that `shardplan.verify` models ([beside measured ones](published.md)), compiled with the plan's options
+unless a row names others. Models are Levanter's classes ([the decoder beside them](decoder.md)). A mesh is replica x
+data x model; positions are sharded over the mesh axes named after it.
 
 ## Solve time
 
-The times do not include imports. The step is traced once per model and workload. The time of the search is the
-shortest of {searches}.
+Without imports. The step is traced once per model and workload; the search is the shortest of {searches}.
 
 {solve}
 
@@ -421,35 +418,34 @@ compiler options.
 
 ## Regret
 
-The plan and the {alternatives} next best candidates with another mesh, other mesh axes of the batch or another storage
-sharding of the residual axis, all compiled. Regret: how much slower the plan is than the fastest of all.
+The plan and the {alternatives} next best candidates with another mesh, batch mapping or storage sharding of the
+residual axis, all compiled. Regret: how much slower the plan is than the fastest.
 
 {regret}
 
 ## Memory, bytes and time
 
-Sequences of {position} tokens: one per device for training (AdamW; parameters, gradients and moments in float32,
-compute in bfloat16), one per {each} devices, at least 8, for evaluation (bfloat16).
+Sequences of {position} tokens: one per device for training (AdamW, float32, computed in bfloat16), one per {each}
+devices, at least 8, for evaluation (bfloat16).
 
 {estimates}
 
 ## Layouts written by hand
 
-Two layouts for each of nine slices, one sequence of {position} tokens per device: most are far from the best. The
-search compares layouts by these estimates, too.
+Two for each of nine slices, one sequence of {position} tokens per device. Most are far from the best; the search
+compares such layouts, too.
 
 {layouts}
 
 ## Errors by family
 
-Of all programs of this page: the plans, the next best candidates, and the layouts written by hand; medians unless
-"worst". Bytes by kind are those of kinds of collectives with more than {min_part:.0%} of a step's bytes. Bytes and
-steps of programs that are predicted not to fit are not compared: the compiler makes some of them fit by computing and
-gathering again. Steps are compared where the compiler options are those that the estimates are for. The price of a
-ring's hops is that of measured runs on v5p, and on other generations that of the compiler's cycles (docs/log.md).
-Of the programs that [the factors](calibration.md) are fitted to, three on tpu7x are estimated worse in memory, all too
-low: 8B on tpu7x-32 stored along outputs by 58%, Mistral 7B on two mesh axes of tpu7x-32 by 21%, and the training of
-Mixtral on tpu7x-64 by 9%; [why](../log.md).
+All programs of this page; medians unless "worst". Bytes by kind: kinds of collectives with more than {min_part:.0%} of
+a step's bytes. Bytes and steps of programs that are predicted not to fit are left out, because the compiler makes some
+of them fit by computing and gathering again, and so are steps with other options than the estimates are for. A ring's
+hops are priced as measured on v5p, elsewhere by the compiler's cycles ([the log](../log.md#attention)). Of the programs
+that [the factors](calibration.md) are fitted to, three on tpu7x are worse in memory, all too low: 8B on tpu7x-32 stored
+along outputs by 58%, Mistral 7B on two mesh axes of tpu7x-32 by 21%, and the training of Mixtral on tpu7x-64 by 9%;
+[why](../log.md#memory).
 
 {accuracy}
 """

@@ -408,36 +408,32 @@ Made by `python scripts/bench_published.py --output docs/benchmarks/published.md
 `scripts/published_runs.yaml`.
 
 Each row is a published training run that was measured on TPUs, and the program of ours that comes nearest: the same
-numbers of the model, mesh, batch and types, AdamW, splash attention. It is compiled without a TPU; its step is that of
-`shardplan.verify`, the compiler's cycles and transfers that do not overlap with them. "Estimated" is what the planner
-predicts without the compiler. Gradient checkpointing and microbatches are the fastest that fit by that estimate: ours
-keeps all results (`save_all`), computes a layer again (`default`), or most of it twice (`nested`). Where the
-publication gives FLOP/s, the seconds follow from its own way to count FLOPs. Models without a released config.json are
-made of the numbers that the publication names, as a Llama of the same width; an MLP without gate becomes one with gate
-and as many parameters.
+numbers of the model, mesh, batch and types, AdamW, splash attention, with the step that `shardplan.verify` models.
+"Estimated" is what the planner predicts without the compiler. Gradient checkpointing and microbatches are the fastest
+that fit by that estimate: ours keeps all results (`save_all`), computes a layer again (`default`), or most of it twice
+(`nested`). Published FLOP/s become seconds by the publication's own count. Models without a released config.json are
+Llamas with the published numbers; an MLP without gate becomes one with gate and as many parameters.
 
-Most published programs keep some results, on the device or on the host, that ours computes again. "FLOPs" is what the
-layers of ours compute over what theirs do, and the column after it is the ratio of times divided by that.
+Most published programs keep results, on the device or on the host, that ours computes again. "FLOPs" is what our layers
+compute over what theirs do; the next column is the ratio of times divided by it.
 
 {runs}
 
 ## Statistics
 
-Spread is the standard deviation of the logarithm. Correlation is that of the utilisations of the FLOPs that both
-compute, which are of one scale for all models and slices; logarithms of step times correlate with
-{log_correlation:.3f}, since they differ a hundredfold.
+Spread is the standard deviation of the logarithm; correlation is between utilisations of the FLOPs that both compute.
+Logarithms of step times correlate with {log_correlation:.3f}, since they differ a hundredfold.
 
 {statistics}
 
 ## What the numbers say
 
-- With equal FLOPs and without microbatches the model is {single} times the measured time (median of {singles}
-  runs), with microbatches {several} times (median of {severals}). Ours needs microbatches where the published
-  programs move activations to the host or shard them over `tensor`; it gathers parameters and adds gradients up once
-  for each.
-- A factor that all runs have in common is not left beyond these few percent, which are less than the spread; so the
-  model takes none. v5e is the slowest against its measurements: its five runs come from one page, of models whose MLP
-  has no gate, while ours has one, and a further elementwise pass with it. What the gate costs was not measured.
+- With equal FLOPs and without microbatches the model is {single} times the measured time (median of {singles} runs),
+  with microbatches {several} times (median of {severals}). Ours needs them, with gathers of parameters and sums of
+  gradients for each, where published programs move activations to the host or shard them over `tensor`.
+- The model takes no common factor, because these few percent are less than the spread. v5e is the slowest against its
+  measurements: its five runs are of models whose MLP has no gate, while ours has one, with a further elementwise pass.
+  What that costs was not measured.
 - Gathers over 512 devices of v5p are modelled as all-reduces of zero-padded shards, because this compiler makes them
   so; whether that of the publication did is not known.
 

@@ -270,17 +270,16 @@ with libtpu on a CPU machine with 2 cores. Nothing ran on a TPU.
 One sequence on one chip: 64 query heads, 4 groups, heads of size 128, bfloat16; blocks of 32 with stride 16, 16
 selected blocks of 64, window of 512. Times are modelled:
 
-- XLA: the compiler's cycles, and gathers at HBM bandwidth, as `shardplan.verify` reads compiled programs. Backward
-  programs compute the output again, chunk by chunk. Work for which the compiler gives no cycles is counted by its
-  bytes, so that the dense mask is a lower bound.
-- Kernels of the sparse branches: the larger of their cycles, counted in the compiler's schedule for v5p, and their
-  copies at 80% of HBM bandwidth; and the compiler's cycles for tables, without sorts. Backward rows have
-  the time of the backward kernels alone, and the memory of a program that computes the output first. The blocks of a
-  tile are taken to be spread evenly over the ranges of keys that the backward kernel computes one after the other.
+- XLA: the compiler's cycles, and gathers at HBM bandwidth, as in `shardplan.verify`. Backward programs compute the
+  output again, chunk by chunk. Work without cycles counts by its bytes, so that the dense mask is a lower bound.
+- Kernels of the sparse branches: the larger of their cycles, by the compiler's schedule for v5p, and their copies at
+  80% of HBM bandwidth; and the compiler's cycles for tables, without sorts. Backward rows have the time of the backward
+  kernels alone, and the memory of a program that computes the output first. A tile's blocks are spread evenly over the
+  ranges of keys of the backward kernel.
 - Dense splash: 2 matmuls forward and 7 backward at 60% of peak; the compiler gives no cycles.
 
-"Unions" are the blocks that the 8 queries of a tile select together: 24 where neighbours select much the same blocks,
-{largest} if they share forced blocks only. A ratio is the time of dense splash divided by the method's.
+"Unions" are the blocks that the 8 queries of a tile select together: 24 where neighbours select much the same,
+{largest} if they share forced blocks only. A ratio is the time of dense splash over the method's.
 
 ## Kernels on v5p
 
@@ -292,18 +291,18 @@ Milliseconds, and ratios; the compressed branch has the importance of blocks in 
 
 ## Which method a plan chooses
 
-Milliseconds of one call on v5p, forward and with its gradient, as plans price it (`shardplan.cost.sparse`): all three
-branches, the choice of blocks and the compression, with unions of 24 blocks. What the compiler says of XLA's branches
-is in the table below, and for 64K tokens in [the log](../log.md).
+Milliseconds of one call on v5p, forward and with its gradient, as `shardplan.cost.sparse` prices it: three branches,
+choice of blocks and compression, with unions of 24. What the compiler says of XLA's branches is in the table below, and
+for 64K tokens in [the log](../log.md#native-sparse-attention).
 
 | layer | tokens | dense mask | gathered blocks | kernels | chosen |
 | --- | --- | --- | --- | --- | --- |
 {choices}
 
-Compiled at 2,048 tokens, forward: with 2 groups of 6 heads of size 64, the dense mask and the other branches by XLA
-take 1.03 ms, and kernels 0.49 ms, of which 0.26 ms is what XLA computes beside them; with 12 groups of one head 1.46
-and 1.17 ms, of which 0.51 ms. These are of the kernels before the present ones, whose own time is shorter (0.18 and
-0.55 ms). Plans leave out copies between layouts, which these are for the most part.
+Compiled at 2,048 tokens, forward, with earlier kernels: 2 groups of 6 heads of size 64 take 1.03 ms by XLA, with a
+dense mask, and 0.49 ms by kernels, of which 0.26 ms is what XLA computes beside them; 12 groups of one head 1.46 and
+1.17 ms, of which 0.51 ms. The present kernels' own time is shorter (0.18 and 0.55 ms). The rest is copies between
+layouts for the most part, which plans leave out.
 
 ## Compiled programs
 

@@ -460,11 +460,10 @@ QUANTITIES = {"compute": "compute time", "step": "step time", "peak": "peak memo
 TEMPLATE = """# The factors of the cost model
 
 Made by `python scripts/fit_planner.py`, which compiles a few plans for every generation and writes
-`shardplan/cost/calibration.json`. A factor multiplies a roofline: `products` the time of matmuls, `elementwise` that of
-elementwise work, `copying` that of gathered parameters which are copied, `vectors` that of matrix-vector products;
-`overlap` is the part of a matmul that gathers run behind. Of sharded experts, `slicing` multiplies the time to copy a
-layer's weights out of the stack of layers, and `kernel_wait` is the part of the transfers of tokens, in two parts, that
-nothing overlaps. The others say what the compiler does
+`shardplan/cost/calibration.json`. Factors multiply rooflines: `products` of matmuls, `elementwise` of elementwise work,
+`copying` of gathered parameters which are copied, `vectors` of matrix-vector products, `slicing` of copies of a layer's
+expert weights out of the stack. `overlap` is the part of a matmul that gathers run behind, `kernel_wait` the part of
+the transfers of experts' tokens, in two parts, that nothing overlaps. The others say what the compiler does
 (`CompilerQuirks` in `shardplan/cost/sharding.py`). v3 has the factors of v4, because libtpu compiles no attention
 kernel in bfloat16 for it.
 
@@ -474,16 +473,15 @@ factors of their own. {earlier} of the {programs} programs were compiled by earl
 
 ## Fits
 
-Errors are root mean squares over the programs that a group of factors is fitted to, relative to the compiler's value.
-For the leave-one-out error, the group is fitted once without each program, whose error then counts; groups before it
-keep their values.
+Errors are root mean squares over the programs that a group of factors is fitted to, relative to the compiler's value;
+leave-one-out, of each program by a fit of the group without it. Groups before it keep their values.
 
 {fits}
 
-Constants with a reason, and not fitted: lookups, scatters and grouped matmuls, for which the compiler has no cycles,
-take their rooflines, and so does work that only moves elements; attention takes its unmasked FLOPs at peak, with 7/4 of
-the matmuls in the backward pass (`KERNEL_PRODUCTS_OF_GRADIENTS`), which is what the kernels compute; 8 % of the memory
-are kept free (`MEMORY_ERROR`), more than any program of these pages that fits needs above its estimate.
+Not fitted: lookups, scatters and grouped matmuls, for which the compiler has no cycles, take their rooflines, and so
+does work that only moves elements; attention takes its unmasked FLOPs at peak, with the 7/4 of the matmuls that kernels
+compute in the backward pass (`KERNEL_PRODUCTS_OF_GRADIENTS`); 8 % of the memory are kept free (`MEMORY_ERROR`), more
+than any program of these pages that fits needs above its estimate.
 
 ## What larger tiles gain
 
@@ -491,8 +489,7 @@ are kept free (`MEMORY_ERROR`), more than any program of these pages that fits n
 
 ## Errors by family
 
-Median and worst. Held out are all programs of [planner.md](planner.md) and [published.md](published.md), to which no
-factor is fitted.
+Median and worst. Held out are all programs of [planner.md](planner.md) and [published.md](published.md).
 
 {errors}
 
