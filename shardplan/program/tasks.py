@@ -254,7 +254,7 @@ class Step:
     approximations: dict[str, int] = field(default_factory=dict)
     """What is counted in place of work that the jaxpr does not determine -> how often."""
     unpriced: dict[str, int] = field(default_factory=dict)
-    """Primitive of which neither FLOPs nor bytes nor collectives are counted -> how often it occurs."""
+    """Primitive without a rule, which counts as elementwise work by its bytes -> how often it occurs."""
     parameters: tuple[TracedArray, ...] = ()
     """The parameters in their stored dtype."""
     state: tuple[TracedArray, ...] = ()

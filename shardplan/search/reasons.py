@@ -271,7 +271,8 @@ def describe_trace(step: Step) -> list[str]:
         for primitive, count in step.unnamed.items()
     ]
     unpriced = [
-        f"{primitive} is not priced: its FLOPs, bytes and collectives are not counted ({count} times in the program)"
+        f"{primitive} is not priced: counted as elementwise work, by its bytes, without FLOPs and collectives "
+        f"({count} times in the program)"
         for primitive, count in step.unpriced.items()
     ]
     return unnamed + unpriced + [f"{count} {what}" for what, count in step.approximations.items()]

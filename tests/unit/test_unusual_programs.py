@@ -147,7 +147,9 @@ def test_a_plan_says_what_is_not_priced(monkeypatch, make_config):
     given = plan_given_mappings(config, model, plan.mesh, plan.compute_mapping, plan.param_mapping)
     for each in (plan, given):
         [reason] = [reason for reason in each.search.reasons if "is not priced" in reason]
-        assert reason.startswith("logistic is not priced: its FLOPs, bytes and collectives are not counted (")
+        assert reason.startswith(
+            "logistic is not priced: counted as elementwise work, by its bytes, without FLOPs and collectives ("
+        )
         out = Console(file=io.StringIO(), width=200)
         print_plan(each, out)
         assert "logistic is not priced" in out.file.getvalue()
