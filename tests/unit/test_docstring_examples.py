@@ -1,0 +1,33 @@
+"""Examples in docstrings print what they say."""
+
+import doctest
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SLOW = {
+    "shardplan.attention.block_sparse",
+    "shardplan.decoder.parts.attention.sparse.branches.selection",
+    "shardplan.decoder.parts.attention.sparse.native_sparse_attention",
+    "shardplan.experts.levanter",
+    "shardplan.explain.rank_slices",
+    "shardplan.model.attention.chunked_mask",
+}
+"""Modules whose examples build models or compile programs."""
+
+
+def modules_with_examples():
+    for folder, base in ((ROOT / "shardplan", ROOT), (ROOT / "scripts", ROOT / "scripts")):
+        for path in sorted(folder.rglob("*.py")):
+            if ">>> " in path.read_text(encoding="utf-8"):
+                name = ".".join(path.relative_to(base).with_suffix("").parts).removesuffix(".__init__")
+                yield pytest.param(name, marks=pytest.mark.slow if name in SLOW else ())
+
+
+@pytest.mark.parametrize("name", list(modules_with_examples()))
+def test_examples_print_what_they_say(name):
+    module = import_module(name)
+    results = doctest.testmod(module, globs={**vars(module)})
+    assert results.attempted and not results.failed
