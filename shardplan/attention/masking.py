@@ -89,7 +89,7 @@ class MaskSpec:
 def make_mask_spec(
     mask: AttentionMask | NamedArray | None, prefix: int = 0, documents: Sequence[int] | None = None
 ) -> MaskSpec:
-    """Return the mask of an attention, divided into what is known while tracing and what is not.
+    """Divide the mask of an attention into a static pattern, known while tracing, and arrays.
 
     Args:
         prefix: with a causal mask, the number of first positions that all queries may attend to.

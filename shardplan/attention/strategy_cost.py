@@ -44,7 +44,7 @@ class HeadShape:
 
 @dataclass(frozen=True)
 class ShardedAttention:
-    """An attention whose positions are sharded, for which strategies are compared."""
+    """The sizes and the mesh of a position-sharded attention, for which strategies are compared."""
 
     pattern: Pattern
     """The static part of the mask. Documents that a layout does not know are taken for one."""
@@ -58,7 +58,7 @@ class ShardedAttention:
 
 @dataclass(frozen=True)
 class StrategyCost:
-    """A strategy with a layout, and what one forward pass of attention costs a device."""
+    """The cost on one device of a forward pass of attention, by one strategy and layout."""
 
     strategy: Strategy
     layout: SequenceLayout
@@ -111,7 +111,7 @@ def rank_strategies(
 
 
 def strategy_cost(strategy: Strategy, layout: SequenceLayout, attention: ShardedAttention) -> StrategyCost | None:
-    """Return the cost of one strategy with one layout; None if the groups of Ulysses are no parts of mesh axes."""
+    """Return the cost of one strategy with one layout; None if its Ulysses groups would split a mesh axis."""
     hardware = attention.hardware
     split = _split_for_ulysses(place_mesh(hardware, attention.mesh), attention.mesh_axes, layout.ulysses)
     if split is None:
@@ -166,7 +166,7 @@ def _split_for_ulysses(
 
 
 def _attention_tasks(heads: HeadShape, length: int, kind: AttentionKind) -> tuple[Task, Task]:
-    """The matmuls of a forward pass of attention: the one that makes scores, and the one that sums over values."""
+    """Return the two matmuls of a forward pass of attention: queries x keys, and scores x values."""
     batch, position, key_position = (BATCH, heads.batch), (POSITION, length), (AxisCopy(POSITION), length)
     key_heads, groups = ("key_heads", heads.key_heads), ("queries_per_key_head", heads.queries_per_key_head)
     head_size, value_size = ("head_size", heads.head_size), ("value_size", heads.value_size)

@@ -217,7 +217,7 @@ def _summarise(planned: LoadPlan) -> tuple[list[ArrayForecast], dict[int, ReadVo
 
 
 def _bytes_with_parts(view: View, tensors: Mapping[str, Tensor]) -> float:
-    """Return the ratio of bytes with scales and other parts, which are read with codes, to those of the codes alone."""
+    """Return (bytes of codes, scales and other parts) / (bytes of codes)."""
     read = [tensors[name] for name in view.tensors]
     return sum(tensor.all_bytes for tensor in read) / max(1, sum(tensor.nbytes for tensor in read))
 

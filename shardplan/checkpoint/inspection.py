@@ -108,7 +108,7 @@ class Inspection:
     problem: ShardplanError | None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the facts as JSON values, of which those that are not known are null."""
+        """Return the facts as JSON values; unknown facts are null."""
         values = dataclasses.asdict(dataclasses.replace(self, problem=None))
         if self.quantization is not None:
             values["quantization"] = {
@@ -119,7 +119,7 @@ class Inspection:
 
 @dataclass(frozen=True)
 class InspectedCheckpoint:
-    """The facts of a checkpoint, and what a load of it is planned from."""
+    """The facts of a checkpoint, and the model and tensors from which a load is planned."""
 
     facts: Inspection
     model: Model | None
@@ -223,7 +223,7 @@ def _describe_weights(match: Match, index: TensorIndex) -> Weights:
 
 @dataclass(frozen=True)
 class PlannedLoad:
-    """What devices hold, and how long a load takes."""
+    """Bytes per device and seconds of a planned load."""
 
     bandwidth: float
     """Bytes per second that a process reads."""
@@ -256,5 +256,5 @@ def load_by_plan(plan: Plan, forecast: Forecast) -> PlannedLoad:
 
 
 def load_by_one_process(weights: Weights, bandwidth: float) -> PlannedLoad:
-    """Return the load of all weights by one process, which reads `bandwidth` bytes per second."""
+    """Estimate a load of all weights by one process that reads `bandwidth` bytes per second."""
     return PlannedLoad(bandwidth, 1, weights.bytes, weights.bytes / bandwidth)

@@ -17,7 +17,7 @@ from shardplan.model.parameter_dtypes import kept_dtypes
 def with_kept_parts(
     template: Any, views: Mapping[str, View], tensors: Mapping[str, Tensor], where: str
 ) -> tuple[dict[str, View], dict[str, Tensor]]:
-    """Return views in which kept weights are made of codes and scales, and the tensors with these beside the others.
+    """Replace kept weights by their codes and scales, in views and in tensors.
 
     Args:
         template: the model, with `jax.ShapeDtypeStruct`s in place of arrays.

@@ -245,7 +245,7 @@ def _check_plan(plan: Plan, template: Any) -> None:
 
 
 def _mapping_or_current(axis_mapping: ResourceMapping | None) -> ResourceMapping | None:
-    """Return `axis_mapping`; if it is None, the current `hax.axis_mapping`, or None if there is none either."""
+    """Return `axis_mapping`, or else the mapping of the enclosing `hax.axis_mapping`; None without either."""
     # an empty mapping replicates everything: it does not mean the current one
     return current_thread_local_mapping() if axis_mapping is None else axis_mapping
 
@@ -351,7 +351,7 @@ def _file_versions(checkpoint: tuple[TensorIndex, Match, Adapter | None]) -> dic
 
 
 def _warn(match: Match, compared: list[str], folder: Folder, adapter: Folder | None) -> None:
-    """Log what a checkpoint holds beside the model, and what its index gets wrong.
+    """Log what a load ignores: tensors that the model lacks, mistakes of the index, an adapter that is not named.
 
     Args:
         compared: the results of comparing values.

@@ -152,7 +152,7 @@ def tied_embedding(template: Any, program: StateDictProgram) -> str | None:
 
 
 def check_values(match: Match, tensors: Mapping[str, Tensor], template: Any) -> list[str]:
-    """Compare the tensors that must hold the same; return what is to be said of them.
+    """Compare tensors that must have equal values; return warnings for the user.
 
     Args:
         template: the model that was matched.
@@ -190,7 +190,7 @@ def check_values(match: Match, tensors: Mapping[str, Tensor], template: Any) -> 
 
 
 def _coded_views(tensors: Mapping[str, Tensor], stored: StoredNames) -> dict[str, View]:
-    """Return name -> numbers as a view of codes, of tensors whose codes are in another order."""
+    """Map names of tensors whose codes are stored in another order to views of the codes."""
     views = {}
     for own, name in stored.canonical.items():
         tensor = tensors[own]
@@ -254,7 +254,7 @@ def _second_set(
 
 
 def _index_notes(index: TensorIndex, program: StateDictProgram) -> list[str]:
-    """Say in what the index and the files differ, of what the model needs."""
+    """Describe where the index and the files disagree about tensors that the model needs."""
     if index.is_stale:
         return [f"{INDEX} names files that do not exist, as that of an earlier save; {SINGLE} is complete, and is read"]
     notes = []

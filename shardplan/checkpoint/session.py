@@ -106,7 +106,7 @@ PLAN_PARTS = ("mesh", "compute_mapping", "param_mapping", "workload", "attention
 def agree_on_plan(
     processes: ProcessGroup, given: Plan | None, make: Callable[[], Plan], check: Callable[[Plan], None]
 ) -> Plan:
-    """Return the plan of this run, which all processes have: with another one, a process would wait for ever.
+    """Return the plan that all processes of the run have; refuse processes with different plans, which would deadlock.
 
     Process 0 makes it for all of them: what fits depends on the memory of its host if the devices are CPU devices.
 

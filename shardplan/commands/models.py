@@ -1,4 +1,4 @@
-"""`shardplan models [NAME]`: print which models are supported, or the facts of one; needs no accelerator."""
+"""`shardplan models [NAME]`: list the supported models, or show the facts of one; needs no accelerator."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING

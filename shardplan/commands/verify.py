@@ -117,7 +117,7 @@ def best_plan(config: PlanCommand, out: TextIO) -> "tuple[Plan, Sequence[tuple[C
 
 
 def show(ranked: "Sequence[tuple[Case, Verdict]]", stream: TextIO) -> None:
-    """Print the first verdict, and the ranking if there are several."""
+    """Print the first verdict, and a ranking if there are several."""
     from shardplan.report.console import console
     from shardplan.report.plan.verdicts import print_ranking, print_verdict
 

@@ -1,4 +1,4 @@
-"""Other names of the keys of a configuration: those of MaxText, Levanter, transformers and launchers."""
+"""Synonyms of configuration keys, as MaxText, Levanter, transformers and launchers name them."""
 
 from collections.abc import Collection
 
@@ -121,13 +121,13 @@ def nearest_key(name: str, keys: Collection[str]) -> str | None:
 
 
 def synonym_of(name: str, keys: Collection[str]) -> str | None:
-    """Return the one of `keys` that has another name in `KEY_SYNONYMS`; None if there is none."""
+    """Return the one of `keys` that `KEY_SYNONYMS` lists under another name; None if there is none."""
     meant = _KEY_OF.get(fold(name.rpartition(".")[2]))
     return meant if meant in keys else None
 
 
 def _similar_last_parts(last: str, keys: Collection[str]) -> list[str]:
-    """Return the keys whose last part is similar: sections have few names, which would make any two keys similar."""
+    """Return the keys with a similar last part; a shared section would make any two keys similar."""
     parts = {key.rpartition(".")[2] for key in keys}
     similar = {part for part in parts if closest(last, [part]) is not None}
     return [key for key in keys if key.rpartition(".")[2] in similar]

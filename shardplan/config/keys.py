@@ -36,7 +36,7 @@ class Key:
     """The value that `auto` stands for; None if it may not be auto."""
 
     def problem(self, value: Any) -> str | None:
-        """What is wrong with the type of `value`; None where it is right.
+        """Describe what is wrong with the type of `value`; None if it fits.
 
         Exactly these types: True is an int in Python, and a number in a YAML file was not meant as a path.
         """

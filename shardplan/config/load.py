@@ -31,7 +31,7 @@ EXPONENT = re.compile(r"[-+]?\d+[eE][-+]?\d+")
 
 
 def load_config(*files: str, **sections: Any) -> PlanConfig:
-    """The configuration in YAML files, of which later ones win, with the keys that are given here.
+    """Return the configuration of YAML files, in which later files win, and of keys that override them.
 
     As in `load_config("configs/8b.yaml", workload={"batch": 4}, pin=["mlp=model"])`. Keys that only a command has are
     checked and left out. `model="x"` means what `--model x` does on the command line, in a file as well.
@@ -153,7 +153,7 @@ def _spell_out_model(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _normalize(token: str) -> str:
-    """A flag with underscores in place of hyphens; any other token as it is."""
+    """Replace hyphens by underscores in a flag; return any other token unchanged."""
     flag, separator, value = token.partition("=")
     return f"--{flag[2:].replace('-', '_')}{separator}{value}" if token.startswith("--") else token
 
@@ -203,7 +203,7 @@ def _value(key: Key, text: Any) -> Any:
 
 
 def _interpret(key: Key | None, value: Any) -> Any:
-    """Return `~/x` as the path in the home folder, auto as what it stands for, and 1e3, which is text in YAML 1.1."""
+    """Expand `~/x`, resolve `auto`, and turn 1e3, which YAML 1.1 parses as text, into a number."""
     match value:
         case str() if value.startswith("~/"):
             return os.path.expanduser(value)
@@ -240,7 +240,7 @@ def _load_yaml(path: str) -> dict[str, Any]:
 
 
 def _split(path: str, loaded: dict[str, Any], is_training: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the values of the file `path` by dotted name: those of shardplan's keys, and those of Levanter's.
+    """Divide the values of the file `path` into shardplan's keys and Levanter's, by dotted name.
 
     Args:
         loaded: its sections.

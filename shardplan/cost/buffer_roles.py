@@ -1,4 +1,4 @@
-"""The table of roles of live buffers: what each buffer is, when it lives, and its bytes on one device. Pure.
+"""The table of roles of live buffers: why each is in memory, when it lives, and its bytes on one device. Pure.
 
 `shardplan.program.walk` says which buffers of which role are live at a point of the program, whatever the sharding.
 What a buffer takes in memory under a sharding, and with the quirks of a compiler, is the role's `bytes`: 0 where the

@@ -57,7 +57,7 @@ class Overlap(Enum):
 
 @dataclass(frozen=True)
 class Traffic:
-    """The executions of one collective in one step."""
+    """One collective of a step: its kind, its mesh axes, and the bytes of all its executions."""
 
     kind: CollectiveKind
     mesh_axes: MeshAxes

@@ -102,7 +102,7 @@ class KernelCalls:
 
 @dataclass(frozen=True)
 class ExpertWork:
-    """What one device does for a block of experts in one execution, forward."""
+    """One device's work in one forward execution of a block of experts."""
 
     kind: ExpertKind
     itemsize: int
@@ -164,7 +164,7 @@ class ExpertWork:
 
     @property
     def gathered_weight_bytes(self) -> float:
-        """Bytes of gathered weights at a time: the matrices of one product, and those of the next."""
+        """Bytes of gathered weights in memory at a time: the matrices of one product and of the next."""
         is_gathered = self.strategy is ExpertStrategy.GATHER_WEIGHTS and (self.expert_axes or self.mlp_axes)
         return 2 * self.matrix_bytes if is_gathered else 0.0
 
@@ -185,14 +185,14 @@ class ExpertWork:
 
 
 def work_of(task: Task, assignment: ShardingAssignment) -> ExpertWork:
-    """What one device does for a block, or for the block that a task computes the gradient of."""
+    """Return one device's work for the block of experts of a task; for a gradient's task, its forward block."""
     assert task.experts is not None
     operands = ExpertOperands.of(task)
     return expert_work(task.experts, operands.tokens, operands.up, assignment)
 
 
 def expert_work(kind: ExpertKind, x: TracedArray, up: TracedArray, assignment: ShardingAssignment) -> ExpertWork:
-    """What one device does for a block of experts.
+    """Return one device's work for a block of experts.
 
     Args:
         x: the tokens, {..., embed}.
@@ -325,7 +325,7 @@ def _bias_bytes(work: ExpertWork) -> float:
 
 
 def _exchange_bytes(work: ExpertWork) -> float:
-    """Bytes that take as long at HBM bandwidth as what the compiler does around an exchange there and back, if any."""
+    """Return HBM bytes equivalent to the compiler's copies around an exchange and its return; 0 without an exchange."""
     if not work.exchanges_rows:
         return 0.0
     sent, received = work.rows * work.row_bytes, work.buffer_rows * work.row_bytes
@@ -390,7 +390,7 @@ def expert_traffic(task: Task, assignment: ShardingAssignment) -> Iterator[Traff
 
 
 def gradient_sum_axes(task: Task, assignment: ShardingAssignment) -> MeshAxes:
-    """Mesh axes along which devices have parts of the gradients of weights: those of other tokens."""
+    """Mesh axes over which gradients of weights are summed: the axes of tokens that do not shard the weights."""
     work = work_of(task, assignment)
     return tuple(axis for axis in work.token_axes if axis not in (*work.expert_axes, *work.mlp_axes))
 

@@ -369,7 +369,7 @@ def _flattened_operand_traffic(task: Task, operand: TracedArray, assignment: Sha
 
 
 def _contracts_flattened(task: Task, assignment: ShardingAssignment) -> bool:
-    """Whether `task` contracts an axis that others are flattened to, so that `_flattened_axis` may return one."""
+    """Return whether `task` contracts an axis made by flattening several, for which `_flattened_axis` may apply."""
     return any(name in assignment.merged_axes for name, _ in task.contracted)
 
 

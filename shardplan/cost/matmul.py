@@ -28,7 +28,7 @@ class Matmul:
 
     @property
     def padded_flops(self) -> float:
-        """FLOPs of the matrix unit, which holds full tiles of one matrix and streams the rows of the other."""
+        """FLOPs of the matrix unit: one matrix is padded to full tiles, the rows of the other are streamed."""
         rows, inner, columns = map(math.ceil, (self.rows, self.inner, self.columns))
         streamed = min(_pad(rows, SUBLANES) * _pad(columns, LANES), _pad(columns, SUBLANES) * _pad(rows, LANES))
         return 2 * self.count * _pad(inner, LANES) * streamed

@@ -142,7 +142,7 @@ class _Exchange(NamedTuple):
 
 
 class _Resharding(Enum):
-    """How a result whose columns are sharded becomes one whose tokens are."""
+    """How a column-sharded result becomes token-sharded."""
 
     GATHER = auto()
     """Tokens are sharded already, over other devices than columns: the columns are gathered."""
@@ -183,7 +183,7 @@ class _Lookup:
 
     @property
     def resharding_of_group(self) -> _Resharding:
-        """How the lookup of a group reshards columns: the partitioner chooses which of its devices share a shard."""
+        """How the lookup of one group reshards; the partitioner chooses which devices of the group share a shard."""
         if self.columns * self.result_shards <= self.devices:
             return _Resharding.GATHER
         return _Resharding.EXCHANGE if self.columns == self.result_shards else _Resharding.REPLICATE

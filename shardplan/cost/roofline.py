@@ -243,7 +243,7 @@ def _overlap(traffic: Traffic, hops: float, calibration: Calibration) -> tuple[f
 def step_tasks(
     step: Step, assignment: ShardingAssignment, hardware: Slice, calibration: Calibration
 ) -> Iterator[tuple[Task, DeviceCost, TaskSeconds]]:
-    """Every task with its cost on one device and its time; the times add up to that of the step."""
+    """Return every task with its cost on one device and its seconds, which add up to the step's."""
     placement = place_mesh(hardware, assignment.mesh)
     costs = [device_cost(task, assignment) for task in step.tasks]
     copies = [
@@ -267,7 +267,7 @@ def model_flops(model: Model, workload: Workload) -> float:
 
 
 def model_flops_by_kind(model: Model, workload: Workload) -> dict[AttentionKind | None, float]:
-    """The FLOPs that `model_flops` counts: those of each kind of attention, and those of all other matmuls (None)."""
+    """Return the parts of `model_flops`: those of each kind of attention, and of all other matmuls under None."""
     passes = 3 * workload.batch if workload.is_training else 1  # forward, and twice that backward
     forward = _forward_flops(model, forward_workload(workload))
     return {kind: passes * flops for kind, flops in forward.items()}

@@ -100,7 +100,7 @@ class ShardingAssignment:
 
     @property
     def idle_mesh_axes(self) -> MeshAxes:
-        """Mesh axes of several devices that shard no computation: devices along them repeat the same work."""
+        """Mesh axes of size > 1 that shard no computation, so that devices along them repeat the same work."""
         used = {mesh_axis for mesh_axes in self.compute.values() for mesh_axis in mesh_axes}
         return tuple(axis for axis, size in self.mesh.items() if size > 1 and axis not in used)
 

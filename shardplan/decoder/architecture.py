@@ -98,7 +98,7 @@ class Architecture(LmConfig):
 
     @property
     def Layers(self) -> tuple[Axis, ...]:
-        """One axis per segment, along which the parameters of its repetitions are stacked."""
+        """One axis per segment, which stacks the parameters of the segment's repetitions."""
         names = ["layers"] if len(self.segments) == 1 else [f"layers_{i}" for i in range(len(self.segments))]
         return tuple(Axis(name, segment.repeats) for name, segment in zip(names, self.segments, strict=True))
 

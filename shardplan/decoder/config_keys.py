@@ -131,7 +131,7 @@ class ConfigKeys:
         return choices[value]
 
     def only(self, name: str, values: Sequence[Any]) -> None:
-        """Take a key, and check that it is absent or null, or has one of the values that the decoder supports.
+        """Take a key, and check that it is absent, null, or one of the values that the decoder supports.
 
         Raises:
             ConfigError: the key has another value.

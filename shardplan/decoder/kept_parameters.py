@@ -26,7 +26,7 @@ MATRICES = ("gate", "up", "down")
 
 
 def keep_weights(model: Any, codes: ByteCodes) -> Any:
-    """Return a decoder with kept weights, of ones, in the place of weights that its checkpoint stores as codes.
+    """Replace weights that the checkpoint stores as codes by kept weights with placeholder values.
 
     Args:
         codes: how the checkpoint stores them.

@@ -22,7 +22,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Reshaped:
-    """A rule in another shape, with its elements in the same order."""
+    """The elements of a rule in the same order, in another shape."""
 
     rule: "Rule"
     shape: Shape
@@ -56,7 +56,7 @@ class Concatenated:
 
 @dataclass(frozen=True)
 class Stacked:
-    """Several rules of one shape, stacked along a new first dimension."""
+    """Rules of equal shape, stacked along a new first dimension."""
 
     rules: tuple["Rule", ...]
 

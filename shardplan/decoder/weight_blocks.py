@@ -41,7 +41,7 @@ def blocks_of_rule(rule: Rule, codes: ByteCodes, shape: Shape) -> Shape:
 
 
 def _blocks_of_tensor(shape: Shape, codes: ByteCodes) -> Shape:
-    """Return the lengths of blocks of a tensor; of a tensor without blocks, rows, which may all have one scale."""
+    """Return the lengths of a tensor's blocks; a tensor without blocks has rows, which may share a scale."""
     *others, rows, columns = shape
     if codes.block is None:
         return (*[1] * len(others), 1, columns)

@@ -1,4 +1,4 @@
-"""The memory that a process can still have: what the host has, and what its control groups leave. Linux only."""
+"""The memory that a process can still get: the host's free memory, and its control groups' limits. Linux only."""
 
 from collections.abc import Iterator
 from pathlib import Path

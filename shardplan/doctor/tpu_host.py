@@ -38,7 +38,7 @@ def lock_holder(path: str = LOCK_FILE) -> int | None:
 
 
 def file_holder(paths: Iterable[str]) -> int | None:
-    """Return another process that has one of the files open; of other users' processes only root sees the files."""
+    """Return another process that has one of the files open; only root sees files of other users' processes."""
     wanted = set(paths)
     for link in glob.iglob("/proc/[0-9]*/fd/*"):
         pid = int(link.split("/")[2])

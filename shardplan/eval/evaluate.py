@@ -132,7 +132,7 @@ def make_task(config: EvalCommand) -> "EvaluationTask[Any]":
 
 
 def draw_extraction(output: str, summary: Mapping[str, Any], store: "TextStore") -> None:
-    """Draw the results of an extraction run; done by one process, because the others have nothing to wait for."""
+    """Draw the results of an extraction run, in one process."""
     from shardplan.eval.extraction.pictures import COLUMNS, INDEX, write_pictures
     from shardplan.eval.run_results.folder import read_windows
     from shardplan.runtime.progress import print_note, show_steps

@@ -23,7 +23,7 @@ CHARACTERS_PER_TOKEN = 4
 
 @dataclass(frozen=True)
 class RunForecast:
-    """How much a run computes, and how long that takes by the estimate of its plan."""
+    """The number of windows of a run, and the seconds they take by its plan's estimate."""
 
     windows: int
     sequences: int
@@ -35,7 +35,7 @@ class RunForecast:
 
 
 def forecast_run(task: EvaluationTask[Any], store: TextStore, ref: str, plan: Plan) -> RunForecast:
-    """Return how many windows texts have, and how long they take with a plan.
+    """Count the windows of the texts, and estimate how long they take with a plan.
 
     Args:
         ref: the checkpoint; where it has no tokenizer, the number of tokens is estimated.

@@ -277,7 +277,7 @@ def _windows_of(windows: Windows, first: int, last: int) -> tuple[int, int]:
 
 
 def _warn_of_padding(windows: Windows, plan: Plan) -> None:
-    """Log that the texts do not fill one batch, and the smallest batch that they fit in."""
+    """Warn that the texts do not fill one batch, and name the smallest batch that they fit in."""
     batch, shards = plan.workload.batch, mesh_size(plan.mesh, plan.compute_mapping.get(BATCH_AXIS, ()))
     # in the plan's own sharding if that is smaller, else in a new plan
     needed = -(-windows.sequences // shards) * shards
@@ -290,7 +290,7 @@ def _warn_of_padding(windows: Windows, plan: Plan) -> None:
 
 
 def _until_stopped(shards: Iterable[int], monitor: RunMonitor, stops: threading.Event) -> Iterator[int]:
-    """Yield shards, in all processes the same ones, until a process is to stop or the run is too slow."""
+    """Yield shards, the same in all processes, until a process must stop or the run is too slow."""
     for shard in shards:
         if not monitor.goes_on(f"shard {shard}", is_preempted() or stops.is_set()):
             return
@@ -298,7 +298,7 @@ def _until_stopped(shards: Iterable[int], monitor: RunMonitor, stops: threading.
 
 
 def _write(results: ResultsFolder, windows: Windows, shards: Shards, shard: int, scored: Mapping[int, Scored]) -> None:
-    """Write the results of some lanes of a shard; a part for each run of neighbours, whose windows follow each other.
+    """Write the results of some lanes of a shard, one part per run of consecutive windows.
 
     Args:
         scored: lane -> its results.

@@ -1,4 +1,4 @@
-"""What a task of an evaluation defines. The run, its loop and its results folder are the same for all tasks."""
+"""The interface of an evaluation's task; the run, its loop and its results folder are shared by all tasks."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol, TypeVar

@@ -1,4 +1,4 @@
-"""What trackers of Levanter receive of a run: its rate, how that compares with the plan, and its progress."""
+"""Metrics of a run for Levanter's trackers: its rate, the ratio to the planned rate, and its progress."""
 
 import logging
 from collections.abc import Iterator

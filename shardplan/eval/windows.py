@@ -36,7 +36,7 @@ class Rows:
 
 
 class SequenceJob(Protocol):
-    """Makes some sequences. It is sent to a worker process, and holds what that needs to know."""
+    """Makes some sequences of a run in a worker process, to which it is pickled."""
 
     def make(self, texts: TextReader) -> Rows:
         """Make the sequences."""
@@ -67,4 +67,4 @@ class Windows(Protocol):
         """
 
     def find_tokens(self, rows: Rows) -> np.ndarray:
-        """Return bool[sequence, position]: which elements of sequences are tokens of windows; others are padding."""
+        """Return bool[sequence, position]: True for tokens of windows, False for padding."""

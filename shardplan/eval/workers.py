@@ -21,7 +21,7 @@ _reader: TextReader
 
 
 def _start_worker(source: Source) -> None:
-    """Prepare this worker; it ends with the process that started it, whatever signal ends that one."""
+    """Prepare this worker process so that it ends with its parent, whatever signal ends the parent."""
     global _reader
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)

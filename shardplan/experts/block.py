@@ -107,7 +107,7 @@ def routed_mlp(
 def compute_routed_mlp(
     call: RoutedCall, method: ExpertMethod | None = None, generation: Generation | None = None
 ) -> NamedArray:
-    """Compute a call of `routed_mlp`, which says what it raises.
+    """Implement `routed_mlp`, whose docstring lists what is raised.
 
     Args:
         method: default: that of the call.
@@ -173,7 +173,7 @@ class DeviceInputs[Leaf](NamedTuple):
 
 @dataclass(frozen=True)
 class DeviceProgram:
-    """What one device does for a block of experts. Runs inside `jax.shard_map`, or on an only device."""
+    """One device's part of a block of experts, inside `jax.shard_map` or on a single device."""
 
     token_axes: tuple[str, ...]
     """Mesh axes that shard tokens."""
@@ -231,7 +231,7 @@ class DeviceProgram:
         return jnp.concatenate(sums)
 
     def _exchange_tokens(self, tokens: Array, chosen: Array, routing_weights: Array, weights: LocalWeights) -> Array:
-        """Exchange the tokens of all devices that share hidden states with this one with those that share experts."""
+        """Gather hidden states' tokens, send them to the devices of their experts, and sum what comes back."""
         group = Group(self.token_axes, self.mlp_axes)
         tokens, chosen, routing_weights = map(group.gather, (tokens, chosen, routing_weights))
         weights = self._with_bias_once(weights)
@@ -247,7 +247,7 @@ class DeviceProgram:
         return jax.lax.axis_index(self.expert_axes) * len(weights.up) if self.expert_axes else 0
 
     def _with_bias_once(self, weights: LocalWeights) -> LocalWeights:
-        """Let one of the devices that share hidden states add the bias of outputs, which are summed over them."""
+        """Zero the output bias on all but one of the devices whose outputs are summed."""
         if weights.down_bias is None or not self.mlp_axes:
             return weights
         is_first = jax.lax.axis_index(self.mlp_axes) == 0
@@ -271,12 +271,12 @@ class Group:
 
     @property
     def _gathered(self) -> tuple[str, ...]:
-        """Mesh axes along which devices of the group have other tokens."""
+        """Mesh axes of the group that shard tokens."""
         return tuple(axis for axis in self.axes if axis in self.token_axes)
 
     @property
     def _summed(self) -> tuple[str, ...]:
-        """Mesh axes along which devices of the group have the same tokens."""
+        """Mesh axes of the group that do not shard tokens."""
         return tuple(axis for axis in self.axes if axis not in self.token_axes)
 
     def gather(self, array: Array) -> Array:

@@ -1,4 +1,4 @@
-"""The weights of experts, and what one device computes with them for rows that are sorted by expert."""
+"""The weights of experts, and the MLP of one device for rows sorted by expert."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class ExpertFunction:
 
 
 class ExpertWeights[Leaf](eqx.Module):
-    """The weights of experts: named arrays of all experts, or plain arrays of those of one device, or their specs.
+    """The weights of experts: named arrays of all experts, plain arrays of one device's experts, or their specs.
 
     Inputs come before outputs, as grouped matmuls take them. Levanter's checkpoints would take a generic named tuple
     for a plain one.
@@ -58,7 +58,7 @@ LocalWeights = ExpertWeights[Array]
 
 
 class SortedRows(NamedTuple):
-    """Rows for the experts of one device, those of one expert after those of the other."""
+    """Rows for the experts of one device, sorted by expert."""
 
     tokens: Array
     """[rows, embed]; rows that hold nothing, at the end, may have any values."""

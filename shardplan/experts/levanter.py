@@ -36,7 +36,7 @@ Result = tuple[NamedArray, dict[str, NamedArray]]
 
 @runtime_checkable
 class HasExpertMethod(Protocol):
-    """What says how experts are computed, such as a Plan."""
+    """An object that says how experts are computed, such as a Plan."""
 
     @property
     def experts(self) -> ExpertMethod | None:
@@ -166,7 +166,7 @@ def _patched_call(own: Any, compute: Any, method: ExpertMethod | None) -> Any:
 
 
 def replace_blocks(module: Any, method: ExpertMethod | None) -> Any:
-    """Return a model whose blocks, all of which are replaceable, are computed by a method; None for the default."""
+    """Replace all blocks of experts of a model by blocks that use `method`; None is the default method."""
 
     def change(node: Any) -> Any:
         if not _is_block(node):
@@ -303,7 +303,7 @@ def _router_logits(block: Any, x: NamedArray) -> NamedArray:
 
 @contextmanager
 def _unmapped(axis: str) -> Iterator[None]:
-    """Let the axis mapping in force, if there is one, shard nothing along a logical axis."""
+    """Remove a logical axis from the current axis mapping, if there is one."""
     mapping = current_thread_local_mapping()
     if mapping is None:
         yield

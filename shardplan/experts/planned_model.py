@@ -1,4 +1,4 @@
-"""Which blocks compute the routed experts of a model of Levanter: shardplan's, which a plan can shard, or its own.
+"""Replaces a Levanter model's blocks of experts by shardplan's, which a plan can shard, where that is possible.
 
 Models are built with Levanter's own blocks. A search for a plan replaces them, where it can.
 """
@@ -11,7 +11,7 @@ from shardplan.model.registry import Model, abstract_module
 
 
 def with_planned_experts(model: Model) -> Model:
-    """Return a model whose experts a plan can shard; the same model if it has no block that can be replaced."""
+    """Return a model whose experts a plan can shard; the same model if no block can be replaced."""
     if not has_replaceable_experts(model.template):
         return model
     return replace(model, template=replace_blocks(model.template, None))

@@ -1,4 +1,4 @@
-"""Sums over rounds, of which the first is compiled by itself and the others, whose number is known late, are a loop.
+"""Differentiable sums over a number of rounds that is known only on the device; the first round is no loop.
 
 A loop whose number of rounds depends on data has no gradient in JAX. Here the gradient of a sum is the sum of the
 gradients of its rounds, each of which is computed anew from the operands: nothing of a round stays in memory.

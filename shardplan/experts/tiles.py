@@ -66,11 +66,11 @@ class GroupedMatmul:
     """Whether [inner, rows] times [rows, columns] is computed, for the rows of each group."""
 
     def row_tiles(self, tiles: TileShape) -> float:
-        """Number of tiles of rows that are computed: every group but the first begins within one, and adds one."""
+        """Number of computed tiles of rows: rows / tile, plus one for each group that begins within a tile."""
         return max(self.rows / tiles.rows, 1.0) + self.groups - 1
 
     def flops(self, tiles: TileShape) -> float:
-        """FLOPs of the tiles, including those of what they hold beyond the rows of a group and the matrices."""
+        """FLOPs of all computed tiles, including rows of other groups and padding of the matrices."""
         inner = math.ceil(self.inner / tiles.inner) * tiles.inner
         columns = math.ceil(self.columns / tiles.columns) * tiles.columns
         return 2 * self.row_tiles(tiles) * tiles.rows * inner * columns

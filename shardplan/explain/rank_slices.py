@@ -1,4 +1,4 @@
-"""Which slice to use: a plan for each of some slices, ranked by its speed per chip, or by what its work costs."""
+"""Ranks slices for a workload: one plan per slice, by speed per chip or by cost per token."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -81,7 +81,7 @@ class RankedSlice:
 
     @property
     def disadvantage(self) -> float:
-        """What the ranking minimizes: cost per token where there is a price, else chip-seconds per token."""
+        """The number that the ranking minimizes: cost per token if there is a price, else chip-seconds per token."""
         cost = self.cost_per_million_tokens
         return 1 / self.tokens_per_second_per_chip if cost is None else cost
 

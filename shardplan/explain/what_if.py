@@ -1,4 +1,4 @@
-"""What another batch, slice, dtype, gradient checkpointing or number of microbatches would change."""
+"""Plans with one setting changed: batch, slice, dtype, gradient checkpointing or number of microbatches."""
 
 import itertools
 import math
@@ -34,7 +34,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class WhatIf(Displayed):
-    """What one other setting at a time would change."""
+    """The plan of a configuration, and its plans with one setting changed."""
 
     variants: list[Variant]
     """The configuration as it is, then with each change."""
@@ -64,7 +64,7 @@ def what_if(config: PlanConfig, model: Model | None = None, report: Callable[[st
 
 
 def with_settings(plan: Plan, answer: WhatIf) -> Plan:
-    """Return `plan` with the variants among its details, without the first one, which changes nothing."""
+    """Add the variants to the plan's details, except the first, which changes nothing."""
     settings = [
         ChangedSetting(each.change, each.obstacle)
         if each.plan is None
@@ -83,7 +83,7 @@ def with_settings(plan: Plan, answer: WhatIf) -> Plan:
 
 
 def summarize_failures(variants: Sequence[Variant]) -> list[str]:
-    """Say why there is no plan, in one sentence for all values of a key without one."""
+    """Explain why settings have no plan, in one sentence per key."""
     failed = [variant for variant in variants if variant.plan is None]
     sentences = []
     for _, group in itertools.groupby(failed, key=lambda variant: variant.change.rpartition(" ")[0]):
@@ -147,7 +147,7 @@ def _changes(config: PlanConfig, fits: bool) -> Iterator[list[tuple[str, PlanCon
 
 
 def _other_slices(name: str, fits: bool) -> list[str]:
-    """The next smaller and the next larger slice of the same generation, or all larger ones if `fits` is false."""
+    """The next smaller and next larger slice of the generation; all larger ones if the plan does not fit."""
     hardware = parse_slice(name)
     generation = hardware.generation
     if hardware.is_cpu:

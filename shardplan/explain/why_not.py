@@ -1,4 +1,4 @@
-"""Why a plan does not make a choice: the best plan that makes it and what it costs more, or what rules it out."""
+"""Explains why a plan does not make a choice: the cost of the best plan that does, or what rules it out."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -41,7 +41,7 @@ class WhyNot(Displayed):
 
 
 def why_not(choice: str, plan: Plan, config: PlanConfig, model: Model | None = None) -> WhyNot:
-    """Compare `plan`, the best one for `config`, with the best one that makes `choice`, written like a pin.
+    """Compare `plan`, the best for `config`, with the best plan that makes `choice`, written like a pin.
 
     Args:
         model: the model, if it has been built already.

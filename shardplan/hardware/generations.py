@@ -1,4 +1,4 @@
-"""Accelerator generations, one data row each: all that differs from one to the next, but the fitted factors.
+"""Accelerator generations, one data row each; all differences between them, except fitted factors, are here.
 
 HBM is what the TPU compiler reports as available to a program. FLOP/s, bandwidths and torus dimensions are from the
 Cloud TPU documentation and the scaling book (https://jax-ml.github.io/scaling-book/tpus); v3's link bandwidth is a
@@ -45,7 +45,7 @@ class Wraparound(StrEnum):
 
 @dataclass(frozen=True)
 class CloudNames:
-    """What Google Cloud calls a generation, and which machines it has."""
+    """Google Cloud's names of a generation and of its machine types."""
 
     type: str
     """What the name of an accelerator type begins with."""

@@ -105,7 +105,7 @@ class MeshPlacement:
         return self._costs[key]
 
     def split_axis(self, axis: str, minor_size: int, minor_axis: str) -> "MeshPlacement | None":
-        """Return the same devices in the same order, with the mesh axis `axis` split into two.
+        """Return the same placement with the mesh axis `axis` split into two.
 
         The minor part, of `minor_size` devices, is called `minor_axis`. None if the factors of `axis` cannot be split.
         """

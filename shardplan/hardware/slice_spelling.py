@@ -1,4 +1,4 @@
-"""How slice names are spelled, and what users, clouds and JAX write instead: `V5E-16`, `v5e-4x4`, `TPU v4-8`.
+"""Parses slice names as users, clouds and JAX spell them, such as `V5E-16`, `v5e-4x4` and `TPU v4-8`.
 
 Other spellings are not accepted, because plans, caches and records compare slices by name; a message suggests the name.
 """

@@ -75,7 +75,7 @@ class GroupSpan:
 
     @cached_property
     def groups_per_link(self) -> int:
-        """Number of interleaved groups on one link: those that start before the outermost factor's second index."""
+        """Number of interleaved groups that share one link."""
         outermost = self.factors[-1]
         return outermost.stride * outermost.size // self.size
 

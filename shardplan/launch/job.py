@@ -20,7 +20,7 @@ class EmbeddedFile:
 
 @dataclass(frozen=True)
 class Job:
-    """What runs on which hosts: the same command on each of them, one process a host."""
+    """The command that every host runs, with one process per host."""
 
     program: str
     """Command of shardplan: eval or train."""

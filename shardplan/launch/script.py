@@ -40,7 +40,7 @@ def write_script(target: Target, job: Job) -> str:
 
 
 def _cloud_names(job: Job) -> dict[str, str | None]:
-    """Return what the launchers call one slice of a TPU job, and the software of its hosts."""
+    """Return the launchers' name of one slice of a TPU job, and the software version of its hosts."""
     generation, type_ = cloud_names(job.hardware), job.accelerator_type
     topology = f"--type={generation.type} --topology={job.topology}"
     return {
@@ -86,7 +86,7 @@ def _comment(text: str) -> str:
 
 
 def _delimiter(text: str, name: str) -> str:
-    """Return what ends a here-document that contains `text`: `name`, or with underscores if a line of it is that."""
+    """Return a delimiter for a here-document: `name`, followed by underscores while it is a line of `text`."""
     while name in text.splitlines():
         name += "_"
     return name

@@ -1,4 +1,4 @@
-"""What each launcher can start, and what it needs to know."""
+"""The limits of each launcher, and the settings that it requires."""
 
 from collections.abc import Iterator
 

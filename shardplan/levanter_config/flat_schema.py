@@ -187,7 +187,7 @@ def _convert_data(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _component(dataset: Mapping[str, Any], is_inner: bool = True) -> dict[str, Any]:
-    """Return the component for one data set; where it is the only one, the data section keeps its cache."""
+    """Return the component of one data set; a single one keeps the cache of the data section."""
     source = {key: dataset[key] for key in SOURCE_KEYS if dataset.get(key) is not None}
     kept = ("format", "tags", *(("cache_dir",) if is_inner else ()))
     rest = {key: dataset[key] for key in kept if dataset.get(key) is not None}

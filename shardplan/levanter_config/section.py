@@ -12,7 +12,7 @@ AxisLists = dict[str, list[str]]
 
 @dataclass(frozen=True)
 class MappingEntry:
-    """The mesh axes that one key of the configuration gives to one logical axis."""
+    """One entry of an axis mapping in the file: a logical axis, its mesh axes, and the key that has it."""
 
     key: str
     """Dotted name of the key, as in trainer.axis_resources.mlp; the file may omit a key that has a default."""
@@ -83,7 +83,7 @@ class SectionReader:
         return names
 
     def mapping_entries(self, key: str, default: AxisLists, mesh_axes: Iterable[str]) -> list[MappingEntry]:
-        """Read a mapping of logical axes to mesh axes, each of which must be one of `mesh_axes`."""
+        """Read a mapping of logical axes to mesh axes, and check that each is one of `mesh_axes`."""
         name = f"{self.name}.{key}"
         if key not in self.values:
             return [MappingEntry(f"{name}.{axis}", axis, names) for axis, names in default.items()]

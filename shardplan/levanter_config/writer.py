@@ -104,7 +104,7 @@ def _precision_policy(plan: Plan) -> str:
 
 
 def _batch_sizes(plan: Plan) -> dict[str, int]:
-    """Return the keys of the batch; `per_device_parallelism`, which sets the microbatch, only if there are several."""
+    """Return the keys of the batch size, with `per_device_parallelism` only if there are microbatches."""
     work = plan.workload
     per_device = work.batch // work.num_microbatches // mesh_size(plan.mesh, _batch_mesh_axes(plan))
     return {
@@ -223,12 +223,12 @@ def _batch_mesh_axes(plan: Plan) -> MeshAxes:
 
 
 def _sharding_axes(plan: Plan, mesh_axes: MeshAxes) -> MeshAxes:
-    """Those of `mesh_axes` that have more than one device."""
+    """Return those of `mesh_axes` that have more than one device."""
     return tuple(mesh_axis for mesh_axis in mesh_axes if plan.mesh[mesh_axis] > 1)
 
 
 def _yaml_values(mapping: Mapping) -> dict[str, str | list[str] | None]:
-    """Return the YAML value of each logical axis: the name of one mesh axis, a list of several, or null for none."""
+    """Return the YAML value of each logical axis: a mesh axis, a list of several, or null."""
     return {
         axis: list(mesh_axes) if len(mesh_axes) > 1 else next(iter(mesh_axes), None)
         for axis, mesh_axes in mapping.items()

@@ -1,4 +1,4 @@
-"""Corrects what Levanter rejects to what was probably meant, so that all other checks can run; each is a finding."""
+"""Replaces values that Levanter rejects by what was probably meant, with a finding each, so that other checks run."""
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Edits of a hand-written trainer section: what one edit changes, and which edits a repair tries."""
+"""Edits of a hand-written trainer section: the change that each makes, and the edits that a repair tries."""
 
 import copy
 import math
@@ -73,7 +73,7 @@ DEFAULTS = {
 
 
 def explain_lines(lines: Sequence[str]) -> list[str]:
-    """Say in lines of a diff what replaces what, where only one of the two lines is there.
+    """Add to each diff line without a counterpart the default that it replaces, or that then applies.
 
     >>> explain_lines(["+trainer.per_device_parallelism: 2"])
     ["+trainer.per_device_parallelism: 2 (instead of Levanter's default, -1)"]
@@ -131,7 +131,7 @@ def _corrections(written: Mapping[str, Any], s: Subject) -> Iterator[Edit]:
 
 
 def _mesh_size_edits(written: Mapping[str, Any], s: Subject) -> Iterator[Edit]:
-    """Other sizes of the mesh axes for tensors, and of other mesh axes whose size is in the file."""
+    """Other sizes of mesh axes: of those that shard tensors, and of those whose size is in the file."""
     parts = divisors(s.hardware.devices // s.hardware.slices)
     others: dict[str, Sequence[int]] = {s.size_key(axis): parts for axis in MESH_AXES if axis not in TENSOR_AXES}
     others[s.size_key("data")] = (-1, *parts)
@@ -144,7 +144,7 @@ def _mesh_size_edits(written: Mapping[str, Any], s: Subject) -> Iterator[Edit]:
 
 
 def _batch_edits(written: Mapping[str, Any], s: Subject) -> Iterator[Edit]:
-    """Divisible batches near an indivisible one in the file; for training, other sizes of the microbatch."""
+    """Divisible batch sizes near an indivisible one in the file; for training, other microbatch sizes."""
     if s.section.stages:
         yield from _schedule_edits(written, s)
         return
@@ -166,7 +166,7 @@ def _batch_edits(written: Mapping[str, Any], s: Subject) -> Iterator[Edit]:
 
 
 def _schedule_edits(written: Mapping[str, Any], s: Subject) -> Iterator[Edit]:
-    """Schedules whose stages are all divisible, with the same starts; other sizes of the microbatch."""
+    """Batch schedules with the same starts whose stages are all divisible, and other microbatch sizes."""
     section, divisor = s.section, stage_divisor(s)
     axes = frozenset({section.batch_axis})
     if any(stage.size % divisor for stage in section.stages):

@@ -48,7 +48,7 @@ class LintTarget:
 
     @property
     def is_optimizer_given(self) -> bool:
-        """Whether the user names the optimizer, which then is not that of the file."""
+        """Whether the user names the optimizer, instead of the file."""
         return "workload.optimizer" in self.config.given
 
 

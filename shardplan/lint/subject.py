@@ -131,7 +131,7 @@ class Subject:
         return [p for p in parameters if not any(excluded & set(self.params.get(axis, ())) for axis in p.axes)]
 
     def replicated(self, parameters: dict[str, int]) -> dict[str, int]:
-        """Those of `parameters` (path -> bytes per device) that are stored replicated, on several devices."""
+        """Return those of `parameters` (path -> bytes per device) that several devices store replicated."""
         shards = {p.path: self.shards(p) for p in self.axes.parameters}
         return {path: amount for path, amount in parameters.items() if shards[path] == 1 and self.hardware.devices > 1}
 

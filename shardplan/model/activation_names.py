@@ -85,7 +85,7 @@ def context_named_by_kernel() -> Iterator[None]:
 
 
 def with_activation_names(module: Any, kept: Collection[str] = ()) -> Any:
-    """Return a module of Levanter whose activations have names; one that has them already stays as it is.
+    """Return a Levanter module whose activations have names; a module that has them is returned as it is.
 
     So does shardplan's decoder, whose modules are its own. A bias is added to what has the name.
 
@@ -107,7 +107,7 @@ def named_as_configured(module: Any, config: Any) -> Any:
 
 
 def _names(internals: bool | Sequence[str] | None) -> Sequence[str]:
-    """Return the names in a field of a policy, which may also be a bool: whether everything is kept."""
+    """Return the names in a field of a policy; a bool means all or none."""
     return () if internals is None or isinstance(internals, bool) else internals
 
 

@@ -53,7 +53,7 @@ def blocks_of(axis: Axis, size: int) -> Axis:
 
 
 def placeholder_of(weight: NamedArray, blocks: tuple[int, ...], dtype: str) -> KeptWeight:
-    """Return a kept weight of ones, to be loaded, in the place of a weight of numbers.
+    """Return a kept weight of ones with the shape of a weight, to be filled by a load.
 
     Args:
         blocks: elements along each axis that share a scale; they divide its size.

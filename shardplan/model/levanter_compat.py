@@ -166,7 +166,7 @@ def _leave_windows_to_mask(config: Any, hf: Any) -> Any:
 
 
 def _apply_head_dim(config: Any, hf: Any) -> Any:
-    """Set `head_dim`, which Llama, Mistral and Qwen 2 configurations drop even if it is not hidden size / heads."""
+    """Set `head_dim`, which Levanter's Llama, Mistral and Qwen 2 drop even if it is not hidden size / heads."""
     head_dim = getattr(hf, "head_dim", None)
     if head_dim is None or head_dim == config.attention_config().head_size:
         return config

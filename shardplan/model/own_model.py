@@ -12,7 +12,7 @@ from shardplan.model.model_class import LEVANTER, class_of, is_own_class
 
 
 class OwnModelConfig(Protocol):
-    """What shardplan requires of your configuration class, besides what Levanter requires of an `LmConfig`.
+    """The methods that shardplan needs of your configuration class beyond Levanter's `LmConfig`.
 
     Sharding requires nothing: a trace of the model finds its logical axes, including the axes of attention. These
     fields are optional:

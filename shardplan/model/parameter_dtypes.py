@@ -1,4 +1,4 @@
-"""The dtype of each parameter: the one that is asked for, or another one that a module says its parameters keep.
+"""The dtype of each parameter: the requested one, or a dtype that its module insists on.
 
 Rounding the scores of a router to bfloat16 gives some tokens other experts, so that a router is a `Float32Module`. A
 `KeptWeight` has the types of the checkpoint.
@@ -109,7 +109,7 @@ def with_dtypes(template: Any, dtype: str) -> Any:
 
 
 def unrounded_dtype(own: np.dtype, dtype: Any) -> np.dtype:
-    """Return the dtype in which a parameter that stays float32 is written, so that it is not rounded.
+    """Return the dtype to write a parameter in, so that one that stays float32 is not rounded.
 
     Args:
         own: the dtype of its array, or of the tensor that it is copied from.

@@ -55,7 +55,7 @@ class Model:
 
     @property
     def is_decoder(self) -> bool:
-        """Whether it is shardplan's own decoder, whose attention a plan can compute with positions in any order."""
+        """Whether the model is shardplan's decoder, whose attention supports any order of positions."""
         return self.class_name == DECODER
 
     @property

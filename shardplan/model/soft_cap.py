@@ -32,7 +32,7 @@ def cap_gemma2_logits() -> None:
         return logits if cap is None else cap * hax.tanh(logits / cap)
 
     def compute_next_token_loss(self: Any, example: Any, **settings: Any) -> Any:
-        """Compute the loss as Levanter does, with the soft cap of the configuration unless another one is given."""
+        """Compute Levanter's loss with the configuration's soft cap, unless the caller gives another one."""
         if settings.get("logit_soft_cap") is None:
             settings["logit_soft_cap"] = self.config.final_logit_softcapping
         return base.compute_next_token_loss(self, example, **settings)

@@ -1,4 +1,4 @@
-"""Compares the arrays of a model with what was planned for them: axes, type, sharding and bytes per device.
+"""Compares the arrays of a model with the plan: axes, dtype, sharding and bytes per device.
 
 An array that is replicated though it was planned sharded may be a hundred times as large on every device, and nothing
 fails: JAX runs the same program, slowly or until memory is full.
@@ -99,7 +99,7 @@ def _difference(array: Any, axes: dict[str, int], planned: ParameterPlan, plan: 
 
 
 def _sharding_difference(array: Any, planned: ParameterPlan, plan: Plan) -> str:
-    """Return how the sharding of an array is not that of a parameter; empty if it is."""
+    """Describe how an array's sharding differs from its parameter's; empty if it does not."""
     sharding = array.sharding
     mesh = getattr(sharding, "mesh", None)
     names = _axis_names(mesh, plan)
@@ -119,7 +119,7 @@ def _sharding_difference(array: Any, planned: ParameterPlan, plan: Plan) -> str:
 
 
 def _axis_names(mesh: Mesh | None, plan: Plan) -> dict[str, tuple[str, ...]]:
-    """Return the axes of `mesh` that are each axis of the plan's mesh; empty if it is another mesh.
+    """Map the plan's mesh axes to the axes of `mesh`; empty if the meshes differ.
 
     Levanter's meshes have a second axis for what crosses slices.
     """

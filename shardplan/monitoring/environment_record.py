@@ -1,4 +1,4 @@
-"""What a process runs on: written to env.json, and read when two runs of one plan differ."""
+"""Records the software and hardware of a process in env.json, to explain why two runs of one plan differ."""
 
 import os
 import platform
@@ -32,7 +32,7 @@ def describe_process() -> dict[str, Any]:
 
 
 def describe_run(plan: Plan, processes: dict[int, dict[str, Any]]) -> dict[str, Any]:
-    """Return what all processes run on, and the plan that they have.
+    """Return the command of a run, its plan, and the environment of each process.
 
     Args:
         processes: process -> its `describe_process`.

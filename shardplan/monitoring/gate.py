@@ -11,7 +11,7 @@ TPU_FACTOR = 0.3
 
 
 def least_ratio(config: GateConfig, is_cpu: bool) -> float | None:
-    """Return the ratio of a run's rate to that of its plan below which it is too slow; None if it is not judged."""
+    """Return the lowest accepted ratio of a run's rate to its plan's; None if the rate is not checked."""
     if config.factor is not None:
         return config.factor or None
     return None if is_cpu else TPU_FACTOR

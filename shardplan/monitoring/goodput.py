@@ -35,7 +35,7 @@ class Attempt:
 
     @property
     def host(self) -> float:
-        """Time of steps in which the host did its own work, such as writing results."""
+        """Seconds of steps in which the host works, for example writes results."""
         return max(0.0, self.steps - self.blocked - self.waiting)
 
     @property

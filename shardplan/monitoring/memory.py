@@ -1,4 +1,4 @@
-"""How much memory a run uses at each of its stages, beside what was planned: memory.json."""
+"""Measured memory of a run at each of its stages, beside the planned memory: memory.json."""
 
 import logging
 import math
@@ -58,7 +58,7 @@ def largest(uses: Iterable[MemoryUse]) -> MemoryUse:
 
 
 def describe_memory(plan: Plan, stages: dict[str, MemoryUse]) -> dict[str, Any]:
-    """Return what was planned, and what was measured at each stage."""
+    """Return the planned memory, and the memory measured at each stage."""
     return {"planned": asdict(plan.memory), "measured": {stage: asdict(use) for stage, use in stages.items()}}
 
 

@@ -1,4 +1,4 @@
-"""The files of a run beside its results: what ran where, in which memory, and where its time went."""
+"""The records of a run beside its results: environment, memory, and where the time went."""
 
 import shutil
 import tempfile
@@ -31,12 +31,12 @@ class RunRecords:
         self._local: Path | None = None
 
     def write(self, name: str, data: Mapping[str, Any] | str) -> None:
-        """Write a file of all processes, which replaces that of an earlier run; only one process calls this."""
+        """Write a file about all processes, replacing an earlier run's; called by one process."""
         with self._folder.create(name) as file:
             file.write(data.encode() if isinstance(data, str) else json_bytes(data))
 
     def read(self, name: str) -> bytes | None:
-        """Return the content of a file of all processes; None if it is not there."""
+        """Return the content of a file about all processes; None if there is no such file."""
         return read_bytes(self._folder.open_for_reading(), name)
 
     def own_file(self, name: str) -> Path:

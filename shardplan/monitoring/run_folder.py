@@ -36,7 +36,7 @@ class RunFolder:
         """Absolute path, or URL."""
 
     def claim(self, determinants: Mapping[str, Any]) -> None:
-        """Take the folder for a run: an empty one, or that of an earlier run with the same determinants.
+        """Take the folder for a run: it must be empty, or be an earlier run's with the same determinants.
 
         Incomplete files, which a run that was killed left behind, are removed.
 
@@ -95,14 +95,14 @@ def digest_of(data: bytes) -> str:
 
 
 def differing_names(known: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
-    """Return the names whose values differ, or that only one of two mappings has, as a list for a message."""
+    """List the names whose values differ between two mappings, or that only one of them has, for a message."""
     names = [name for name in {**known, **wanted} if known.get(name) != wanted.get(name)]
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return f"{', '.join(names[:SHOWN])}{more}"
 
 
 def _difference(name: str, known: Any, wanted: Any) -> str:
-    """Return how a determinant of an earlier run differs from that of this run; digests say nothing to a reader."""
+    """Describe how a determinant differs from an earlier run's; digests are not shown."""
     if isinstance(known, dict) and isinstance(wanted, dict):
         values = [*known.values(), *wanted.values()]
         if name in DIGESTS or all(_is_digest(value) for value in values):

@@ -1,4 +1,4 @@
-"""What watches a run: its records, and whether memory, arrays and speed are those of the plan."""
+"""Watches a run: keeps its records, and compares memory, arrays and speed with the plan."""
 
 import contextlib
 import json
@@ -120,7 +120,7 @@ class RunMonitor:
             self.record_time(statistics, is_completed=False)
 
     def goes_on(self, part: str, is_stopped: bool) -> bool:
-        """Return whether the run goes on with its next part: the same in all processes, which all call this.
+        """Return whether the run continues; all processes call this, and all get the same answer.
 
         Args:
             part: such as `shard 3`, the name of each part.

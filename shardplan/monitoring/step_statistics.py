@@ -59,17 +59,17 @@ class LoopStatistics:
 
     @property
     def windows_per_second(self) -> float | None:
-        """Rate without the first step; None if there is no other one."""
+        """Rate without the first step; None after one step."""
         return self.timed_windows / self.seconds if self.seconds else None
 
     @property
     def step_seconds(self) -> float | None:
-        """Mean time of a step without the first one; None if there is no other one."""
+        """Mean seconds of a step, without the first; None after one step."""
         return self.seconds / self.timed_steps if self.timed_steps else None
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Rate without the first step; None if there is no other one."""
+        """Rate without the first step; None after one step."""
         return self.timed_tokens / self.seconds if self.seconds else None
 
 

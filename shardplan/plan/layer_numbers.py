@@ -1,4 +1,4 @@
-"""Describes some of a model's layers in words, such as `every 6th layer from 5 (10 of 62)`."""
+"""Describes a subset of a model's layers in words, such as `every 6th layer from 5 (10 of 62)`."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""A parameter of a Plan: how it is sharded, and which device holds which tile of it."""
+"""A parameter of a Plan: its axes, its sharding, and its bytes."""
 
 from dataclasses import dataclass
 

@@ -76,7 +76,7 @@ class Pattern:
         return self.chunk - 1 if self.radius is None else min(self.radius, self.chunk - 1)
 
     def without_chunks(self) -> "Pattern":
-        """Return a pattern without chunks, which allows all that this one does, wherever chunks begin.
+        """Return a pattern without chunks that allows every pair this one allows, wherever chunks begin.
 
         Chunks of documents are counted from the beginning of each, which no function of positions knows. The pattern
         has a window to both sides in their place, and ids of documents tell them apart.

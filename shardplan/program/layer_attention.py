@@ -1,4 +1,4 @@
-"""Which layer of a model has which kind of attention: the calls of attention of a traced program, in their order.
+"""Assigns a kind of attention to each layer, by the order of the attention calls in a traced program.
 
 A loop over stacked layers has the calls of its body once for each of its iterations.
 """

@@ -14,7 +14,7 @@ MATMULS = (TaskKind.CONTRACTION, TaskKind.ATTENTION)
 
 
 def with_layer_flops(tasks: Iterable[Task]) -> tuple[Task, ...]:
-    """Return the tasks of a step, those of routed experts with the FLOPs of the other matmuls of their layers."""
+    """Add to each task of routed experts the FLOPs of the other matmuls in its layer."""
     tasks = tuple(tasks)
     blocks = Counter(_layer(task) for task in tasks if task.kind == TaskKind.EXPERTS)
     flops: defaultdict[tuple[int, bool], float] = defaultdict(float)

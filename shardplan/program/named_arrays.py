@@ -159,7 +159,7 @@ def most_named(dims: Sequence[Dim]) -> Dim:
 
 
 def adopt_names(array: TracedArray, dims: Sequence[Dim]) -> TracedArray:
-    """`array` with names from `dims`, of the same shape, for the dimensions that are better named there."""
+    """Return `array` with the names of `dims`, of the same shape, wherever those say more."""
     return replace(array, dims=tuple(map(most_named, zip(array.dims, dims, strict=True))))
 
 
@@ -184,7 +184,7 @@ def mark_repeated_axes(dims: Sequence[Dim]) -> tuple[Dim, ...]:
 
 @lru_cache(maxsize=4096)
 def score_positions(array: TracedArray) -> frozenset[AxisName]:
-    """The names of query and key positions, which attention scores have twice; empty for every other array."""
+    """Return the position names that occur twice, for queries and keys, in an attention's scores; else empty."""
     names = set(array.axes)
     return frozenset(name for name in names if isinstance(name, AxisCopy) or AxisCopy(name) in names)
 
@@ -237,7 +237,7 @@ def reshape_factors(
 
 
 def _join_minor_part(before: Sequence[Factor], factor: Factor) -> list[Factor]:
-    """`before`, of at most one factor, and `factor`; as one factor where `factor` is the minor part of that axis."""
+    """Append `factor` to at most one factor, and join the two if `factor` is its minor part."""
     (name, size), (major, count) = factor, before[0] if before else (None, 1)
     part = name
     while isinstance(part, AxisPart):

@@ -85,7 +85,7 @@ class Operation:
 
     @property
     def is_backward(self) -> bool:
-        """Whether the operation computes gradients; not so what `jax.checkpoint` computes again for them."""
+        """Whether the operation computes gradients; recomputation by `jax.checkpoint` does not count."""
         return BACKWARD_SCOPE in self.label and REMATERIALIZED_SCOPE not in self.label
 
 

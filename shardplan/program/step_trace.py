@@ -108,7 +108,7 @@ def plan_step(model: Model, workload: Workload) -> Step:
 
 @lru_cache(maxsize=128)
 def plan_kept_activations(model: Model, workload: Workload, with_host: bool) -> KeptActivations | None:
-    """What can become of the activations of a training step, beside what the default policy makes of them.
+    """Return the options for keeping activations of a training step, compared with the default policy.
 
     Args:
         workload: of a training step with the default policy of gradient checkpointing.
@@ -147,7 +147,7 @@ def _training_trace(model: Model, workload: Workload) -> Trace:
 
 
 def _with_traced_batch(model: Model, workload: Workload) -> tuple[Workload, Resizer]:
-    """Return a workload of training with the batch that is traced, and what turns its step into the wanted one."""
+    """Return the workload with the batch that is traced, and a `Resizer` to the requested batch."""
     parts, sizes = workload.num_microbatches, {workload.position}
     for _, leaf in named_leaves(model.template):
         sizes.update(axis.size for axis in axes_of(leaf))
@@ -248,7 +248,7 @@ def _template(model: Model, checkpointing: CheckpointPolicy) -> Any:
 
 @contextmanager
 def _without_optimization() -> Iterator[None]:
-    """Compile what a trace computes, such as rotary frequencies, without optimization: everything is needed once."""
+    """Compile constants of a trace, such as rotary frequencies, without optimization: each runs once."""
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)
     try:

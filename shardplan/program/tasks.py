@@ -214,7 +214,7 @@ class AttentionAxes:
 
     @property
     def unsharded_in_kernels(self) -> tuple[str, ...]:
-        """Axes of which a device needs all where it runs Levanter's splash attention, which ignores their sharding."""
+        """Axes that Levanter's splash attention needs unsharded on a device, whatever their sharding."""
         return (*self.heads[1:], self.head_size)
 
 
@@ -338,7 +338,7 @@ class Step:
 
     @cached_property
     def has_attention(self) -> bool:
-        """Whether the step has attention by matmuls, which a model with another one, or without any, has not."""
+        """Whether any attention of the step is computed by matmuls."""
         return any(task.kind == TaskKind.ATTENTION for task in self.tasks)
 
     @cached_property

@@ -239,7 +239,7 @@ class _Tracer:
         return [self.leave_device(value, out, label) for value in results] if is_outer else results
 
     def trace_conversion(self, equation: Any, codes: int, out: list[Operation], label: str) -> int:
-        """Append the conversion of a kept weight; returns its numbers, which are each device's own."""
+        """Append the conversion of a kept weight, and return its result, which each device computes for itself."""
         numbers = replace(self.arrays[codes], itemsize=itemsize_of(equation.outvars[0]), weight=None, is_local=True)
         result = self.add_value(numbers)
         out.append(Operation(OperationKind.CONVERSION, (codes,), (result,), label, CONVERSION))
@@ -324,7 +324,7 @@ class _Tracer:
         return [*after, *written]
 
     def name_rows(self, sums: TracedArray, indices: int) -> TracedArray:
-        """Name the rows of a lookup's gradient as those of its table: it adds to zeros, which have no names.
+        """Name the rows of a lookup's gradient after its table, because the zeros that it adds to have no names.
 
         It has the indices of the lookup; where they were computed anew, it is that of the only table of its shape and
         columns.
@@ -342,7 +342,7 @@ class _Tracer:
                 self.name(operand, result.dims)
 
     def name(self, value: int, dims: Sequence[Dim]) -> None:
-        """Name the unnamed dimensions of a value, and those of the values that it is a view of.
+        """Name the unnamed dimensions of a value, and of the values it is a view of.
 
         The result of a collective keeps its unnamed ones: each device has all of it, whatever it is added to.
         """
@@ -356,7 +356,7 @@ class _Tracer:
 
 
 def _may_be_equal(one: Sequence[Dim], other: Sequence[Dim]) -> bool:
-    """Whether dimensions are of the same sizes, and have the same axes where both have known ones."""
+    """Whether dimensions have equal sizes, and equal axes where both axes are known."""
     return len(one) == len(other) and all(
         size_of(a) == size_of(b) and (a == b or any(name is None for name, _ in (*a, *b)))
         for a, b in zip(one, other, strict=True)
@@ -388,7 +388,7 @@ def _is_choice_of_platform(equation: Any) -> bool:
 
 
 def _branch_of_tpu(platforms: Sequence[Sequence[str] | None]) -> int:
-    """Index of the branch that TPUs run: the one that names them, or else the one for every other platform."""
+    """Index of the branch that TPUs run: the one for TPUs, or else the default."""
     named = [i for i, names in enumerate(platforms) if names is not None and "tpu" in names]
     return named[0] if named else [names is None for names in platforms].index(True)
 
@@ -403,5 +403,5 @@ def _has_primitive(jaxpr: Any, name: str) -> bool:
 
 
 def _shapes(atoms: Sequence[Any]) -> list[tuple[int, ...] | None]:
-    """Shapes of atoms; None for one that is no array, such as a reference."""
+    """Shapes of atoms; None for an atom that is no array, such as a reference."""
     return [getattr(atom.aval, "shape", None) for atom in atoms]

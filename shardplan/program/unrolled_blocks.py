@@ -1,4 +1,4 @@
-"""Blocks of an unrolled model, of which those that differ in their weights alone are traced once."""
+"""Traces identical layers of an unrolled model only once."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from haliax.nn.scan import BlockSeq
 
 
 def trace_equal_blocks_once(module: Any) -> Any:
-    """Return `module` with block sequences that call all blocks of one structure through one `jax.jit`.
+    """Make block sequences of `module` call all blocks of one structure through one `jax.jit`.
 
     After the first call its cache has the jaxpr of the block, so that JAX traces one layer and not a hundred. The
     traced program has the same operations in the same order.

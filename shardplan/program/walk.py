@@ -101,7 +101,7 @@ def _attention_kind(operation: Operation) -> AttentionKind:
 
 
 def _made_of_state(trace: Trace) -> set[int]:
-    """Return the values that are computed from what is stored beside the parameters, such as an optimizer's moments.
+    """Return the values computed from state beside the parameters, such as an optimizer's moments.
 
     The compiler updates one parameter after the other, so that no more than one of these is in memory at a time.
     """
@@ -114,7 +114,7 @@ def _made_of_state(trace: Trace) -> set[int]:
 
 
 def _stacked_axes(operations: Iterable[Operation], arrays: Sequence[TracedArray]) -> Iterator[str]:
-    """Yield the logical axes of which loops take one index at a time."""
+    """Yield the logical axes that loops index, one element per iteration."""
     for operation in operations:
         for stacked, each in operation.slices:
             yield from {*arrays[stacked].logical_axes} - {*arrays[each].logical_axes}
@@ -128,7 +128,7 @@ USERS_OF_WEIGHTS = (
 
 
 class _Sequence:
-    """Operations that run one after the other: the program, or the body of a loop."""
+    """Consecutive operations: the program, or a loop's body."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Prints what a checkpoint is on one screen: model, stored types, ignored tensors, and what devices hold."""
+"""Prints the facts of a checkpoint on one screen: model, stored types, ignored tensors, bytes per device."""
 
 from rich.console import Console
 
@@ -19,7 +19,7 @@ from shardplan.report.text import LABEL_WIDTH, make_table, print_fact, print_fir
 
 
 def print_inspection(found: Inspection, load: PlannedLoad | None, out: Console) -> None:
-    """Print the facts of a checkpoint; the problem, if there is one, is left to the command's error.
+    """Print the facts of a checkpoint, without its problem, which the command raises.
 
     Args:
         load: what devices hold and how long a load takes; None if neither is known.

@@ -1,4 +1,4 @@
-"""What an evaluation prints: the tables of its task, and how fast it was."""
+"""Prints an evaluation: the tables of its task, and its speed."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -25,7 +25,7 @@ def print_evaluation(summary: Mapping[str, Any], out: Console) -> None:
 
 
 def print_run_forecast(forecast: Mapping[str, Any], out: Console) -> None:
-    """Print how many windows the texts of a run have, and how long they take; see `shardplan.eval.forecast`."""
+    """Print the number of windows of a run, and how long they take; see `shardplan.eval.forecast`."""
     characters = forecast["characters_per_token"]
     text = (
         f"{'about ' if characters else ''}{forecast['windows']:,} windows in {forecast['sequences']:,} sequences: "

@@ -1,4 +1,4 @@
-"""Prints the read schedule of a checkpoint: how each array is read, and how much each process reads."""
+"""Prints the read schedule of a checkpoint: how each array is read, and the bytes of each process."""
 
 from collections.abc import Iterator, Sequence
 
@@ -14,7 +14,7 @@ from shardplan.report.text import make_table, print_first_fitting, print_wrapped
 
 
 def print_forecast(forecast: Forecast, plan: Plan, out: Console) -> None:
-    """Print what the processes read and how long that takes, then every array and how it is read."""
+    """Print the bytes and seconds of the processes, then how each array is read."""
     sizes = [ranges.bytes for ranges in forecast.processes.values()]
     counts = [ranges.count for ranges in forecast.processes.values()]
     print_wrapped(

@@ -47,7 +47,7 @@ def print_bullets(reasons: Iterable[str], out: Console) -> None:
 
 
 def print_fact(label: str, text: str, out: Console) -> None:
-    """Print a fact, with what it is about at the left."""
+    """Print a fact with its label at the left."""
     print_wrapped(text, out, Text(label.ljust(LABEL_WIDTH), "bold"))
 
 
@@ -114,7 +114,7 @@ def _components(path: str) -> list[str]:
 
 
 def _distinct_end(components: list[str], others: Sequence[list[str]], length: int) -> str:
-    """The last `length` components of a path, or more where another path ends in the same."""
+    """Return the last `length` components of a path, or more if another path has the same end."""
     while any(other[-length:] == components[-length:] and other != components for other in others):
         length += 1
     return "".join(components[-length:])

@@ -25,7 +25,7 @@ class _DeferredPackage(ModuleType):
 
 
 class _ExecutedPackage(ModuleType):
-    """A package whose `__init__` was executed late, and may have put another module in its place."""
+    """A package whose `__init__` ran late; reads names from the module in `sys.modules`, which it may have replaced."""
 
     def __getattr__(self, name: str) -> Any:
         in_its_place = sys.modules[self.__name__]
@@ -35,7 +35,7 @@ class _ExecutedPackage(ModuleType):
 
 
 def defer_unused_packages() -> None:
-    """Put off the `__init__`, which takes long, of the packages of which shardplan uses only submodules."""
+    """Defer the slow `__init__` of packages of which shardplan uses only submodules."""
     for name in UNUSED:
         defer_package(name)
 

@@ -1,4 +1,4 @@
-"""The environment variables by which JAX starts, read and set before it is imported. Imports no JAX."""
+"""The environment variables that JAX reads at its start, read and set before its import. Imports no JAX."""
 
 import atexit
 import gc
@@ -27,7 +27,7 @@ class ProcessVariables:
 
 
 def compute_on_cpu() -> None:
-    """Make JAX use the CPU only, whatever the environment says: what plans and compiles needs no accelerator.
+    """Make JAX use only the CPU, whatever the environment says: planning and compiling need no accelerator.
 
     Without this JAX looks for a TPU where libtpu is installed, which takes seconds, and fails where there is none.
     Python no longer looks for unreachable objects, neither now nor when it exits: imports and searches make millions of
@@ -49,7 +49,7 @@ def check_environment() -> None:
 
 
 def read_process_variables() -> ProcessVariables:
-    """Read which processes run together, and which of them this is.
+    """Read the coordinator's address, the number of processes and this one's index from the environment.
 
     Raises:
         ConfigError: a variable is missing, or has a value that it cannot have.

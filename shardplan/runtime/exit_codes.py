@@ -107,7 +107,7 @@ class _Output(io.FileIO):
 
 @contextlib.contextmanager
 def _separate_streams() -> Iterator[None]:
-    """Keep stdout for what this package prints there, in letters that it has; the rest of the process gets stderr.
+    """Reserve stdout for this package's output, in an encoding that can write it; all other output goes to stderr.
 
     gloo writes a line on file descriptor 1 for every connection, which would be part of the JSON of `--json -`.
     """

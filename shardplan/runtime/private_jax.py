@@ -46,7 +46,7 @@ EXPECTED_PARAMETERS: Mapping[str, tuple[str, ...]] = {
 
 
 def _check() -> None:
-    """Compare what JAX has with what shardplan calls.
+    """Check that the installed JAX has the private names and parameters that shardplan uses.
 
     Raises:
         ConfigError: something is missing, or has other parameters.
@@ -101,7 +101,7 @@ def named_splash_residuals(name: str) -> Iterator[None]:
 
 
 def detect_cluster() -> tuple[str, int, int] | None:
-    """Return the address of process 0, the number of processes, and that of this one, as the cluster gives them.
+    """Return the cluster's address of process 0, its number of processes, and the index of this one.
 
     Such as Cloud TPU, Slurm or Kubernetes; None if JAX recognises none.
     """
@@ -111,7 +111,7 @@ def detect_cluster() -> tuple[str, int, int] | None:
 
 
 def count_tpu_chips() -> tuple[int, str]:
-    """Return how many TPU chips are on the PCI bus of this host, and their generation ("" if there is none)."""
+    """Return the number of TPU chips on this host's PCI bus, and their generation ("" without chips)."""
     chips, version = hardware_utils.num_available_tpu_chips_and_device_id()
     return chips, version.name if version is not None else ""
 
@@ -144,7 +144,7 @@ def reached_preemption_sync_point(number: int) -> bool:
 
 
 def abandon_coordination() -> None:
-    """Have JAX not wait for other processes when this one ends: one of them never comes to its end."""
+    """Make JAX not wait for other processes at exit, because one of them will never reach its end."""
     state = distributed.global_state
     for each in (state.client, state.preemption_sync_manager):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))  # for ever: their destructors would wait

@@ -46,7 +46,7 @@ def _is_quiet() -> bool:
 
 @dataclass
 class Progress:
-    """How far a job has come. It is shown by another thread, until the block of `show_progress` ends."""
+    """The progress of a job, displayed by another thread until the block of `show_progress` ends."""
 
     label: str
     """What is done."""
@@ -130,7 +130,7 @@ def _print_lines(progress: Progress, stop: threading.Event) -> None:
 
 @contextlib.contextmanager
 def show_steps(label: str, is_shown: bool = True) -> Iterator[Callable[[str], None]]:
-    """Show what a job does just now, and for how long the job has been running.
+    """Display the current step of a job, and the seconds since its start.
 
     Yields:
         A function to call with what is done next.

@@ -66,7 +66,7 @@ def _token_range(config: PlanConfig) -> TokenRange:
 
 
 def _empty_range_text(text: str | None, position: int, tokens: TokenRange, devices: int) -> str:
-    """Return the message for a range without a batch, which names the nearest ones."""
+    """Return the message for a range that contains no possible batch, with the nearest ones."""
     near = list(batches(devices, position, TokenRange(1, max(2 * tokens.most, position))))
     fewer = [batch for batch in near if batch * position < tokens.least]
     more = [batch for batch in near if batch * position > tokens.most]

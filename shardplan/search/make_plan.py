@@ -217,7 +217,7 @@ def _choice_reasons(
     runner_up: RankedCandidate | None,
     cost: StepCost,
 ) -> list[str]:
-    """Why the plan was chosen, and which shardings were impossible; the arguments are those of `_plan`."""
+    """Explain why the plan was chosen, and which shardings were impossible; arguments as of `_plan`."""
     plan, statistics = cost.plan, result.statistics
     space = ranked.candidate.space
     has_kernel = space.step.has_attention and space.requires_kernel
@@ -243,7 +243,7 @@ def _choice_reasons(
 
 
 def _attention_reasons(candidate: Candidate, layers: Mapping[str, str]) -> list[str]:
-    """How attention is computed where the plan chooses it, and what other methods would change.
+    """Explain how attention is computed where the plan chooses it, and compare other methods.
 
     Args:
         layers: name of each kind of attention -> its layers, in words.
@@ -272,7 +272,7 @@ def _attention_reasons(candidate: Candidate, layers: Mapping[str, str]) -> list[
 
 
 def _expert_reasons(candidate: Candidate, model: Model) -> list[str]:
-    """How the plan computes routed experts, and what would change its time; nothing without experts."""
+    """Explain how routed experts are computed, and what would change their time; empty without experts."""
     space = candidate.space
     if not space.step.expert_blocks:
         return []
@@ -293,14 +293,14 @@ def _expert_reasons(candidate: Candidate, model: Model) -> list[str]:
 
 
 def _form_reasons(ranked: RankedCandidate, model: Model) -> list[str]:
-    """What keeping weights as they are stored would change, or loading them as numbers; nothing without codes."""
+    """Explain what keeping weights as they are stored would change, or decoding them; empty without codes."""
     workload = ranked.config.workload.resolve()
     other = estimate_other_form(ranked.candidate, model, workload)
     return [] if other is None else [describe_other_form(ranked.candidate, other, workload.param_dtype)]
 
 
 def _uneven_load(candidate: Candidate, model: Model) -> list[str]:
-    """What a load as uneven as that of trained models would change, where the workload takes it to be even."""
+    """Explain how a load as uneven as in trained models would change the step, if an even one is assumed."""
     space = candidate.space
     spread = measured_load_spread(model.is_decoder and has_corrections(model.config.segments))
     even, uneven = [], []

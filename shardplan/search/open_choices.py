@@ -1,4 +1,4 @@
-"""What a workload leaves to the search: kinds of gradient checkpointing, and numbers such as that of microbatches.
+"""The choices that a workload leaves to the search: gradient checkpointing, and numbers such as microbatches.
 
 Every combination of these values is a configuration with a space of its own. Those that differ only in numbers are
 searched one after the other: a larger number saves memory and costs time, so that multiples of a number that is too
@@ -29,7 +29,7 @@ there."""
 
 
 class OpenNumber(NamedTuple):
-    """A number of parts that a step computes one after the other, which the workload may leave open."""
+    """A number of consecutive parts of a step that the workload may leave open, such as microbatches."""
 
     key: str
     """The field of `Workload`, None where it is open."""

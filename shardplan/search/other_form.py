@@ -1,4 +1,4 @@
-"""What a plan would cost with weights on the devices in another form: kept in fp8 as stored, or as numbers."""
+"""The cost of a plan with weights in another form on the devices: kept in fp8 as stored, or decoded."""
 
 import json
 from dataclasses import replace
@@ -27,7 +27,7 @@ class OtherForm(NamedTuple):
 
 
 def estimate_other_form(candidate: Candidate, model: Model, workload: Workload) -> OtherForm | None:
-    """Estimate a plan with weights in the other form; None where the model has one form alone.
+    """Estimate a plan with weights in the other form; None if the model has only one.
 
     Args:
         workload: of the plan, with nothing left open.
@@ -47,7 +47,7 @@ def estimate_other_form(candidate: Candidate, model: Model, workload: Workload) 
 
 @lru_cache(maxsize=8)  # plans of one search ask for the same one
 def _in_other_form(model: Model) -> Model | None:
-    """Return a model with weights in the other form; None if its checkpoint does not store codes that can be kept."""
+    """Return a model with weights in the other form; None if its checkpoint has no codes that can be kept."""
     if not model.is_decoder:
         return None
     codes = stored_codes(json.loads(model.config.hf_config))

@@ -57,17 +57,17 @@ class Ranking:
 
     @property
     def limit(self) -> float:
-        """Step time in seconds above which a further candidate is not kept."""
+        """Step time in seconds above which further candidates are dropped."""
         full = len(self.candidates) == self.keep
         return max(c.seconds for c in self.candidates) * (1 + LEFT_OUT) if full else math.inf
 
     @property
     def evaluated(self) -> list[Candidate]:
-        """Every candidate that was added, whether it is kept or not; the fastest first."""
+        """All candidates that were added, also those that were dropped; the fastest first."""
         return sorted((c for each in self._groups for c in each), key=lambda c: (c.seconds, c.peak_bytes))
 
     def add(self, group: list[Candidate]) -> None:
-        """Add a group of Pareto-optimal candidates (time against memory), of which at most one is kept."""
+        """Add a group of Pareto-optimal candidates (time against memory), and keep at most one."""
         self._groups.append(group)
         everyone = list(itertools.chain.from_iterable(self._groups))
         tie_limit = _fastest(everyone).seconds * (1 + TIME_RESOLUTION)

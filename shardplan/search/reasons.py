@@ -127,7 +127,7 @@ def describe_choice(*, fits: bool, evaluated: int, has_kernel: bool) -> str:
 def describe_time(
     step: float, compute: float, weight_gathers: float, other_collectives: float, exposed_host_copies: float = 0.0
 ) -> str:
-    """What the time of a step consists of; all arguments are seconds, those of transfers with what overlaps.
+    """Describe the parts of a step's time, all in seconds; transfers include their overlapped part.
 
     Args:
         exposed_host_copies: what nothing hides of the copies between devices and hosts.
@@ -140,7 +140,7 @@ def describe_time(
 
 
 def describe_host_copies(host_bytes: float, seconds: float, exposed: float) -> str:
-    """Return what a device has in the memory of its host, and how long the copies take.
+    """Describe the host memory of a device's arrays, and the seconds of copies.
 
     Args:
         seconds: of all copies to the host and back, in a step.
@@ -151,7 +151,7 @@ def describe_host_copies(host_bytes: float, seconds: float, exposed: float) -> s
 
 
 def describe_runner_up(best: Candidate, other: Candidate, settings: str) -> str:
-    """How the runner-up `other` differs from the best candidate: time, memory, mesh, and mappings axis by axis.
+    """Compare the runner-up `other` with the best candidate: time, memory, mesh, and mappings axis by axis.
 
     Args:
         settings: the settings of its step; empty if they are those of the best.
@@ -166,7 +166,7 @@ def describe_runner_up(best: Candidate, other: Candidate, settings: str) -> str:
 
 
 class AttentionAlternative(NamedTuple):
-    """Another method for one kind of attention, with what a step costs then."""
+    """Another method for one kind of attention, and the cost of a step with it."""
 
     kind: AttentionKind
     method: AttentionMethod
@@ -179,7 +179,7 @@ class AttentionAlternative(NamedTuple):
 def describe_attention(
     best: Candidate, layers: Mapping[str, str], devices: int, alternatives: Iterable[AttentionAlternative]
 ) -> list[str]:
-    """How attention is computed, then a sentence per alternative and what it would change.
+    """Describe how attention is computed, then each alternative and its effect in a sentence.
 
     Args:
         layers: name of each kind of attention in the model -> its layers, in words; where there are several kinds,
@@ -220,7 +220,7 @@ def describe_sparse_obstacles(obstacles: Iterable[str]) -> list[str]:
 
 
 def describe_experts(best: Candidate, alternatives: Iterable[ExpertAlternative]) -> list[str]:
-    """How routed experts are computed, then a sentence per alternative and what it would change."""
+    """Describe how routed experts are computed, then each alternative and its effect in a sentence."""
     sentences = []
     for block in best.space.step.expert_blocks:
         sharded = [
@@ -243,7 +243,7 @@ def describe_uneven_load(best: Candidate, spread: float, seconds: float) -> str:
 
 
 def describe_other_form(best: Candidate, other: OtherForm, param_dtype: str) -> str:
-    """What weights in another form would change: kept as stored, or as numbers of `param_dtype`."""
+    """Describe the effect of weights in another form: kept as stored, or decoded to `param_dtype`."""
     if other.kept_dtype is None:
         form = f"weights in {param_dtype} instead (without load.keep_dtype)"
     else:
@@ -253,7 +253,7 @@ def describe_other_form(best: Candidate, other: OtherForm, param_dtype: str) -> 
 
 
 def describe_indivisible(example: Indivisible) -> str:
-    """Which logical axis cannot be sharded over which mesh axes."""
+    """List the logical axes that cannot be sharded over a mesh axis."""
     mesh_axes = " x ".join(example.mesh_axes)
     return f"{example.axis} ({example.size}) is not divisible by {mesh_axes} = {example.devices}"
 
@@ -264,7 +264,7 @@ def describe_unknown_axis(axis: str, known: Iterable[str]) -> str:
 
 
 def describe_trace(step: Step) -> list[str]:
-    """What the trace of the step could not follow, and what it simplified."""
+    """Describe what the trace of the step could not follow, and what it simplified."""
     unnamed = [
         f"{count} results of {primitive} have no logical axes: they count as replicated, and collectives that their "
         "sharding causes are not counted"
@@ -286,7 +286,7 @@ def _changes_text(title: str, before: AxisMapping, after: AxisMapping) -> str:
 
 
 def _difference_text(best: Candidate, seconds: float, peak_bytes: float) -> str:
-    """How a step of `seconds` with `peak_bytes` compares with that of the best candidate."""
+    """Compare a step of `seconds` with `peak_bytes` with the best candidate."""
     time, memory = seconds / best.seconds - 1, f"{(peak_bytes - best.peak_bytes) / GIB:+.2f}"
     return (
         f"{'same' if abs(time) < NEGLIGIBLE else f'{100 * time:+.1f} %'} time, "

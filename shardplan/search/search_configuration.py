@@ -1,4 +1,4 @@
-"""The search for a configuration: one space, or one for every value of what the workload leaves open."""
+"""Searches for the plan of a configuration: in one space, or in one per value that the workload leaves open."""
 
 import itertools
 import math
@@ -138,7 +138,7 @@ def _kept_activations(variant: WorkloadVariant, model: Model, hardware: Slice) -
 
 
 def _has_options(config: PlanConfig, model: Model) -> bool:
-    """Whether it is known what can become of the activations of a training step, where that is open."""
+    """Whether the options for a training step's activations are known, where they are open."""
     work = config.workload
     if not work.is_training or work.gradient_checkpointing != OPEN_CHECKPOINTING:
         return False
@@ -172,7 +172,7 @@ def _pinned_sizes(config: PlanConfig, rules: Rules) -> dict[str, int | None]:
 def _unsatisfiable_error(
     config: PlanConfig, rules: Rules, meshes: list[dict[str, int]], statistics: SearchStatistics
 ) -> InfeasibleError:
-    """Return the error that no mapping satisfies the requirements, which names those that were given."""
+    """Return the error that no mapping satisfies the user's requirements, and list these."""
     given = [f"{key} {' '.join(texts)}" for key, texts in (("pin", config.pin), ("forbid", config.forbid)) if texts]
     required = " and ".join(given)
     obstacles = _unsatisfiable(rules, meshes)
@@ -198,7 +198,7 @@ def _unsatisfiable(rules: Rules, meshes: list[dict[str, int]]) -> list[str]:
 
 
 def _build_space(variant: WorkloadVariant, model: Model, rules: Rules, own_attention: bool) -> Space:
-    """Build the search space of one configuration, whose workload leaves nothing else open.
+    """Build the search space of a configuration with a fully specified workload.
 
     Args:
         own_attention: whether only the model's own attention is a choice.

@@ -66,7 +66,7 @@ of the tokens take longer, and more than the rest of the transfers gains."""
 
 @dataclass(frozen=True)
 class Space:
-    """All plans for one step on one slice, with bounds that hold for every one of them."""
+    """All plans for one step on one slice, with lower bounds on their time and memory."""
 
     step: Step
     batch: str
@@ -104,7 +104,7 @@ class Space:
 
     @cached_property
     def options(self) -> tuple[Option, ...]:
-        """What can become of activations, all options of one after the other."""
+        """The options of all activations, one activation after the other."""
         return () if self.kept is None else tuple(itertools.chain(*self.kept.activations))
 
     @cached_property
@@ -236,7 +236,7 @@ class Space:
 
     @cached_property
     def component_chooses_method(self) -> bool:
-        """Whether all attention is in one component, which can choose its method by itself."""
+        """Whether one component contains all attention, so that it can choose the method alone."""
         attending = [component for component in self.component_costs if component.has_attention]
         return len(attending) == 1 and not self.base_cost.has_attention
 
@@ -264,7 +264,7 @@ class Space:
         return sum(cost.min_stored_bytes for cost in self.component_costs)
 
     def compute_limits(self, limits: np.ndarray) -> np.ndarray:
-        """Return what is left of `limits` to buffers whose sizes follow from the compute mapping alone.
+        """Return the part of `limits` that is left for buffers whose sizes the compute mapping determines.
 
         All other buffers take at least the parameters and their optimizer state, sharded over all devices. That does
         not hold at a row where several options leave out the same buffer, so that the search counts it as less than
@@ -337,7 +337,7 @@ class Space:
         )  # fmt: skip
 
     def _expert_method(self, strategy: ExpertStrategy | None) -> ExpertMethod:
-        """Return the method for a strategy: in parts where the compiler overlaps the transfers of one with another."""
+        """Return the method for a strategy, in chunks only where the compiler overlaps their transfers."""
         method = ExpertMethod() if strategy is None else ExpertMethod(strategy)
         return replace(method, token_chunks=1) if self.calibration.kernel_wait > MAX_KERNEL_WAIT else method
 

@@ -15,7 +15,7 @@ MICROBATCH = "microbatch"
 
 
 def token_axes(model: Model, workload: Workload) -> tuple[Axis, ...]:
-    """Return the logical axes of a step's tokens: batch and position, after microbatches where there are several."""
+    """Return the logical axes of a step's tokens: microbatch if there are several, batch and position."""
     parts = workload.num_microbatches
     axes = (Axis(BATCH_AXIS, workload.batch // parts), model.template.Pos.resize(workload.position))
     if parts == 1:

@@ -1,4 +1,4 @@
-"""What a kind of step is: the arrays that it takes besides the model, and what it computes of them.
+"""The interface of a kind of step: its arrays beside the model, and its computation.
 
 A step is written once. `shardplan.program.step_trace` traces `compute` with the arrays of `inputs` and `state` to price
 it, and `shardplan.execution.step_program` compiles and runs the same function with the same arrays, sharded as a plan

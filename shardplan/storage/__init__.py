@@ -79,7 +79,7 @@ def open_folder(ref: str, key: RefKey = RefKey.MODEL) -> Folder:
 
 
 def _missing_part(path: Path) -> str:
-    """Say which part of a path does not exist, and what is near it."""
+    """Describe which part of a path does not exist, and what is near it."""
     missing = path
     while not missing.parent.exists() and not missing.is_symlink():
         missing = missing.parent

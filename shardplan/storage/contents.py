@@ -1,4 +1,4 @@
-"""Names what a file or folder is where a checkpoint was expected, such as a web page or an unfinished download."""
+"""Identifies a file or folder that is no checkpoint, such as a web page or an unfinished download."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -48,7 +48,7 @@ OTHER_FORMATS: tuple[tuple[tuple[str, ...], str], ...] = (
 
 
 def describe_contents(start: bytes | bytearray) -> str | None:
-    """Say what a file is, from its first bytes, if it is neither JSON nor safetensors; None if it may be one of them.
+    """Identify a file by its first bytes; None if it may be JSON or safetensors.
 
     >>> describe_contents(b"<!DOCTYPE html><html>")
     'a web page (HTML), not the file itself: a login or an error was saved in its place; download it again'
@@ -61,7 +61,7 @@ def describe_contents(start: bytes | bytearray) -> str | None:
 
 
 def describe_folder(ref: str, folder: Folder) -> str | None:
-    """Say what a folder is that lacks the files of a checkpoint, and what to name instead; None if that is not known.
+    """Identify a folder without checkpoint files, and suggest what to name instead; None if it is unknown.
 
     Args:
         ref: the folder, as the user named it or with its revision.
@@ -102,7 +102,7 @@ def find_unfinished(ref: str, names: Iterable[str] | None = None) -> list[str]:
 
 
 def find_adapter(folder: Folder) -> str | None:
-    """Return the file of an adapter in a folder, or in a folder below it if it is local; None if there is none."""
+    """Return the adapter's file in a folder, or below it if it is local; None if there is none."""
     if folder.open(ADAPTER[0]) is not None:
         return ADAPTER[0]
     if "://" in folder.ref or not Path(folder.ref).is_dir():
@@ -111,7 +111,7 @@ def find_adapter(folder: Folder) -> str | None:
 
 
 def adapter_base(folder: Folder) -> str | None:
-    """Return the base model that the adapter_config.json of a folder names, if there is one."""
+    """Return the base model that a folder's adapter_config.json names, if any."""
     try:
         values = json.loads(read_bytes(folder, ADAPTER[0]) or b"{}")
     except (ValueError, ShardplanError):
@@ -121,7 +121,7 @@ def adapter_base(folder: Folder) -> str | None:
 
 
 def _describe_cache(path: Path, names: Sequence[str]) -> str | None:
-    """Say which snapshot to name, if a local folder is one of the cache of huggingface_hub."""
+    """Suggest a snapshot if a local folder is in the cache of huggingface_hub."""
     repositories = [name.rstrip("/") for name in names if name.startswith("models--")]
     if repositories and not path.name.startswith("models--"):
         return f"it is the cache of huggingface_hub; name a repository in it, such as {_repository(repositories[0])}"

@@ -99,7 +99,7 @@ class ObjectFile:
         return query_checksum(self, lambda: fetch_checksum(self.name))
 
     def _stream(self, offset: int, buffer: memoryview) -> Iterator[int]:
-        """Fill `buffer` from `offset` on with the data of one request; yield the size of each chunk as it arrives."""
+        """Fill `buffer` by one request for the data from `offset` on; yield the size of each chunk that arrives."""
         options: Any = {"range": (offset, offset + len(buffer)), **self._condition}
         response = obstore.get(self._store, self._path, options=options)
         version, size = self.version if self._is_fixed else _version(response.meta), response.meta["size"]

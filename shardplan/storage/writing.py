@@ -123,7 +123,7 @@ class OutputFolder:
             raise self._unusable_error(error) from error
 
     def remove_partial_files(self) -> None:
-        """Remove what writers of local files left when they were killed; other storage shows no such files."""
+        """Remove partial files of killed writers from a local folder; other storage shows none."""
         for partial in Path(self.ref).rglob(f"*{PARTIAL_SUFFIX}") if self._is_local else ():
             partial.unlink(missing_ok=True)
 

@@ -10,7 +10,7 @@ from shardplan.plan.plan import Plan
 
 
 def without_adapter(model: Any) -> Any:
-    """Return the model with every layer that an adapter changes as it was before; itself if there is no adapter."""
+    """Return the model before adapters were added to its layers; the same model if there is no adapter."""
 
     def is_adapted(node: Any) -> bool:
         return isinstance(node, LoraLinear)

@@ -1,4 +1,4 @@
-"""What determines the losses of a training: a run in the same output folder goes on only if all of it is the same.
+"""The determinants of a training's losses; a run resumes in an output folder only if all of them are equal.
 
 The mesh and the number of microbatches are no part: a run may go on on another slice, with another plan.
 """

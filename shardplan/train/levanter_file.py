@@ -1,4 +1,4 @@
-"""The Levanter file of a training: what the plan decides, what the user sets, and defaults for the rest.
+"""The Levanter configuration of a training: settings of the plan, settings of the user, and defaults.
 
 `python scripts/levanter_main.py train_lm --config_path levanter.yaml` runs the same training without being watched.
 """

@@ -252,7 +252,7 @@ def _run_levanter(prepared: PreparedTraining, watch: TrainingWatch, processes: P
 
 
 def _selection_records(config: TrainCommand, watch: TrainingWatch) -> dict[str, Any]:
-    """Return what run.json and summary.json get of Native Sparse Attention; empty for other models."""
+    """Return the records of Native Sparse Attention for run.json and summary.json; empty for other models."""
     records: dict[str, Any] = {METHODS: watch.selected_methods} if watch.selected_methods else {}
     if config.selection_statistics and watch.metrics:
         records[SELECTION] = describe_selection(watch.metrics, watch.last_step)

@@ -1,4 +1,4 @@
-"""What a training records of Native Sparse Attention: how each layer computed it, and which blocks were selected.
+"""Records of Native Sparse Attention in a training: how each layer computed it, and which blocks were selected.
 
 | where | what |
 |---|---|

@@ -1,4 +1,4 @@
-"""Levanter's Trainer with a plan: what is watched is added at its methods, and what it computes is unchanged.
+"""Levanter's Trainer with a plan: its methods are watched, and what it computes is unchanged.
 
 `levanter.main.train_lm` makes its Trainer by the name `Trainer` of its module. `planned_trainer` puts a subclass in
 place of this name while a training runs. The subclass extends methods that are public, but for three: the two cached
@@ -73,7 +73,7 @@ class PlannedTrainer(Trainer):
                 super().run_hooks(info, force=True)
 
     def _save_and_wait(self, info: StepInfo[Any]) -> None:
-        """Save a checkpoint of this step, unless there is one; it is removed once there is a later one."""
+        """Save a temporary checkpoint of this step, unless it has one."""
         assert self._checkpointer is not None
         self._checkpointer.request_checkpoint(CheckpointRetention.TEMPORARY)
         self._checkpointer.on_step(tree=info.state.saveable_state, step=info.step)
@@ -98,7 +98,7 @@ class PlannedTrainer(Trainer):
 
 
 class _WatchedProgram:
-    """A program whose first run is watched as that which compiles it."""
+    """A program whose first run, which compiles it, is watched as a phase of its own."""
 
     def __init__(self, program: Any, watch: TrainingWatch):
         self._program, self._watch = program, watch

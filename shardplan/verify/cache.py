@@ -1,4 +1,4 @@
-"""Where the results of compiles are kept: files named by a digest of everything that decides what is in them."""
+"""The cache of compile results: files named by a digest of everything that determines them."""
 
 import ast
 import dataclasses
@@ -40,7 +40,7 @@ FACTS_CODE = (
 
 
 def digest(case: Case) -> str:
-    """SHA-256 of what decides which program is compiled; the search for the plan and its estimates are no part."""
+    """Return the cache key of a compiled program; search statistics and estimates are not part of it."""
     plan = case.plan
     decisive = {
         **_model(case),

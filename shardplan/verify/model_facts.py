@@ -1,4 +1,4 @@
-"""What a verdict needs to know of the model, which the cache keeps: to build a model takes seconds."""
+"""The facts of a model that a verdict needs, cached because building a model takes seconds."""
 
 import dataclasses
 import json

@@ -126,7 +126,7 @@ def _verdict_without_compile(case: Case, outcome: Outcome, reason: Reason) -> Ve
 
 
 def _find_duplicate(plan: Plan) -> DuplicateMeshAxis | None:
-    """The first mesh axis to which two logical axes of a parameter are mapped, which JAX would refuse; else None."""
+    """Return a mesh axis that shards two axes of one parameter, which JAX would refuse; None without one."""
     for parameter in plan.parameters:
         users: dict[str, list[str]] = {}
         for axis, mesh_axes in zip(parameter.axes, parameter.spec, strict=True):

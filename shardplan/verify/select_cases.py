@@ -1,4 +1,4 @@
-"""Builds the cases that a configuration selects: which plans, which programs, which compiler options."""
+"""Builds the cases that a configuration selects, each a plan, a program and compiler options."""
 
 import dataclasses
 import json

@@ -68,7 +68,7 @@ class CompiledMemory:
 
 @dataclass(frozen=True)
 class CompiledCollective(Collective):
-    """Collectives with one cause that the compiler put into the program; `cause` is the operation that they serve."""
+    """The collectives of one kind and cause in a compiled program; `cause` is the operation that they serve."""
 
     form: CollectiveForm
 
@@ -144,7 +144,7 @@ class CompilerCrash:
 
 @dataclass(frozen=True)
 class Interrupted:
-    """Another case failed, or the user interrupted, while this one compiled."""
+    """The compile was stopped because another case failed or the user interrupted."""
 
 
 Reason = OutOfMemory | CompileError | DuplicateMeshAxis | TimeLimit | MemoryLimit | CompilerCrash | Interrupted
@@ -214,7 +214,7 @@ class Verdict(Displayed):
         return self.outcome == Outcome.FITS
 
     def rank(self, workload: Workload) -> tuple[int, float]:
-        """Sort key: programs that fit by time per token, then those that do not fit by memory, then the rest."""
+        """Sort key: programs that fit, by time per token; then programs that do not, by memory; then the rest."""
         order = list(Outcome).index(self.outcome)
         if self.time is not None:
             return order, self.time.step_seconds / workload.tokens

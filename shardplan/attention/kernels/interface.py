@@ -51,7 +51,7 @@ class Hop(NamedTuple):
 
 
 class OutputGradient(NamedTuple):
-    """What the backward pass of a hop needs of the queries: all of it is over the keys of all hops, in float32."""
+    """What the backward pass needs for each query, in float32: totals over the keys of all hops."""
 
     lse: Array
     """Log-sum-exp of the scores, [B, N, G, S]."""

@@ -1,4 +1,4 @@
-"""The blocks of splash attention: which blocks of queries x keys the kernels compute, and with which mask.
+"""The blocks of splash attention: which blocks of queries x keys are computed, and with which masks.
 
 Derived with numpy from the positions of every query shard at every hop, so that one program has the blocks of all
 devices. A mask made from one device's shard alone would start at its first query, and be wrong on every device but the
@@ -146,7 +146,7 @@ def _bounds(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _fill_from_previous(values: np.ndarray, is_valid: np.ndarray, axis: int) -> np.ndarray:
-    """Replace invalid values by the last valid one before them along an axis, or else by the first valid one."""
+    """Replace invalid values along an axis by the last valid one before, or else by the first valid one."""
     index = np.arange(values.shape[axis]).reshape([-1 if i == axis else 1 for i in range(values.ndim)])
     last = np.maximum.accumulate(np.where(is_valid, index, -1), axis)
     first = np.argmax(is_valid, axis=axis, keepdims=True)

@@ -1,4 +1,4 @@
-"""The part of an attention that one device computes, whatever the strategy. Runs inside `jax.shard_map`."""
+"""Computes one device's part of an attention, for any strategy, inside `jax.shard_map`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

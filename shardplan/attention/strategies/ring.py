@@ -25,7 +25,7 @@ from shardplan.runtime.permute import permute
 
 @dataclass(frozen=True, eq=False)
 class Ring:
-    """The ring: which devices form it, and over which distances keys and values travel."""
+    """The devices that form a ring, and the distances over which they send keys and values."""
 
     axes: tuple[str, ...]
     """Mesh axes that shard the sequence, major to minor."""
@@ -67,7 +67,7 @@ class RingProgram:
 
 
 class DeviceMask(NamedTuple):
-    """The inputs of the mask that one device has before the first hop, as they are after the exchange."""
+    """Mask inputs of one device at the first hop, after the collectives that precede attention."""
 
     query_shard: Array
     """Index of the shard whose positions the queries have, int32[]."""

@@ -36,7 +36,7 @@ class AdaptedTensor(ComputedTensor, frozen=True, gc=False, kw_only=True):
 
     @property
     def value_dtype(self) -> np.dtype:
-        """Type of the numbers where the model is kept as the checkpoint has it: that of the base."""
+        """The base tensor's dtype of numbers, used where a model keeps the checkpoint's dtypes."""
         return self.base.value_dtype
 
     def view(self, name: str) -> View | None:

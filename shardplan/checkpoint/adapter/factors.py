@@ -1,4 +1,4 @@
-"""The two matrices of an adapter whose product changes a weight, read once in a process and kept as long as they fit.
+"""Reads the two low-rank matrices of an adapted weight once per process, and caches them as long as they fit.
 
 A weight W {outputs, inputs} becomes W + scaling * B A, where A is {rank, inputs} and B is {outputs, rank}. A weight
 that is stored as {inputs, outputs}, and an embedding {vocab, embed}, become W + scaling * (B A)^T.
@@ -79,7 +79,7 @@ class MatrixCache:
         self._entries: OrderedDict[str, _KeptMatrices] = OrderedDict()
 
     def get(self, factors: "Factors") -> Matrices:
-        """Return the matrices of a weight; they are read if they are not kept, by one thread for all.
+        """Return the matrices of a weight; on a miss one thread reads them, and the others wait for it.
 
         Raises:
             CheckpointError: they cannot be read, or a number is not finite.

@@ -31,7 +31,7 @@ class _Shaped:
 
 @dataclass(frozen=True)
 class Changes:
-    """The tensors that an adapter puts in the place of those of a checkpoint, by their names there."""
+    """The tensors that replace tensors of the checkpoint, by name."""
 
     adapted: Mapping[str, AdaptedTensor]
     """Matrices plus a change; their base may be a tensor that was saved whole."""
@@ -211,7 +211,7 @@ def _digits(base: Tensor, known: dict[tuple[Shape, Shape], Digits]) -> Digits | 
 def check_tied(
     changes: Changes, adapter: Adapter, embedding: str | None, head: str, has_head: bool, where: str
 ) -> None:
-    """Check that it is clear what an adapter means for a model whose output head is its embedding.
+    """Refuse an adapter that is ambiguous because the model's output head is its embedding.
 
     PEFT changes one of both while a model runs, and both where it merges.
 
@@ -233,7 +233,7 @@ def check_tied(
 
 
 def unused_changes(changes: Changes, read: Collection[str], where: str) -> list[str]:
-    """Say which tensors an adapter changes that are not read, such as those of a vision tower.
+    """List the tensors that an adapter changes but the model never reads, such as those of a vision tower.
 
     Args:
         read: names of the tensors that are read, or compared.

@@ -1,4 +1,4 @@
-"""Copy values into memory of another floating-point type, and refuse those that the type is too small for.
+"""Copies values into memory of another floating-point type; refuses finite values that would become infinite.
 
 A cast makes such a value infinite, or NaN in types without infinity, and a model with one such weight has no logits.
 Infinite values and NaN of the source are copied: they are what the checkpoint holds.
@@ -38,7 +38,7 @@ def float_dtype(function: str, dtype: Any) -> np.dtype | None:
 
 
 def copy_cast(target: np.ndarray, values: np.ndarray, piece: Piece, shape: Shape) -> None:
-    """Copy `values` into `target`, which has the same shape and possibly another type.
+    """Copy `values` into `target`, an array of the same shape, and cast them if its type differs.
 
     Args:
         piece: the elements of a tensor that the values are, for the message.
@@ -60,7 +60,7 @@ def copy_cast(target: np.ndarray, values: np.ndarray, piece: Piece, shape: Shape
 
 
 def _fits(values: np.ndarray, target: np.ndarray) -> bool:
-    """Whether all values are known to be finite in `target`; False if both must be compared one by one."""
+    """Return True if all values are known to stay finite in `target`; False if they must be checked one by one."""
     if values.dtype == target.dtype or not values.size:
         return True
     limit = float(ml_dtypes.finfo(target.dtype).max)

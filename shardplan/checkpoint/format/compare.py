@@ -14,7 +14,7 @@ CONCURRENT_CHUNKS = 8
 
 
 def hold_the_same(pairs: Iterable[tuple[Tensor, Tensor]]) -> bool:
-    """Return whether the tensors of each pair have one shape and equal values, whatever their types.
+    """Return whether the two tensors of each pair have equal shapes and values; types may differ.
 
     Raises:
         CheckpointError: a file cannot be read.

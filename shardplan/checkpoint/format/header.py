@@ -54,7 +54,7 @@ class Tensor(Struct, frozen=True, gc=False):  # made in a tenth of a dataclass's
 
     @property
     def file_name(self) -> str:
-        """Path of its file in the checkpoint's folder: one host may read from its cache what another streams."""
+        """Path of the tensor's file relative to the checkpoint, whether the file is cached or streamed."""
         return self.path or self.file.name.rpartition("/")[2]
 
     @property

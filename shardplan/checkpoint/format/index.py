@@ -120,7 +120,7 @@ def read_tensor_index(folder: Folder, files: WeightFiles = MODEL_FILES) -> Tenso
 def _choose_tensors(
     weight_map: Mapping[str, str], headers: Mapping[str, Mapping[str, Tensor]], single: str
 ) -> tuple[dict[str, Tensor], tuple[tuple[str, Tensor], ...]]:
-    """Choose which file each tensor is read from: the one that the index lists, or else the first that holds it.
+    """Choose the file to read each tensor from: the one in the index, or else the first that holds the tensor.
 
     Args:
         headers: path of each file -> its tensors; `single` last, unless the index names it.

@@ -95,7 +95,7 @@ def check_files(tensors: Iterable[Tensor], processes: ProcessGroup) -> None:
 
 
 def _summary(files: list[CheckedFile]) -> str:
-    """Return one line: how many files match by each algorithm, and for how many none is recorded."""
+    """Return one line with the number of files that match, per algorithm, and of files without a recorded checksum."""
     by_algorithm: defaultdict[ChecksumAlgorithm | None, list[str]] = defaultdict(list)
     for file in files:
         by_algorithm[file.recorded.algorithm if file.recorded else None].append(file.name)

@@ -77,7 +77,7 @@ def read_shared_index(folder: Folder, processes: ProcessGroup) -> TensorIndex:
 
 
 def pack_index(index: TensorIndex) -> str:
-    """Describe tensors and their files in compressed JSON, which one host sends to thousands."""
+    """Describe tensors and their files in compressed JSON, which process 0 sends to thousands of hosts."""
     tensors = [*index.tensors.values(), *index.single.values(), *(tensor for _, tensor in index.rivals)]
     files = {tensor.file_name: tensor.file for tensor in tensors}
     description = {

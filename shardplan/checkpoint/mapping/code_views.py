@@ -191,7 +191,7 @@ def _along(values: np.ndarray, dimension: int, rank: int) -> np.ndarray:
 
 
 def _first_of_runs(groups: np.ndarray) -> list[int]:
-    """Return the indices at which another group begins than before, and 0."""
+    """Return the indices at which a run of equal groups begins, 0 included."""
     return [0, *(np.flatnonzero(np.diff(groups.reshape(-1))) + 1).tolist()]
 
 

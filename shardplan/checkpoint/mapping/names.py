@@ -1,4 +1,4 @@
-"""The names under which a checkpoint holds the tensors of a model, whatever was put before them, or left out.
+"""Finds a model's tensors in a checkpoint whose names have other prefixes, added by wrappers or left out.
 
 A checkpoint is saved from a module around the model (`_orig_mod.`, `module.`, `language_model.`), from the model inside
 of it (`embed_tokens.weight` for `model.embed_tokens.weight`), or from a multimodal one
@@ -135,7 +135,7 @@ def _find_prefix(
 
 
 def _find_head(expected: Mapping[str, Shape], plain: Mapping[str, str], prefix: str) -> tuple[str, str]:
-    """Return the module that the checkpoint has, or would have, its output head in, and the one of `HEADS` there.
+    """Return the module that has, or would have, the checkpoint's output head, and the head's name (of `HEADS`).
 
     Args:
         plain: has the names of stored tensors.
@@ -151,7 +151,7 @@ def _find_head(expected: Mapping[str, Shape], plain: Mapping[str, str], prefix: 
 
 
 def _head_prefixes(prefix: str) -> list[str]:
-    """Return the modules in which the output head may be, from the one of the other tensors outwards.
+    """Return the modules that may contain the output head, from the innermost to the outermost.
 
     >>> _head_prefixes("language_model.model.")
     ['language_model.model.', 'language_model.', '']

@@ -1,4 +1,4 @@
-"""Pieces of a view: strided windows on checkpoint tensors. Alike pieces are held in one object.
+"""Pieces of a view: strided windows on checkpoint tensors. Pieces of equal shape and strides are one object.
 
 The experts of a giant are tens of thousands of pieces that differ in their tensors and in where they begin, and in
 nothing else. They are one object, with NumPy arrays of where each begins. So an operation on a view takes as long for
@@ -100,7 +100,7 @@ class AlikePieces(NamedTuple):
         return self._replace(starts=self.starts + np.array(distance, np.int64))
 
     def intersect(self, start: Shape, stop: Shape) -> "Iterator[AlikePieces]":
-        """Yield the parts of the pieces inside the box `[start, stop)`, those of one shape together."""
+        """Yield the parts of the pieces inside the box `[start, stop)`, grouped by shape."""
         lows = np.maximum(self.starts, np.array(start, np.int64))
         highs = np.minimum(self.starts + np.array(self.shape, np.int64), np.array(stop, np.int64))
         offsets = self.offsets + (lows - self.starts) @ np.array(self.strides, np.int64)
@@ -125,7 +125,7 @@ def group_pieces(pieces: Iterable[Piece]) -> Iterator[AlikePieces]:
 
 
 def join_alike(parts: Sequence[AlikePieces]) -> Iterator[tuple[AlikePieces, np.ndarray]]:
-    """Join parts whose pieces are alike; yields each joined part, with the number of the old part of every piece."""
+    """Join parts whose pieces are alike; yield each joined part, and the old part of each of its pieces."""
     groups: defaultdict[tuple[Shape, Shape, float], list[int]] = defaultdict(list)
     for number, part in enumerate(parts):
         groups[part.shape, part.strides, part.scale].append(number)

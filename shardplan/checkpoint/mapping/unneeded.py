@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint that the model does not have: those that it can do without, and those that change it.
+"""Sorts checkpoint tensors that the model does not have: dispensable ones, and ones that would change its results.
 
 | tensor | |
 |---|---|
@@ -121,7 +121,7 @@ def _further_blocks(
 
 
 def kinds_text(names: Sequence[str]) -> str:
-    """Name the kinds of tensors and how many there are of each, with N for numbers that differ.
+    """Count tensors by kind of name, with N for numbers that differ.
 
     >>> kinds_text(["layers.0.k_scale", "layers.1.k_scale", "mtp.fc.weight"])
     '2 x layers.N.k_scale, mtp.fc.weight'

@@ -26,7 +26,7 @@ class View:
 
     @classmethod
     def of_pieces(cls, shape: Shape, pieces: Iterable[Piece]) -> "View":
-        """Make a view of separate pieces; alike ones are put together."""
+        """Make a view of separate pieces; pieces of equal shape and strides are grouped."""
         return cls(shape, tuple(group_pieces(pieces)))
 
     @property
@@ -80,7 +80,7 @@ class View:
 
     @cached_property
     def _orders(self) -> list[dict[int, tuple[np.ndarray, np.ndarray]]]:
-        """For each of `parts`: dimension along which its pieces begin at different indices -> these pieces in order.
+        """For each of `parts`: dimension along which its pieces begin at different indices -> their order.
 
         The order is numbers of the pieces, and their first indices along the dimension.
         """
@@ -92,7 +92,7 @@ class View:
         return found
 
     def rename(self, name_of: Callable[[str], str]) -> "View":
-        """Return the same elements of tensors of other names."""
+        """Return this view on tensors with other names."""
         return View(self.shape, tuple(p._replace(tensors=tuple(map(name_of, p.tensors))) for p in self.parts))
 
     def scale(self, factor: float) -> "View":

@@ -116,7 +116,7 @@ def save_levanter(model: Any, ref: str, config: Mapping[str, Any]) -> None:
 
 
 def saving_limit_s(tree: Any) -> float:
-    """Return the seconds after which tensorstore, which does not say how far it is, counts as stuck with the arrays."""
+    """Return a time limit in seconds for writing with tensorstore, which reports no progress."""
     own_bytes = sum(shard.data.nbytes for array in jax.tree.leaves(tree) for shard in array.addressable_shards)
     return DEADLINE_S + own_bytes / SLOWEST_BYTES_PER_S
 
@@ -283,7 +283,7 @@ def make_gather(sharding: Sharding, shape: Shape, box: Shape) -> Callable[[jax.A
         return jax.jit(partial(jax.lax.dynamic_slice, slice_sizes=box), out_shardings=replicated)
 
     def pick(shard: jax.Array, *first: jax.Array) -> jax.Array:
-        """Return the picked elements of the devices' shards, which one device has and all others add zeros to."""
+        """Sum over devices, where the device that has the box contributes it and all others zeros."""
         is_local, start = jnp.bool_(True), list(first)
         sizes = [n if axes else b for n, b, axes in zip(shard.shape, box, spec, strict=True)]
         for d in picked:

@@ -42,7 +42,7 @@ INCOMPLETE = "shardplan.incomplete"
 
 @dataclass(frozen=True)
 class Claim:
-    """A folder that this run writes to, and the mark by which it is this run's."""
+    """A folder that this run writes to, marked as its own."""
 
     folder: OutputFolder
     mark: bytes

@@ -1,4 +1,4 @@
-"""The config.json of a checkpoint that is written: that of the source, corrected to say what the files hold.
+"""Corrects the source's config.json so that it describes the checkpoint that is written.
 
 A config.json is copied from a checkpoint, or made from a Levanter configuration. Either may have another type, another
 head or other names in mind than those of the tensors that are written beside it.

@@ -100,7 +100,7 @@ def sum_ranges(ranges: Sequence[ByteRange]) -> ReadVolume:
 
 
 def merge_boxes(boxes: Iterable[Box]) -> list[Box]:
-    """Merge boxes that touch along one dimension and are equal in all others; the elements stay the same."""
+    """Merge boxes that touch along one dimension and agree in all others."""
     merged = sorted(set(boxes))
     for d in range(len(merged[0][0]) if merged else 0):
         merged.sort(key=lambda box: (box[0][:d], box[0][d + 1 :], box[1][:d], box[1][d + 1 :], box[0][d]))
@@ -132,7 +132,7 @@ def _pieces_of_process(transfer: Transfer, view: View, mesh: DeviceMesh, process
 def _boxes_from_origin(
     strategy: ReadStrategy, local_shape: Shape, shape: Shape, mesh: DeviceMesh, process: int
 ) -> list[Box]:
-    """Return the boxes that a process reads for a transfer that starts at 0; those of the others are displaced."""
+    """Return the boxes that a process reads for a transfer at offset 0; other transfers only shift them."""
     transfer = Transfer("", 1, strategy, local_shape, (0,) * len(shape), shape)
     devices = mesh.devices_by_process[process]
     return merge_boxes(box for device in devices for box, _ in transfer.boxes(mesh, device))

@@ -82,7 +82,7 @@ class HostDestination:
 
 
 class DeviceDestination:
-    """Shards of accelerators: every part is put on its device and written into the shard there, which is donated."""
+    """Writes shards on accelerators: each part is copied to its device and into the donated shard there."""
 
     def __init__(self, placement: ArrayPlacement) -> None:
         self._placement = placement

@@ -1,4 +1,4 @@
-"""What devices do together with what they have read: exchange rows, and make numbers of codes.
+"""Collectives and conversions on devices after a read: they exchange rows, and decode codes to numbers.
 
 Rows are exchanged by all-to-all and all-gather, nothing else.
 """

@@ -1,4 +1,4 @@
-"""The plan of a load: how arrays travel, where the bytes of their tensors are, and which process reads which."""
+"""The plan of a load: the transfers of each array, the bytes of its tensors, and the process that reads them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -70,7 +70,7 @@ def sends_codes(mesh: DeviceMesh, zero_copy: bool) -> bool:
 
 
 def transfer_limits(budget: int, zero_copy: bool) -> TransferLimits:
-    """Return how large a transfer may be if several share three quarters of `budget` bytes of host memory.
+    """Return the largest size of a transfer if several share three quarters of `budget` bytes of host memory.
 
     The last quarter is for reads. How much of it a host needs does not matter here: all have the same schedule.
     """

@@ -1,4 +1,4 @@
-"""What each process of a fleet reads in a transfer, without looking at every one.
+"""Groups the processes of a fleet by what they read in a transfer, so that one of each kind is computed.
 
 Where each device reads one range of bytes, arrays of numpy give the ranges of all processes at once. Elsewhere the
 bytes and byte ranges that a process reads depend on the distances between the ranges of its devices, not on where in
@@ -20,7 +20,7 @@ from shardplan.checkpoint.transfer.view_grid import FILE_BITS, ViewGrid, union_o
 
 @dataclass(frozen=True)
 class ProcessKinds:
-    """The kinds of processes of a transfer; those of one kind read equally many bytes in equally many ranges."""
+    """The kinds of processes of a transfer: processes of one kind read equally many bytes in equally many ranges."""
 
     examples: tuple[int, ...]
     """Position of a process of each kind."""
@@ -141,7 +141,7 @@ def _device_keys(transfer: Transfer, reads: _Reads) -> np.ndarray:
 
 
 def _union_volumes(ranges: "_DeviceRanges", processes: np.ndarray) -> Volumes:
-    """Return the bytes and ranges of some processes, of whose devices each reads one range; those that touch are one.
+    """Return bytes and number of ranges of each process, whose devices read one range each; touching ranges count once.
 
     Args:
         processes: bool[process].

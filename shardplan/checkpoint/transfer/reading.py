@@ -164,7 +164,7 @@ def _split_read(read: Read, max_bytes: int) -> Iterator[Read]:
 
 
 def _clip_piece(piece: Piece, dimension: int, start: int, stop: int) -> Piece | None:
-    """Return the part of a piece in `[start, stop)` along one dimension, or None if it is empty."""
+    """Return the part of a piece inside `[start, stop)` along one dimension; None if it is empty."""
     low, high = list(piece.start), list(piece.stop)
     low[dimension], high[dimension] = start, stop
     return piece.intersect(tuple(low), tuple(high))

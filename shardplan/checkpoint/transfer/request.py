@@ -1,4 +1,4 @@
-"""What a load has to make: one request per array of the model. Pure."""
+"""The arrays that a load makes: one request per array of the model. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ class ArrayRequest:
         return self.dtype.itemsize + (0 if self.codes is None else self.codes.value_bytes)
 
     def in_transit(self, dtypes: Mapping[str, np.dtype]) -> "ArrayRequest":
-        """Return the array as it is read and exchanged, before it is written into its shards.
+        """Return the array in the dtype in which it is read and exchanged, before it is written into its shards.
 
         Its dimensions are in stored order, so that rows are rows of what is stored, also where the model has the array
         transposed. Its type is the narrower of the stored type and the requested one, so that less is moved.
@@ -54,7 +54,7 @@ class ArrayRequest:
         return ArrayRequest(self.view.transpose(order), spec, self._narrower_dtype(dtypes), self.codes)
 
     def _narrower_dtype(self, dtypes: Mapping[str, np.dtype]) -> np.dtype:
-        """Return the stored type if it is narrower than the requested one; elements that are scaled are cast first."""
+        """Return the stored dtype if it is narrower than the requested one and no scale is applied."""
         if self.codes is not None:
             return self.codes.dtype
         kinds = {dtypes.get(name) for name in self.view.tensors}

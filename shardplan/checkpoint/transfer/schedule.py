@@ -261,7 +261,7 @@ def _lower_bound(transfers: Sequence[Transfer], array: _StoredArray, mesh: Devic
 
 
 def _repetitions(first: Transfer) -> float:
-    """Return how many transfers like the first one an array takes."""
+    """Return how many transfers of the first one's shape an array takes."""
     return math.prod(first.local_shape) / max(1, math.prod(first.shape))
 
 

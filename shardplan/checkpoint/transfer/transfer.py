@@ -1,4 +1,4 @@
-"""Transfers: the boxes in which an array is read, and which device reads which rows of a box. Pure arithmetic.
+"""Transfers: the boxes by which an array is read, and the rows of each box that each device reads. Pure arithmetic.
 
 An array is transferred in boxes of bounded size, all devices working on one box at a time: a `Transfer`. Its
 `ReadStrategy` says whether every device reads its own shard, or whether the devices that share a box each read some of
@@ -22,7 +22,7 @@ Box = tuple[Shape, Shape]
 
 @dataclass(frozen=True)
 class TransferLimits:
-    """The most bytes of one transfer in one process."""
+    """The largest size of a transfer, in bytes per process."""
 
     read: int
     """As read by its devices, before the exchange."""
@@ -64,7 +64,7 @@ class DeviceMesh:
 
     @cached_property
     def process_devices(self) -> np.ndarray:
-        """Device indices of every process, int[process, device]; of those that have fewer, the first one again."""
+        """Device indices of every process, int[process, device]; short rows are padded with their first device."""
         most = self.max_local_devices
         return np.array([[*each, *[each[0]] * (most - len(each))] for each in self.devices_by_process.values()])
 
@@ -111,7 +111,7 @@ class ReadStrategy:
 
     @cached_property
     def row_axes(self) -> MeshAxes:
-        """Mesh axes whose devices read different rows of one box, major to minor: the collectives in reverse order."""
+        """Mesh axes whose devices read different rows of a box, major to minor, in reverse order of the collectives."""
         return tuple(axis for axis, _ in reversed(self.collectives))
 
     @property
@@ -122,7 +122,7 @@ class ReadStrategy:
 
 @dataclass(frozen=True)
 class Transfer:
-    """A box of an array that all devices read and write at the same time, each at the same offset in its local part."""
+    """A box of an array that all devices read and write together, each at the same offset of its shard."""
 
     path: str
     itemsize: int

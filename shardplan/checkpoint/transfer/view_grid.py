@@ -151,7 +151,7 @@ class _EstimatedRanges:
 
 
 def union_of_ranges(low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the bytes of ranges along the last dimension, and their number, of which those that touch are one.
+    """Return the size of the union of byte ranges, and its number of contiguous ranges, along the last dimension.
 
     Before the i-th lowest first byte is a gap, if all of the i ranges that begin before it have ended by then.
 

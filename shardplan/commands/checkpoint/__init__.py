@@ -1,1 +1,1 @@
-"""`shardplan checkpoint`: the schedule of a load, what a checkpoint is, and the conversion of one."""
+"""`shardplan checkpoint`: schedule a load, inspect a checkpoint, or convert one."""

@@ -1,4 +1,4 @@
-"""`shardplan checkpoint --config C --schedule`: print which process reads what of a checkpoint, and for how long.
+"""`shardplan checkpoint --config C --schedule`: print the bytes that each process reads, and the seconds it takes.
 
 Needs no accelerator, and no weights beyond config.json.
 """

@@ -1,4 +1,4 @@
-"""`shardplan checkpoint inspect REF`: print what a checkpoint is, and with a slice what its devices hold.
+"""`shardplan checkpoint inspect REF`: print the facts of a checkpoint, and with a slice the bytes per device.
 
 Reads config.json, index and headers, and no weights; needs no accelerator.
 """
@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _plan_load(config: InspectCommand, given: Plan | None, found: "InspectedCheckpoint") -> "PlannedLoad | None":
-    """Return what devices hold and how long a load takes, as far as the configuration asks for it.
+    """Return bytes per device and seconds of a load, as far as the configuration names a slice and a workload.
 
     Raises:
         InfeasibleError: no plan fits.

@@ -112,7 +112,7 @@ def print_forecast(config: EvalCommand, plan: Plan) -> None:
 def study_precision(
     config: EvalCommand, store: "TextStore", on_plan: Callable[[Plan], None], stops: threading.Event
 ) -> None:
-    """Score the same windows in two types, and print and write what that changes."""
+    """Score the same windows in two types, and print and write the differences."""
     from shardplan.eval.extraction.precision import TYPES, compare_precision
     from shardplan.eval.run import run_evaluation
     from shardplan.eval.run_results.folder import read_windows

@@ -161,7 +161,7 @@ def explain(config: PlanCommand, plan: Plan, model: "Model | None") -> None:
 
 
 def find_variants(config: PlanCommand, model: "Model") -> "WhatIf":
-    """Plan with other settings, and print what these would change; to stderr with `--json -`."""
+    """Plan with other settings, and print the differences; to stderr with `--json -`."""
     from shardplan.explain.what_if import what_if
     from shardplan.report.console import console
     from shardplan.report.plan.explain import print_what_if

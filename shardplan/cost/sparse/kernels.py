@@ -175,7 +175,7 @@ def _gradient_stage(work: SparseWork, cycles: Cycles, scores: float, steps: floa
 
 
 def _carry_itemsize(work: SparseWork, ranges: int) -> int:
-    """Bytes of an element of dq while it is added up: a sum of several ranges is in float32."""
+    """Bytes per element of dq while it is accumulated: float32 if several ranges are summed."""
     return work.itemsize if ranges == 1 else FLOAT32_BYTES
 
 

@@ -11,7 +11,7 @@ SCHEDULED_CORES = 2
 
 
 class Stage(NamedTuple):
-    """A part of the work, whose FLOPs, bytes and cycles overlap with each other."""
+    """A stage of a kernel's work, within which matmuls, memory traffic and cycles overlap."""
 
     flops: float
     bytes: float

@@ -61,7 +61,7 @@ def _received(work: SparseWork, is_backward: bool) -> SparseTraffic:
 
 
 def gradient_sum_axes(task: Task, assignment: ShardingAssignment) -> MeshAxes:
-    """Return the mesh axes along which devices have parts of the gradients of parameters: those of other tokens."""
+    """Return the mesh axes over which gradients of parameters are summed: those that shard tokens."""
     work = work_of(task, assignment)
     used = {*work.batch_axes, *work.position_axes}
     return tuple(axis for axis in assignment.mesh if axis in used)

@@ -1,4 +1,4 @@
-"""What one device has of a call of Native Sparse Attention: its sequences, groups and positions. Pure."""
+"""One device's share of a call of Native Sparse Attention: its sequences, groups and positions. Pure."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,7 +17,7 @@ from shardplan.program.tasks import Task
 
 @dataclass(frozen=True)
 class SparseWork:
-    """What one device does for a call of Native Sparse Attention, forward."""
+    """One device's work for a forward call of Native Sparse Attention."""
 
     config: NativeSparseConfig
     method: SparseKernel
@@ -94,7 +94,7 @@ def work_of(task: Task, assignment: ShardingAssignment) -> SparseWork:
 
 
 def sparse_work(kind: AttentionKind, queries: TracedArray, assignment: ShardingAssignment) -> SparseWork:
-    """Return what one device does for a call.
+    """Return one device's work for a call.
 
     Args:
         queries: {batch, position, groups, heads of a group, channels}.

@@ -1,4 +1,4 @@
-"""GLM-4.7 Flash and GLM-5: the layers of DeepSeek V3, in GLM-5 those of V3.2, in other sizes.
+"""GLM-4.7 Flash, with the layers of DeepSeek V3, and GLM-5, with those of DeepSeek V3.2; only sizes differ.
 
 Source: modelling code of transformers.
 """

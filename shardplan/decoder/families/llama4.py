@@ -1,4 +1,4 @@
-"""Llama 4: one routed expert and a shared one, and attention within chunks, with rotary embeddings, in most layers.
+"""Llama 4: one shared and one routed expert; most layers have rotary embeddings and attention within chunks.
 
 The layers without rotary embeddings attend to all positions, and their queries grow with their position. Source:
 https://ai.meta.com/blog/llama-4-multimodal-intelligence, and modelling code of transformers.

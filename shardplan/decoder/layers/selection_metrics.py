@@ -19,7 +19,7 @@ REDUCTIONS = {"rows": ReductionType.SUM, "k_max": ReductionType.MAX}
 
 
 def selection_metrics(segments: Sequence[Segment], records: Sequence[Sequence[SelectionSums]]) -> dict[str, Metric]:
-    """Return the metrics of every layer, such as `nsa/layer_00/k_mean`, and of all layers, such as `nsa/k_mean`.
+    """Return metrics of each layer, such as `nsa/layer_00/k_mean`, and of all layers, such as `nsa/k_mean`.
 
     Of short sequences, `nsa/layer_00/block_000_load` is the share of rows that select a block.
 

@@ -25,7 +25,7 @@ END_IT = "end that process, or wait for it; a run needs the TPU for itself"
 
 
 def check(subject: HostSubject) -> Iterator[HostFinding]:
-    """Compare this host's devices with the slice; without one, say what there is."""
+    """Compare this host's devices with the slice; without a slice, report the devices."""
     if subject.hardware is not None and subject.hardware.is_cpu:
         if subject.processes is not None:
             yield _check_cpus(subject.hardware, subject.processes.count)

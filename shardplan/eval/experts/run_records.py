@@ -20,7 +20,7 @@ LayerRecords = dict[int, LayerRecord]
 
 
 def check_has_experts(model: Model) -> None:
-    """Check that a model is one whose experts are recorded.
+    """Refuse a model whose experts cannot be recorded.
 
     Raises:
         ConfigError: it has no routed experts, or a class of Levanter's or of the user's computes it.
@@ -40,7 +40,7 @@ class ExpertRecords:
     """The records of a run; every process has the same ones."""
 
     def __init__(self, model: Model, results: ResultsFolder):
-        """Make the records of a run, which has those of its earlier starts in `results`."""
+        """Make the records of a run, continuing those that its earlier starts left in `results`."""
         self._segments, self._results = model.config.segments, results
         self._of_shard: LayerRecords = {}
 

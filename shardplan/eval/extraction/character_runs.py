@@ -66,7 +66,7 @@ class RunStream:
         return self._advance(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0), characters)
 
     def _advance(self, starts: np.ndarray, ends: np.ndarray, values: np.ndarray, end: int) -> CharacterRuns:
-        """Add windows, and return the runs of the characters before `end`; the others are kept as windows."""
+        """Add windows, and return the runs of characters before `end`; later windows wait for the next call."""
         starts, ends = np.concatenate([self._starts, starts]), np.concatenate([self._ends, ends])
         values = np.concatenate([self._values, values])
         points = np.unique(np.concatenate([[self._at, end], starts, ends]))

@@ -1,4 +1,4 @@
-"""What can be compared of several extraction runs: the covered part of each text at each threshold."""
+"""Compares extraction runs: the part of each text that is covered at each threshold."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -64,7 +64,7 @@ def compare(runs: Sequence[FinishedRun]) -> Comparison:
 
 
 def _protocol(run: FinishedRun) -> dict[str, Any]:
-    """Return what decides which windows a run has, and what their probabilities are of."""
+    """Return the settings that determine a run's windows and what is measured in them."""
     return {**run.run["protocol"], "temperature": run.run.get("temperature", 1.0)}
 
 

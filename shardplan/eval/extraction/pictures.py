@@ -149,5 +149,5 @@ def _passages(windows: Windows, texts: Iterable[Text]) -> dict[str, list[tuple[i
 
 
 def _reader(store: TextStore, text: Text) -> Callable[[int, int], str]:
-    """Return a function that returns the characters of a text from one to another, or to its end."""
+    """Return a function that reads a range of a text's characters."""
     return lambda start, end: read_characters(store.path, text.pieces, start, min(end, text.characters))

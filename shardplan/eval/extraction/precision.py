@@ -1,4 +1,4 @@
-"""What the type of weights and activations changes: the same windows scored in bfloat16 and in float32. Pure."""
+"""Compares scores of the same windows in bfloat16 and in float32. Pure."""
 
 from collections.abc import Iterable
 from typing import Any

@@ -109,7 +109,7 @@ class ExtractionTask:
         return step_program(model, plan, mesh)
 
     def summarize(self, store: TextStore, plan: Plan, results: Iterable[pa.Table]) -> dict[str, Any]:
-        """Return what the probabilities say of each text and of all, and what plots of them show.
+        """Summarize the probabilities, per text and over all texts, with the data of plots.
 
         Raises:
             ConfigError: no text has a window.

@@ -1,4 +1,4 @@
-"""Windows of an extraction run: which part of which text each is, and how it is made. Imports no JAX."""
+"""Windows of an extraction run: their places in the texts, and their tokens. Imports no JAX."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ CHARACTERS_PER_WINDOW = 20
 
 @dataclass(frozen=True)
 class Protocol:
-    """How texts are divided into windows of a prefix, which is given, and a suffix, whose probability is measured."""
+    """How texts are divided into windows: a given prefix, and a suffix whose probability is measured."""
 
     prefix: int = 50
     suffix: int = 50

@@ -18,7 +18,7 @@ MAX_TASKS = 8
 
 
 class Remark(StrEnum):
-    """What is worth knowing about how some requests were made."""
+    """A remark for the user about how some requests were encoded."""
 
     TRUNCATED = "truncated"
     """The beginning of the context did not fit."""

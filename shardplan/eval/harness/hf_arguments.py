@@ -150,7 +150,7 @@ def read_text_arguments(arguments: Mapping[str, Any]) -> TextArguments:
 
 
 def resolve_auto_dtype(ref: str) -> str:
-    """Return the type that the config.json of a checkpoint names, which is what `hf` takes for `dtype=auto`.
+    """Return the dtype in a checkpoint's config.json, which lm_eval's `hf` uses for `dtype=auto`.
 
     Raises:
         ConfigError: it names none, or one that is not supported.
@@ -185,7 +185,7 @@ def _set(keys: dict[str, Any], key: str, value: Any, argument: str) -> None:
 
 
 def _set_revision(keys: dict[str, Any], revision: str) -> None:
-    """Add a revision to the checkpoint's reference; `main` is what a reference without one means."""
+    """Add a revision to the checkpoint's reference, unless it is `main`, the default."""
     ref = str(keys.get("model.ref") or "")
     name, separator, own = ref.partition("@")
     if separator and own != revision:
@@ -200,6 +200,6 @@ def _set_revision(keys: dict[str, Any], revision: str) -> None:
 
 
 def _dtype_name(value: Any) -> str:
-    """Return the name of a type, which may be an object of torch or numpy, or its name there."""
+    """Return the name of a dtype, which may be given as an object of torch or numpy, or as a name."""
     name = str(value if isinstance(value, str) else getattr(value, "__name__", value)).removeprefix("torch.")
     return DTYPE_SYNONYMS.get(name, name)

@@ -273,6 +273,6 @@ class ShardplanLM(TemplateLM):
 
 
 def own_model(lm: Any) -> ShardplanLM | None:
-    """Return the model of this class that lm_eval evaluates, which may have a cache around it; None for another one."""
+    """Return lm_eval's model if it is of this class, unwrapped from a cache; None otherwise."""
     model = lm.lm if isinstance(lm, CachingLM) else lm
     return model if isinstance(model, ShardplanLM) else None

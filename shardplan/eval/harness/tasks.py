@@ -1,4 +1,4 @@
-"""Which of lm_eval's tasks the model `shardplan` can run: those that score texts.
+"""The lm_eval tasks that the model `shardplan` can run: tasks that score texts.
 
 lm_eval passes a model its requests one kind after the other, so that a task which generates text would end a run after
 the weights were loaded and others were scored. Models cannot choose among tasks: `lm_eval.evaluator.evaluate`, which
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 def select_tasks(evaluate: Callable[..., Any], is_own: Callable[[Any], Any]) -> Callable[..., Any]:
-    """Return `lm_eval.evaluator.evaluate`, which leaves out what the model cannot run before anything is loaded.
+    """Wrap `lm_eval.evaluator.evaluate` to leave out unsupported tasks before anything is loaded.
 
     Args:
         evaluate: the function of lm_eval.
@@ -47,7 +47,7 @@ def select_tasks(evaluate: Callable[..., Any], is_own: Callable[[Any], Any]) -> 
 
 
 def split_tasks(loaded: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the tasks that can be run, and of each of the others what it would need.
+    """Separate the tasks that can be run from the others; for each of the others, what it requires.
 
     A group that has a task of these is left out as well: the mean of fewer tasks would have its name. Its other tasks
     are run.

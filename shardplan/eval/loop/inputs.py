@@ -39,7 +39,7 @@ class InputsAhead:
             self.start_next()
 
     def start_next(self) -> None:
-        """Start to make the sequences of one more shard, if there is one."""
+        """Start to prepare the sequences of the next shard, if there is one."""
         shard = next(self._remaining, None)
         if shard is not None:
             futures = {lane: self._make(*self.shards.lane_range(shard, lane)) for lane in self._lanes}

@@ -38,7 +38,7 @@ WINDOW = ("text", "start", "end", "tokens")
 
 @dataclass(frozen=True)
 class LossDifference:
-    """The loss of a run, and its difference from that of the first run; nats per token, None if it is not finite."""
+    """The loss of a run, and its difference from the first run's, in nats per token; None if not finite."""
 
     loss_per_token: float | None
     difference: float | None = None
@@ -157,7 +157,7 @@ def _read_losses(run: FinishedRun, texts: Iterable[str]) -> pa.Table:
 
 
 def _rows_of_texts(column: pa.ChunkedArray) -> dict[str, slice]:
-    """Return text -> its rows, of a column in which those of each text follow each other."""
+    """Map each text to its rows in a column that is grouped by text."""
     names = column.to_pylist()
     starts = [i for i, name in enumerate(names) if i == 0 or names[i - 1] != name]
     ends = [*starts[1:], len(names)]

@@ -132,7 +132,7 @@ class LossJob:
     """Text -> number of its characters."""
 
     def make(self, texts: TextReader) -> Rows:
-        """Make tokens, which of them predict the next one, and, if packed, the index at which their window begins."""
+        """Make tokens, which of them predict the next one, and, if packed, where each token's window begins."""
         shape, w = (self.sequences, self.position), self.windows
         tokens, starts, predicts = np.zeros(shape, np.int32), np.zeros(shape, np.int32), np.zeros(shape, bool)
         spans = np.zeros((len(w.text), 3), np.int64)

@@ -49,7 +49,7 @@ class FinishedRun:
 
 @dataclass(frozen=True)
 class MatchedTexts:
-    """Which texts several runs have in common. All are ids, in the order of the runs."""
+    """The ids of texts that several runs have in common, in the order of the runs."""
 
     common: tuple[str, ...]
     differing: tuple[str, ...]
@@ -109,7 +109,7 @@ def match_texts(runs: Sequence[FinishedRun]) -> MatchedTexts:
 
 
 def other_tokenizers(runs: Sequence[FinishedRun], labels: Sequence[str]) -> tuple[str, ...]:
-    """Return the labels of the runs whose tokenizer is not that of the first."""
+    """Return the labels of the runs with another tokenizer than the first run."""
     first = runs[0].run["tokenizer"]
     return tuple(label for run, label in zip(runs, labels, strict=True) if run.run["tokenizer"] != first)
 

@@ -1,4 +1,4 @@
-"""The results folder of a run: a Parquet file for every range of windows, which is whole or not there.
+"""The results folder of a run: a Parquet file per range of windows, either complete or absent.
 
 | file | content |
 |---|---|
@@ -50,7 +50,7 @@ class ResultsFolder(RunFolder):
         self._schema = schema
 
     def finished(self, shards: Sequence[tuple[int, int]]) -> list[int]:
-        """Return the shards whose windows are all in parts, whatever run wrote them.
+        """Return the shards whose windows have all been written, by this run or an earlier one.
 
         Args:
             shards: of each shard its first window, and the one after its last.
@@ -83,7 +83,7 @@ class ResultsFolder(RunFolder):
         self._write(f"{EXPERTS}/{first:012d}-{last:012d}.json", json_bytes(records))
 
     def read_experts(self) -> Iterator[tuple[int, int, dict[str, Any]]]:
-        """Yield the first window of each such record, the one after its last, and the record.
+        """Yield each record of experts with its range of windows: first, one past the last, record.
 
         Of records with windows in common, which runs on other devices write, the first one counts.
         """

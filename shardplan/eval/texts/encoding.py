@@ -58,7 +58,7 @@ class PieceEncoder:
         self._tokenizer, self._path, self._places, self._characters = tokenizer, path, places, characters
 
     def encode(self, piece: int) -> Tokens:
-        """Return the tokens that begin in a piece, or before the first token at which it meets the next one."""
+        """Return the tokens of a piece: those from its boundary up to the next piece's."""
         start, end = self._boundary(piece), self._boundary(piece + 1)
         first = start if start == piece * PIECE else piece * PIECE - 2 * CONTEXT
         is_split = end == (piece + 1) * PIECE or end == self._characters

@@ -16,7 +16,7 @@ CACHED_PIECES = 64
 
 
 class SpecialTokens(NamedTuple):
-    """The tokens that a tokenizer adds to a text, such as that of its beginning."""
+    """The tokens that a tokenizer adds to a text, such as a token for its beginning."""
 
     before: tuple[int, ...]
     after: tuple[int, ...]

@@ -59,7 +59,7 @@ class TextStore:
 
     @property
     def path(self) -> str:
-        """Path of the temporary file, which other processes of this machine can read."""
+        """Path of the temporary file, for other processes of this machine."""
         return str(self.file.name)
 
 
@@ -162,7 +162,7 @@ def _decode(name: str, stream: Any) -> Iterator[str]:
 
 
 def _refuse_json_lines(name: str, stream: Any) -> None:
-    """Refuse a .txt file that holds JSON lines, which would be evaluated as they are written."""
+    """Refuse a .txt file of JSON lines, which would be evaluated as plain text."""
     line = stream.readline(READ_BYTES)
     stream.seek(0)
     try:
@@ -174,7 +174,7 @@ def _refuse_json_lines(name: str, stream: Any) -> None:
 
 
 def _decompress(name: str, stream: Any) -> Any:
-    """Return the stream of what is in a .gz or .zst file; that of any other file as it is."""
+    """Return the stream of a file's content, decompressed if it is a .gz or .zst file."""
     if name.endswith(".gz"):
         return gzip.GzipFile(fileobj=stream)
     if name.endswith(".zst"):

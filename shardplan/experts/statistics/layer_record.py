@@ -11,7 +11,7 @@ import numpy as np
 
 
 class LayerRecord(NamedTuple):
-    """What is recorded of one layer: arrays, of NumPy or of JAX, which may have leading dimensions of layers.
+    """The statistics of one layer's experts, as NumPy or JAX arrays, or of several layers in a leading dimension.
 
     A row is a token for one of its experts.
     """

@@ -35,7 +35,7 @@ class Slices(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """The slices of one round: one for each device and each of that device's experts."""
+    """The slices of one round of an all-to-all: one for each device and each of that device's experts."""
 
     there: Slices
     """From a device's sorted rows to the buffers of their experts."""
@@ -43,7 +43,7 @@ class Exchange(NamedTuple):
     """From the buffer of a device's experts to the sorted rows of each sender."""
 
     def reverse(self) -> "Exchange":
-        """The same slices, sent the other way."""
+        """Return the exchange that sends the same slices back."""
         return Exchange(self.back, self.there)
 
 
@@ -114,7 +114,7 @@ def exchange_tokens(
 
 
 def find_slices(sizes: Array, device: Array, start: int | Array, size: int) -> Exchange:
-    """Find what a device sends and receives in one round.
+    """Compute the slices that a device sends and receives in one round.
 
     Args:
         sizes: int32[devices, experts], the rows that each device has for each expert; experts are those of device 0
@@ -147,7 +147,7 @@ def find_slices(sizes: Array, device: Array, start: int | Array, size: int) -> E
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def send_rows(rows: Array, output: Array, exchange: Exchange, axes: tuple[str, ...]) -> Array:
-    """Send slices of rows there, and return `output`, which has no gradient, with the slices that arrive.
+    """Exchange slices of rows, and return `output` with the slices that arrive written into it.
 
     Gradients are sent back. JAX's own gradient of the collective has those of `output` too, and fills as many rows.
 
@@ -175,7 +175,7 @@ send_rows.defvjp(_send_forward, _send_backward)
 
 
 def _zeros(shape: tuple[int, ...], dtype: Any) -> Array:
-    """Zeros in the layout of other arrays: in that of the collective, a row a tile, they take ten times as long."""
+    """Make zeros in the usual layout: in the collective's, with one row per tile, they take ten times as long."""
     zeros: Array = jax.lax.optimization_barrier(jnp.zeros(shape, dtype))
     return zeros
 

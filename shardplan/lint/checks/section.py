@@ -114,7 +114,7 @@ def check_heads(s: Subject) -> Findings:
 
 
 def _heads_remedy(s: Subject, key_heads: str, mesh_axes: list[str]) -> str:
-    """Suggest the axis of key heads rather than another one, so that every device has complete groups of heads."""
+    """Suggest to shard the axis of key heads, so that every device has complete groups of heads."""
     size, devices, names = s.size(key_heads), s.devices(mesh_axes), names_text(mesh_axes)
     divisor = math.gcd(size, devices)
     if divisor == devices:

@@ -1,4 +1,4 @@
-"""Counts what a training file keeps in memory beside parameters, gradients and Adam's state, and says what is left out.
+"""Memory of a training file beside parameters, gradients and Adam's state, and findings on what is not counted.
 
 With adapters (LoRA), frozen parameters are stored in the compute type and have neither gradients nor optimizer state;
 the adapters themselves have all three. DPO computes two sequences of every example, and keeps a second model in the
@@ -120,7 +120,7 @@ def _bytes_per_device(leaf: Any, plan: Plan) -> int:
 
 
 def check_extras(extras: TrainingExtras, workload: Workload, is_optimizer_given: bool) -> Iterator[Finding]:
-    """Say which sections the prediction leaves out, and whether it is too high or too low by that."""
+    """List the sections that the prediction ignores, and whether it is too high or too low for that reason."""
     if workload.kind_row.makes_tokens:
         yield _not_counted(
             "engine", "the prediction is of the prompts alone: cached keys and values, and the tokens that are "

@@ -1,1 +1,1 @@
-"""Lints a whole Levanter file: what Levanter's parser says of it, and the model, slice and workload that it is for."""
+"""Lints a whole Levanter file: the errors of Levanter's parser, and the file's model, slice and workload."""

@@ -23,7 +23,7 @@ from shardplan.model.section_model import (
 def file_target(
     prepared: PreparedFile, model_section: ModelSection, extras: TrainingExtras
 ) -> tuple[LintTarget, list[str]]:
-    """Return what the file is linted for, and what is assumed of the model.
+    """Return the model, slice and workload of a file, and the assumptions made about the model.
 
     The model is that of the user's configuration. If that names none, it is the checkpoint that the file starts from,
     where its config.json is part of the package, or else the `model` section.

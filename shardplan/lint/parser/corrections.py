@@ -1,4 +1,4 @@
-"""Turns what Levanter's parser says into findings, and takes what it refuses out of the sections.
+"""Turns errors of Levanter's parser into findings, and removes what it refuses from the sections.
 
 A misspelt key is renamed to the one that was probably meant, and a value that is refused is left out, so that
 Levanter's default holds: all other checks can run then, and the smallest edit contains these changes.
@@ -72,7 +72,7 @@ def _program_findings(verdict: ParserVerdict, program: LevanterProgram) -> Itera
 
 
 def _finding(problem: Problem, program: LevanterProgram, present: Collection[str]) -> Finding:
-    """Say what Levanter's parser refuses, and what to write instead.
+    """Make a finding of an error of Levanter's parser, with the value to write instead.
 
     Args:
         present: the keys of the section, which an unknown key was not meant to be.
@@ -102,7 +102,7 @@ def _quoted(text: str) -> str:
 
 
 def _correct(sections: dict[str, Any], problem: Problem) -> list[str]:
-    """Change `sections` so that the problem is gone, and list the change; an empty list if there is no such change."""
+    """Change `sections` so that the problem disappears; return the changes, or an empty list if none helps."""
     if problem.kind == ProblemKind.MISSING_KEY or not problem.path:
         return []
     path = (*problem.path, "type") if problem.kind == ProblemKind.UNKNOWN_TYPE else problem.path

@@ -24,7 +24,7 @@ DEFERRED = ("datasets", "transformers.models", "google.cloud.storage")
 
 
 def import_levanter() -> None:
-    """Import what every request needs, which takes most of the time, before the first one arrives."""
+    """Import Levanter before the first request arrives, because the imports take most of the time."""
     for name in DEFERRED:
         defer_package(name)
     if find_spec("wandb"):
@@ -58,7 +58,7 @@ class _LazyDistributions(Mapping[str, list[str]]):
 
 
 class _NamesOnly(ModuleType):
-    """A package whose names may be mentioned as types, and whose functions cannot be called."""
+    """A stand-in for a package whose names occur only in type annotations; calling one is an error."""
 
     def __getattr__(self, name: str) -> Self:
         if name.startswith("__"):

@@ -1,4 +1,4 @@
-"""What Levanter's parser says of a configuration file, as it travels between the two processes. Imports no JAX."""
+"""An error of Levanter's parser in a form that is sent between the two processes. Imports no JAX."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -23,7 +23,7 @@ class ProblemKind(StrEnum):
 
 @dataclass(frozen=True)
 class Problem:
-    """One key or value with which Levanter does not start."""
+    """One key or value that keeps Levanter from starting."""
 
     kind: ProblemKind
     path: tuple[str, ...]

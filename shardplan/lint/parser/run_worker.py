@@ -1,4 +1,4 @@
-"""Asks Levanter's parser in a process of its own, which imports Levanter while the caller does other work.
+"""Runs Levanter's parser in another process, which imports Levanter while the caller works.
 
 Levanter's programs import all of its trackers, data sets and models: several seconds and gigabytes that a lint needs
 nowhere else, and whatever those packages do on import cannot disturb it.

@@ -99,7 +99,7 @@ def _error(values: Any, target: type) -> Exception | None:
 
 
 def _describe(error: Exception, values: Any, target: type) -> Iterator[Problem]:
-    """Yield the problems that one error of the parser names: several, if a section has several unknown keys."""
+    """Yield the problems in one error of the parser, which may name several unknown keys."""
     path, text = tuple(getattr(error, "key_path", ())), str(getattr(error, "message", error))
     if text.startswith(UNION):
         path, text = _member_of_union(path, text, _get(values, path))
@@ -151,7 +151,7 @@ def _member_of_union(path: tuple[str, ...], text: str, value: Any) -> tuple[tupl
 
 
 def _value_text(error: Exception, text: str) -> str:
-    """Return what is wrong with a value, without the parser's account of how it got there."""
+    """Return the reason why a value is wrong, without the parser's call chain."""
     underlying = UNDERLYING.search(text)
     if underlying:
         name, message = underlying.groups()
@@ -201,7 +201,7 @@ def _child(parsed: Any, key: str) -> Any:
 
 
 def _locate(error: Exception, values: Any, target: type) -> tuple[str, ...]:
-    """Find the key without which this error is not raised, as deep as there is one."""
+    """Find the most deeply nested key without which the error disappears."""
     path: tuple[str, ...] = ()
     while isinstance(section := _get(values, path), dict | list) and section:
         names = section if isinstance(section, dict) else range(len(section))
@@ -236,7 +236,7 @@ def _key(section: Any, name: str) -> Any:
 
 
 def _remove(values: Any, path: Sequence[str]) -> bool:
-    """Take the key at `path` out, or the nearest one above it; return whether there was one."""
+    """Remove the key at `path`, or its nearest existing ancestor; return whether there was one."""
     path = list(path)
     while path:
         try:

@@ -92,7 +92,7 @@ def indices_in_documents(segment_ids: NamedArray, Pos: Axis) -> NamedArray:
 def _segments_of_chunks(
     documents: tuple[NamedArray, NamedArray] | None, chunk: int, Pos: Axis, indices: NamedArray | None
 ) -> tuple[NamedArray, NamedArray]:
-    """Return segment ids of queries and keys; if two tokens are less than a chunk apart, equal ids mean one chunk."""
+    """Return segment ids such that two tokens less than a chunk apart share an id only within one chunk."""
     if documents is None:
         ids = hax.arange(Pos) // chunk
         return ids, ids

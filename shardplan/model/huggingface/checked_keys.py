@@ -6,7 +6,7 @@ from shardplan.errors import ConfigError, nearest
 
 
 class CheckedKeys:
-    """The keys of a mapping: `take` reads one, and `check` refuses those that nobody took."""
+    """The keys of a mapping: `take` reads one, and `check` refuses keys that were not read."""
 
     def __init__(self, values: Any, where: str) -> None:
         """Begin with all keys.

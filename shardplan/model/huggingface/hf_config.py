@@ -87,7 +87,7 @@ def read_config(
 
 
 def _check_is_decoder(name: str, keeps_dtype: bool) -> None:
-    """Check that weights stay as they are stored in no other class than the decoder.
+    """Refuse to keep weights in stored form in any class but the decoder.
 
     Raises:
         ConfigError: they are to stay so in another class.

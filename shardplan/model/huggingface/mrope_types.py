@@ -78,7 +78,7 @@ MROPE_TYPES = {
 
 
 def read_mrope_type(values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the keys of a text model with mrope as those of the supported type; those of any other model unchanged.
+    """Translate a text model's mrope keys to the supported type; other configurations are unchanged.
 
     >>> rope = {"type": "mrope", "mrope_section": [16, 24, 24]}
     >>> read_mrope_type({"model_type": "qwen2_vl_text", "rope_scaling": rope}, "config.json")["rope_scaling"]

@@ -63,7 +63,7 @@ class Nvfp4Names:
 
 @dataclass(frozen=True)
 class Nvfp4(Quantization):
-    """Numbers of four bits, 16 of which share a scale of eight bits, and all of a tensor another one."""
+    """4-bit floats with an 8-bit scale per 16 elements and one more scale per tensor."""
 
     names: Nvfp4Names
 

@@ -89,7 +89,7 @@ def _nearest(config: Mapping[str, Any]) -> str | None:
 
 
 def _misspelt(model_type: str) -> str | None:
-    """Return the supported type that `model_type` misspells; None if it is the name of another model."""
+    """Return the supported type that `model_type` probably misspells; None if it names another known model."""
     spelling = re.sub(r"[^a-z0-9]", "", model_type.lower())
     if spelling in SUPPORTED_TYPES:
         return spelling

@@ -1,4 +1,4 @@
-"""Computes functions of logits for one block of positions after the other, so that few logits are live at a time.
+"""Computes functions of logits one block of positions at a time, so that few logits are in memory.
 
 Blocks interleave: with two blocks, the first one has positions 0, 2, 4, ... So if devices shard the positions of a
 sequence, they shard the positions of every block as well.
@@ -20,7 +20,7 @@ BLOCK = "block"
 
 
 def map_blocks(function: Callable[..., Any], position: Axis, blocks: int, *arrays: NamedArray) -> Any:
-    """Apply `function` to blocks of positions of `arrays`, one after the other.
+    """Apply `function` to one block of positions of `arrays` at a time.
 
     Args:
         function: takes arrays [..., position, ...] and returns a pytree of arrays [..., position].

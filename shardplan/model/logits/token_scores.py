@@ -13,7 +13,7 @@ from shardplan.model.logits.logit_blocks import map_blocks, prepare_head
 
 @dataclass(frozen=True)
 class ScoreSettings:
-    """What is computed for every next token, and how."""
+    """Which scores are computed for each next token, and how."""
 
     top_k: int
     """Number of tokens in `TokenScores.top_log_prob`; 0 leaves it out."""

@@ -1,1 +1,1 @@
-"""Which values of a traced program a TPU compiler writes to memory, and what it moves out of loops."""
+"""Predicts which values of a traced program a TPU compiler writes to memory, and what it moves out of loops."""

@@ -52,7 +52,7 @@ class _Use:
 
 
 class Fusion:
-    """Which values of one sequence of operations (a loop's body, or the program) are written, and from which others."""
+    """The values that one sequence of operations writes to memory, and the values in memory they are computed from."""
 
     def __init__(
         self, operations: Sequence[Operation], arrays: Sequence[TracedArray], outputs: Set[int], writes_outputs: bool
@@ -312,7 +312,7 @@ class Fusion:
         return self._uses[value].final == SEVERAL and len(large) > 1
 
     def _is_fused(self, value: int) -> bool:
-        """Whether the result of a matmul is used only by one elementwise chain, which the matmul fuses."""
+        """Whether a matmul's result is used by one elementwise chain alone, into which it is fused."""
         use = self._uses[value]
         if use.final in (None, SEVERAL, value) or use.is_reduced:
             return False

@@ -1,4 +1,4 @@
-"""Elementwise operations that the compiler fuses with each other, because they read the same rows of experts. Pure.
+"""Sibling fusion: elementwise gradients that read the same rows of experts are computed by one operation. Pure.
 
 The kernels of grouped matmuls fuse nothing, so that what follows them is a loop of its own. The gradients of the two
 factors in a gated MLP are one loop, which writes both over rows that it reads.
@@ -15,7 +15,7 @@ from shardplan.program.operations import Operation, OperationKind
 def fuse_with_siblings(
     operations: Sequence[Operation], arrays: Sequence[TracedArray], outputs: Set[int], writes_outputs: bool
 ) -> Fusion:
-    """The fusion of a sequence of operations in which two gradients that read the same rows are one operation.
+    """Fuse a sequence of operations, with two gradients that read the same rows as one operation.
 
     It runs in the place of the second one, and what reads the first one's result runs after it. The arguments are
     those of `Fusion`.

@@ -1,1 +1,1 @@
-"""What a trace marks as one operation: attention, also a sparse one, and blocks of routed experts, with their kinds."""
+"""Calls that a trace keeps as one operation: attention, sparse attention, and blocks of routed experts."""

@@ -42,7 +42,7 @@ class AttentionKind:
 
     @property
     def can_shard_positions(self) -> bool:
-        """Whether shardplan's attention computes it, which takes no bias; no other takes sharded positions."""
+        """Whether shardplan's attention, which has no bias, computes it; Levanter's cannot shard positions."""
         return self.head_size is not None and not self.has_bias
 
     @cached_property

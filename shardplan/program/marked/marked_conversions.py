@@ -1,4 +1,4 @@
-"""Marks conversions of kept weights while a program is traced: the numbers of one are the result of one operation."""
+"""Marks conversions of kept weights while a program is traced, so that each is one operation."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ _conversion_p = Primitive(CONVERSION)
 
 @contextmanager
 def mark_conversions() -> Iterator[None]:
-    """Make every conversion of a kept weight one operation."""
+    """Trace every conversion of a kept weight as one operation."""
     with replace_conversion(_mark):
         yield
 

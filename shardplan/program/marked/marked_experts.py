@@ -1,4 +1,4 @@
-"""Marks blocks of routed experts while a program is traced: each becomes one operation, and its gradient another.
+"""Marks blocks of routed experts while a program is traced, so that each block and each gradient is one operation.
 
 What a device does for a block depends on the strategy that a plan chooses, so that no trace can show it: the cost of
 the two operations is a formula (`shardplan.cost.experts`). Here they are JAX primitives that have shapes and no

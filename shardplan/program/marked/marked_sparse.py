@@ -1,4 +1,4 @@
-"""Marks calls of Native Sparse Attention while a program is traced: each becomes one operation, its gradient another.
+"""Marks calls of Native Sparse Attention while a program is traced, so that each call and gradient is one operation.
 
 How attention to selected blocks is computed is the choice of a plan, so that no trace can show it: the cost of the two
 operations is a formula (`shardplan.cost.sparse`). Here they are JAX primitives that have shapes and no

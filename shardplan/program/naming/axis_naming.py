@@ -1,4 +1,4 @@
-"""What the rules for JAX primitives share: the facts about axes that they collect, and the form of a rule."""
+"""The state that rules for JAX primitives share while they name axes, and the signature of a rule."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ class AxisNaming:
     """Whether each device computes by itself, in a `shard_map`: it takes slices of its own part of an array."""
 
     def unify(self, left: Dim, right: Dim) -> Dim:
-        """One dimension for two operands; where their axes differ, remember which axis is split into which others."""
+        """Return one dimension for two operands; if their axes differ, record which axis is split into which."""
         names = [name for name, _ in (*left, *right)]
         if left == right or any(name is None or isinstance(name, AxisCopy) for name in names):
             return most_named((left, right))

@@ -25,7 +25,7 @@ def dot(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) -> RuleRes
 
 
 def ragged_dot(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) -> RuleResult:
-    """A grouped matmul, which multiplies each group of rows by its own matrix; or the gradient of one."""
+    """Name a grouped matmul, which multiplies each group of rows by its own matrix, or a gradient of one."""
     numbers = equation.params["ragged_dot_dimension_numbers"]
     (contract_l, contract_r), (batch_l, batch_r) = numbers.dot_dimension_numbers
     left, right = arrays[:2]

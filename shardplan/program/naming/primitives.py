@@ -1,4 +1,4 @@
-"""The table of JAX primitives: how the axes of results are named, and what a compiler does with each primitive.
+"""The table of JAX primitives: the rule that names each one's results, and how a compiler treats it.
 
 To add a primitive, add a row to `ROWS`. A primitive without a row is traced as elementwise, and is reported as not
 priced.

@@ -20,7 +20,7 @@ def constrain(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) -> R
 
 
 def name_activation(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) -> RuleResult:
-    """An activation that gets a name, which may say that no mapping shards one of its axes."""
+    """Name an activation that was given a name, some of which say that an axis is never sharded."""
     kind, results, fields = elementwise(naming, equation, arrays)
     name = equation.params["name"]
     fields["activation"] = name

@@ -1,1 +1,1 @@
-"""Other steps from one trace: of other policies of gradient checkpointing, and of other batches."""
+"""Derives other steps from one trace: with other gradient checkpointing, and with other batches."""

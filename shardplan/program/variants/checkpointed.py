@@ -1,4 +1,4 @@
-"""Other policies of gradient checkpointing, from one trace of the default policy, without tracing anew.
+"""Derives the step of any gradient checkpointing policy from one trace of the default policy.
 
 Under the default policy a loop over layers keeps the carry of every iteration, and the loop of the gradients computes
 all other activations of a layer again. An activation with a name is in both loops:
@@ -166,7 +166,7 @@ class _Rewriter:
         return replace(loop, body=needed, operands=(*constants, *read), slices=tuple(slices))
 
     def _is_on_host(self, operation: Operation) -> bool | None:
-        """Whether the activation that an operation names is kept on the host; None if it is not kept at all."""
+        """Whether a kept activation is in host memory; None if the activation is not kept."""
         if operation.activation.endswith(CARRY):
             return self.carries_on_host
         return self.on_host.get(operation.activation)

@@ -35,5 +35,5 @@ def _is_computed_again(task: Task) -> bool:
 
 
 def _call(task: Task) -> tuple[AttentionKind | None, int]:
-    """What the matmuls of one call of attention have in common."""
+    """Return a key that the matmuls of one call of attention share."""
     return task.attention, task.executions

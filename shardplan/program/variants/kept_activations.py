@@ -1,4 +1,4 @@
-"""What a step gains and loses by each activation that is kept between forward pass and gradients.
+"""Computes what a step gains and costs if it keeps an activation between forward pass and gradients.
 
 Under the default policy of gradient checkpointing, layers keep their carries alone. Here every other thing that can
 become of an activation (kept on the device, or copied to the host and back) is an `Option`: the tasks that it adds and
@@ -46,7 +46,7 @@ class HostCopies(NamedTuple):
 
 @dataclass(frozen=True)
 class Option:
-    """What can become of an activation, instead of what the default policy makes of it."""
+    """One alternative for an activation, relative to the default policy."""
 
     policy: CheckpointPolicy
     """The policy that differs from the default one in this alone."""
@@ -150,7 +150,7 @@ class _Walked:
                 self.flops[loop] += task.executions * task.flops
 
     def at(self, places: Sequence[Place]) -> list[Counter[LiveBuffer]]:
-        """Return the live buffers at places; where the program has no such point, those of its next one."""
+        """Return the live buffers at each place, or at the program's next point if it has none there."""
         found: list[Counter[LiveBuffer]] = []
         following = self.points[self.places[-1]]
         for place in reversed(places):
@@ -204,7 +204,7 @@ LOOP_VALUES = "scan("
 
 
 def _merge_places(programs: Sequence[Sequence[Place]]) -> list[Place]:
-    """Return the places of all programs in one order, in which those of each program follow one another."""
+    """Merge the places of all programs into one list that preserves the order of each."""
     merged = list(programs[0])
     known = set(merged)
     for places in programs[1:]:
@@ -218,7 +218,7 @@ def _merge_places(programs: Sequence[Sequence[Place]]) -> list[Place]:
 
 
 def _difference(one: Counter[LiveBuffer], other: Counter[LiveBuffer]) -> Buffers:
-    """Return how many more there are of each buffer in `one`; negative where there are fewer."""
+    """Return count in `one` - count in `other` of each buffer, without zeros."""
     if one == other:
         return {}
     difference = Counter(one)
@@ -227,7 +227,7 @@ def _difference(one: Counter[LiveBuffer], other: Counter[LiveBuffer]) -> Buffers
 
 
 def _without_repeated_points(kept: KeptActivations) -> KeptActivations:
-    """Leave out points at which the buffers are those of another point under every option."""
+    """Remove points that have the same buffers as an earlier point under every option."""
     options = [option for of_activation in kept.activations for option in of_activation]
     first: dict[object, int] = {}
     for i, point in enumerate(kept.points):

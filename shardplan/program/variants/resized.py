@@ -1,4 +1,4 @@
-"""The step of one batch, from the step of another one, without tracing anew.
+"""Derives the step of one batch from the traced step of another.
 
 How many sequences a training step has, and in how many microbatches, changes sizes of arrays and iterations of loops,
 and nothing else. So a step is traced once with prime numbers of sequences and of microbatches that divide no other size
@@ -44,7 +44,7 @@ def traced_batch(sizes: Iterable[int], has_microbatches: bool) -> TracedBatch:
 
 
 class Resizer:
-    """Gives a step, and what can be kept in it, another number of sequences and of microbatches."""
+    """Changes the number of sequences and microbatches of a step, and of its options for activations."""
 
     def __init__(self, traced: TracedBatch, wanted: TracedBatch) -> None:
         self.traced, self.wanted = traced, wanted
@@ -66,7 +66,7 @@ class Resizer:
         )
 
     def kept(self, kept: KeptActivations) -> KeptActivations:
-        """Return what can be kept in the step with the wanted batch."""
+        """Return the options for activations with the requested batch."""
         return KeptActivations(
             tuple(map(self._point, kept.points)),
             tuple(tuple(map(self._option, options)) for options in kept.activations),

@@ -6,5 +6,5 @@ INSTALL_PLOTS = "pip install matplotlib"
 
 
 def can_plot() -> bool:
-    """Whether what draws plots is installed, which is optional."""
+    """Whether matplotlib, an optional dependency, is installed."""
     return find_spec("matplotlib") is not None

@@ -1,4 +1,4 @@
-"""The table of the extraction of several models on the same texts, and which texts are left out."""
+"""Prints the extraction of several models on the same texts, and lists the texts that are left out."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -9,7 +9,7 @@ LONGEST = 80
 
 
 def file_names(ids: Iterable[str], taken: Iterable[str] = ()) -> dict[str, str]:
-    """Return for each id a file name without an ending, which is safe on every system and differs from the others.
+    """Map each id to a unique file name without suffix that is valid on every system.
 
     An id that is not safe as it is, such as one with slashes or one that another differs from in case only, has a part
     of its SHA-256 at the end of its file name.
@@ -32,6 +32,6 @@ def file_names(ids: Iterable[str], taken: Iterable[str] = ()) -> dict[str, str]:
 
 
 def short_label(text: str, limit: int = 60) -> str:
-    """Return a text on one line of at most `limit` characters, without those that cannot be printed."""
+    """Return a text on one line of at most `limit` characters, without unprintable ones."""
     line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
     return line if len(line) <= limit else f"{line[: limit - 3]}..."

@@ -27,7 +27,7 @@ COMPARED_THRESHOLD = "0.1"
 
 
 def draw_text(title: str, plots: Mapping[str, Any], thresholds: Sequence[float], characters: int) -> Figure:
-    """Draw the histogram of log p_z, the coverage over thresholds, and the strip along a text if there is one.
+    """Draw a text's histogram of log p_z, its coverage over thresholds, and the strip along it if there is one.
 
     Args:
         plots: `histogram`, `curve`, `suffix_curve` and, of one text, `strip`, as in summary.json.
@@ -51,7 +51,7 @@ def draw_text(title: str, plots: Mapping[str, Any], thresholds: Sequence[float],
 
 def draw_comparison(labels: Sequence[str], curves: Sequence[Sequence[float]], thresholds: Sequence[float],
                     texts: Mapping[str, Sequence[float]]) -> Figure:  # fmt: skip
-    """Draw the coverage of several models: over thresholds for all texts together, and at one threshold for each text.
+    """Draw the coverage of several models: of all texts over thresholds, and of each text at one threshold.
 
     Args:
         labels: of the models.

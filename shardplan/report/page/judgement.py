@@ -1,4 +1,4 @@
-"""A verdict in words, with the estimate of its plan: what `verify --json` writes, and what the page shows."""
+"""A verdict in words beside its plan's estimate, as `verify --json` writes it and the page shows it."""
 
 import json
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Texts of the panels: short names of parameters and of operations, and what stands where there is nothing to draw."""
+"""Texts of the panels: short names of parameters and operations, and placeholders of empty panels."""
 
 import re
 from collections import Counter

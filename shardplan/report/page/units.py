@@ -72,7 +72,7 @@ class LogAxis:
         return 100 * math.log(max(value, self.low) / self.low) / math.log(self.high / self.low)
 
     def ticks(self, unit: float = 1.0) -> list[Tick]:
-        """Powers of ten, on shorter axes also multiples of these, on the shortest ones other round numbers.
+        """Powers of ten; on a short axis also their multiples, and on a very short one other round numbers.
 
         Args:
             unit: what the texts count in.

@@ -1,1 +1,1 @@
-"""Prints a Plan, the verdicts on it and what it is compared with, as tables, text and JSON."""
+"""Prints a Plan, the verdicts on it and comparisons with others, as tables, text and JSON."""

@@ -1,4 +1,4 @@
-"""Prints why a plan does not make a choice, and what other settings would change."""
+"""Prints why a plan does not make a choice, and how it changes with other settings."""
 
 from collections.abc import Iterator, Sequence
 
@@ -20,7 +20,7 @@ WHAT_IF_COLUMNS = (("mesh", "GiB of available", "step s", "tokens/s"), ("GiB", "
 
 
 def print_why(answers: Sequence[WhyNot], out: Console) -> None:
-    """Print for every choice what forbids it, or how much slower and larger the best plan with it is, by cause."""
+    """Print for each choice what forbids it, or the extra time, by cause, and memory of the best plan with it."""
     for answer in answers:
         out.print()
         print_wrapped("", out, Text(f"why not {answer.choice}?", "bold"))
@@ -28,7 +28,7 @@ def print_why(answers: Sequence[WhyNot], out: Console) -> None:
 
 
 def _answer_lines(answer: WhyNot) -> Iterator[str]:
-    """Yield what speaks against a choice, one sentence each."""
+    """Yield the arguments against a choice, one sentence each."""
     if answer.obstacle:
         yield answer.obstacle
     if answer.replaced_pins:
@@ -54,7 +54,7 @@ def _answer_lines(answer: WhyNot) -> Iterator[str]:
 
 
 def _changes_of_attention(plan: Plan, other: Plan) -> Iterator[str]:
-    """Yield what changes for each kind of attention that `other` computes by another method than `plan`."""
+    """Yield a change for each kind of attention that `other` and `plan` compute by different methods."""
     before = {row.kind: row for row in attention_rows(plan)}
     for row in attention_rows(other):
         if row.kind in before and row.method != before[row.kind].method:
@@ -64,7 +64,7 @@ def _changes_of_attention(plan: Plan, other: Plan) -> Iterator[str]:
 
 
 def print_what_if(variants: Sequence[Variant], out: Console) -> None:
-    """Print one table row per change of the settings that has a plan, then why the others have none."""
+    """Print one table row per changed setting that has a plan, then why the others have none."""
     planned = [(variant.change, variant.plan) for variant in variants if variant.plan is not None]
     tables = []
     for columns in WHAT_IF_COLUMNS:

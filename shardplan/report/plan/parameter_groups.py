@@ -1,4 +1,4 @@
-"""Parameters that are equal in all but the number of their layer, or of another part: one row of a table for them all.
+"""Groups parameters that differ only in the numbers in their paths, for one row of a table each.
 
 A decoder's block of six layers has six parameters of each path, which differ in one index.
 """

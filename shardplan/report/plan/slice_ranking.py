@@ -76,7 +76,7 @@ def ranking_json(ranking: SliceRanking) -> dict[str, Any]:
 
 
 def _print_headline(ranking: SliceRanking, out: Console) -> None:
-    """Print which slices are best, which are the smallest, and what was planned: a line each."""
+    """Print one line each: the best slices, the smallest ones, and the workload."""
     best = ranking.best
     column = _cost_column(ranking.ranked)
     merit = "most tokens/s per chip" if column is None else f"lowest {column}"

@@ -1,4 +1,4 @@
-"""The first two lines of every report: whether it fits, in how many GiB, how fast it is, and what limits it."""
+"""The first two lines of every report: fit, GiB per device, speed, and bottleneck."""
 
 from rich.console import Console
 from rich.text import Text
@@ -40,7 +40,7 @@ def speed_text(plan: Plan) -> str:
 
 
 def step_text(plan: Plan, seconds: float, compute_seconds: float, mfu: float | None) -> str:
-    """Seconds of a step, tokens and scored windows per second, MFU if it is known, and what takes most of the step.
+    """Seconds of a step, tokens and scored windows per second, MFU if known, and the largest cost of the step.
 
     Args:
         compute_seconds: the part of `seconds` in which a device computes; for the rest it waits for collectives.

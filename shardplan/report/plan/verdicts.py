@@ -64,7 +64,7 @@ _OMISSION_TEXTS = {
 
 
 def reason_text(reason: Reason | None) -> str:
-    """The reason of a verdict on one line; empty if there is none."""
+    """The reason of a verdict on one line; empty for a verdict without a reason."""
     match reason:
         case None:
             return ""
@@ -88,7 +88,7 @@ def reason_text(reason: Reason | None) -> str:
 
 
 def omission_text(omission: Omission) -> str:
-    """One line on what the reader of a compiled module left out or approximated."""
+    """One line on what the reader of compiled modules ignored or approximated."""
     return _OMISSION_TEXTS[omission.kind].format(subject=omission.subject, detail=omission.detail)
 
 
@@ -215,7 +215,7 @@ def _buffer_tables(buffers: Sequence[Buffer]) -> Iterator[Table]:
 
 
 def _collective_tables(collectives: Sequence[CompiledCollective]) -> Iterator[Table]:
-    """Yield tables of at most MAX_COLLECTIVES collectives of MIN_BYTES or more; one row sums up the others."""
+    """Yield tables of the largest collectives (MAX_COLLECTIVES, MIN_BYTES); one row sums up the others."""
     shown = [c for c in collectives if c.bytes >= MIN_BYTES][:MAX_COLLECTIVES]
     rest = sum(c.bytes for c in collectives) - sum(c.bytes for c in shown)
     for texts, numbers in COLLECTIVE_COLUMNS:

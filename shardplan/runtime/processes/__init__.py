@@ -1,4 +1,4 @@
-"""The processes of a run: who is there, what they agree on, and what each of them is doing.
+"""The processes of a run: how they find each other, what they agree on, and how a stuck or lost one is noticed.
 
 | module | what it has |
 |---|---|

@@ -30,7 +30,7 @@ class Advance(Protocol):
     """Says how far a phase is."""
 
     def __call__(self, done: float, doing: str = "") -> None:
-        """Say how much is done (any unit, it only increases), and what is begun next."""
+        """Report progress: how much is done, in any unit, and what begins next."""
 
 
 _groups_opened = 0
@@ -60,7 +60,7 @@ class ProcessGroup:
 
     @contextlib.contextmanager
     def phase(self, phase: str, deadline_s: float = DEADLINE_S) -> Iterator[Advance]:
-        """Say what this process does until the block ends, such as `loading`.
+        """Name this process's activity, such as `loading`, until the block ends.
 
         All processes have the same phases, in one order. One without progress for `deadline_s` seconds is stuck.
 
@@ -192,7 +192,7 @@ class ProcessGroup:
         return {int(process): message for process, message in received.items()}
 
     def _ask(self, kind: Kind, name: str, **values: Any) -> dict[str, Any]:
-        """Send a message, and return the answer, which comes when the others have sent theirs."""
+        """Send a message, and return the reply, which comes once all processes have sent theirs."""
         assert self._link is not None
         key = f"{self._name}/{name}"
         self._link.send(kind, name=key, **values)
@@ -200,12 +200,12 @@ class ProcessGroup:
 
 
 def short_text(text: str) -> str:
-    """Return a text that processes agree on, as it is shown where it differs: of a long one, a digest."""
+    """Return the text to show where processes disagree: the text itself, or a digest of a long one."""
     return text if len(text) < SHOWN else hashlib.sha256(text.encode()).hexdigest()
 
 
 def _shared(error: ShardplanError) -> ShardplanError:
-    """Return the error, marked as one that all processes raise: the others need not be told."""
+    """Mark an error as one that all processes raise, so that the others need not be told."""
     error.is_shared = True
     return error
 

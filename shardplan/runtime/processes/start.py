@@ -72,7 +72,7 @@ def connect_processes(variables: ProcessVariables, facts: Mapping[str, str]) -> 
 
 
 def current_watch() -> Watch:
-    """Return the watch over this process: its connection to the hub if it is one of several."""
+    """Return the watch over this process: a `Link` to the hub, or a `Watch` if there are no other processes."""
     global _link, _watch
     process_stacks().device_lines = describe_device_memory
     if jax.process_count() == 1:
@@ -100,7 +100,7 @@ def _end() -> None:
 
 
 def _open_through_store() -> Link:
-    """Start a hub for processes that JAX has connected already, which tells them where it is."""
+    """Start a hub for processes that JAX has connected, and publish its address in JAX's key-value store."""
     index, count = jax.process_index(), jax.process_count()
     member, store = _member(index, count, {}), key_value_store()
     if index == 0:

@@ -1,4 +1,4 @@
-"""How long the processes of a run and their hub wait for each other: one object, which tests replace by a quicker one.
+"""Time limits of the processes of a run and of their hub, in one object, which tests replace by shorter ones.
 
 A process that is stopped, or whose network is cut, closes no connection: only the lack of its messages shows that it is
 lost. So every process sends a sign of life in each interval, and the hub does; each side counts the other as lost after

@@ -1,1 +1,1 @@
-"""What is chosen of components of logical axes and of activations, and what it costs."""
+"""The choices of each component of logical axes and of activations, and their costs."""

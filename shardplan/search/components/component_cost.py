@@ -1,4 +1,4 @@
-"""The tasks and live buffers whose costs depend on one component of logical axes, prepared to be priced quickly.
+"""Precomputes the tasks and live buffers whose cost depends on one component of logical axes, for fast pricing.
 
 A component is priced for many mappings, and most of its tasks depend on a few of its axes alone. Tasks that depend on
 the same axes are a group: what they take is one vector, which is computed once for each mapping of these axes.
@@ -223,7 +223,7 @@ def _count_tasks(program: ProgramCosts, tasks: Iterable[Task]) -> Counter[tuple[
 
 
 def _count_option(program: ProgramCosts, option: Option) -> Counter[tuple[int, Task]]:
-    """Return (row of `ComponentCost.numbers`, task) -> how many more there are under an option."""
+    """Return (row of `ComponentCost.numbers`, task) -> number of tasks that an option adds."""
     counted: Counter[tuple[int, Task]] = Counter()
     for task, number in option.added:
         counted[0, task] += number
@@ -310,7 +310,7 @@ def on_host(buffers: Iterable[tuple[LiveBuffer, int]]) -> Iterator[tuple[LiveBuf
 
 
 def _meeting_axes(task: Task) -> Iterator[frozenset[str]]:
-    """Sets of logical axes that may not share a mesh axis: those of one array, and all those of a matmul."""
+    """Yield sets of logical axes that may not share a mesh axis: the axes of one array, or of a matmul."""
     yield from (frozenset(array.logical_axes) for array in (*task.operands, *task.results))
     yield frozenset(task.results[0].logical_axes) | {name for name, _ in task.contracted if isinstance(name, str)}
 

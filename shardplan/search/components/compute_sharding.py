@@ -1,4 +1,4 @@
-"""What the search chooses of computations: mesh axes, methods of attention, and how experts are computed."""
+"""The search's choices for computations: mesh axes, attention methods, and the method of experts."""
 
 from typing import NamedTuple
 

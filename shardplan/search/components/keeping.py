@@ -21,7 +21,7 @@ CHUNK = 256
 
 
 class Amount(NamedTuple):
-    """What choices of shardings take, and what each option would change of that."""
+    """Time and memory of some choices of shardings, and how each option about activations changes them."""
 
     seconds: float
     """Without copies to and from the host in loops."""
@@ -95,7 +95,7 @@ class Keeping:
         return self.hiding - self.combinations @ self.saved
 
     def least(self, options: np.ndarray) -> np.ndarray:
-        """Return a lower bound, at most 0, of what any combination adds, given what each option does.
+        """Return a lower bound, at most 0, on the change of any combination of options, given each option's.
 
         Args:
             options: [..., option, row]; the result is [..., row].

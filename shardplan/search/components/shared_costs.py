@@ -1,4 +1,4 @@
-"""What computations cost, for all meshes on which they cost the same.
+"""Shares the costs of computations between meshes on which they are equal.
 
 Many meshes divide the same devices differently between axes that a computation does not see: its arrays have as many
 shards, and its collectives as many devices. `MeshCosts` computes such costs once for a space.

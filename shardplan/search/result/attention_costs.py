@@ -1,4 +1,4 @@
-"""The kinds of attention in a model: which layers have each, and what a step spends on it."""
+"""The kinds of attention in a model: the layers and the cost of each."""
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -56,7 +56,7 @@ def attention_costs(
 
 
 def _local_bytes(tasks: Sequence[Task], assignment: ShardingAssignment) -> float:
-    """Bytes of what a layer of one kind reads and writes for a device's own positions, in the pass with most of it.
+    """Return the bytes that a layer of one kind reads and writes for a device's positions, in the larger pass.
 
     In the forward pass these are queries, keys, values and the output; in the backward pass their gradients too. Scores
     are left out: a kernel has few of them in memory at a time.
@@ -72,7 +72,7 @@ def _local_bytes(tasks: Sequence[Task], assignment: ShardingAssignment) -> float
 
 
 def _extra_bytes(step: Step, assignment: ShardingAssignment) -> defaultdict[AttentionKind, float]:
-    """Return kind -> most bytes that it adds at one point for the positions of other devices."""
+    """Return kind -> the largest memory that it needs at one time for other devices' positions."""
     most: defaultdict[AttentionKind, float] = defaultdict(float)
     for point in step.points:
         here: defaultdict[AttentionKind, float] = defaultdict(float)

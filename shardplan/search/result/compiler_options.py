@@ -1,4 +1,4 @@
-"""The compiler options that plans carry, and other sets worth trying: which help depends on the mapping.
+"""The compiler options of a plan, and other sets worth trying: which are best depends on the mapping.
 
 They are libtpu's options, passed as jit's `compiler_options` or, at run time, in LIBTPU_INIT_ARGS.
 """

@@ -53,7 +53,7 @@ class Choices(NamedTuple):
         return all(any(choice.uses(mesh_axis) for choice in chosen) for mesh_axis in self.required)
 
     def least_left(self) -> list[Amount]:
-        """Return lower bounds of what the components take that are not chosen yet, for every number of chosen ones."""
+        """Return lower bounds on the cost of all components but the first n, for every n."""
         base = self.base.amount
         left = [Amount(0.0, *(np.zeros_like(each) for each in base[1:]))]
         for component in reversed(self.components):
@@ -99,7 +99,7 @@ def pareto_optimal(choices: list[ComponentChoice], required: MeshAxes = ()) -> l
 
 
 def _undercuts(one: Amount, other: Amount) -> bool:
-    """Whether `one` takes at most as much as `other` in all but seconds."""
+    """Whether `one` is at most as large as `other` in everything but seconds."""
     return all((mine <= others).all() for mine, others in zip(one[1:], other[1:], strict=True))
 
 
@@ -166,7 +166,7 @@ def _combine(choices: Choices, chosen: tuple[ComponentChoice, ...], kept: Kept) 
 
 
 def _dominates(one: Combination, other: Combination) -> bool:
-    """Whether `one` is at least as fast and at most as large as `other`, and copies no more to the host."""
+    """Whether `one` is at least as fast as `other`, at most as large, and copies no more to the host."""
     return (
         one.handicapped_seconds <= other.handicapped_seconds
         and one.peak_bytes <= other.peak_bytes

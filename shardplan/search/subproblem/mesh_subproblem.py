@@ -297,7 +297,7 @@ class MeshSubproblem:
                         yield ComputeSharding(mapping, methods, strategy)
 
     def _tensor_choices(self, axis: str) -> Sequence[MeshAxes]:
-        """What a logical axis can be sharded over in computations, unless it is pinned."""
+        """The mesh axes that may shard a logical axis in computations, unless it is pinned."""
         if axis in self.space.unsharded_axes | self.space.minor_axes:
             return ((),)
         return EXPERT_CHOICES if axis in self.space.block_axes else TENSOR_CHOICES
@@ -319,7 +319,7 @@ class MeshSubproblem:
                 yield params
 
     def _storage_choices(self, axis: str, compute: AxisMapping) -> list[MeshAxes]:
-        """Mesh axes of a logical axis of stored parameters: those of the compute sharding, and further ones."""
+        """The mesh axes that may shard a logical axis of stored parameters: its compute sharding, and more."""
         computed = compute.get(axis, ())
         further_storage = [()] if axis in self.space.minor_axes else self.further_storage
         choices = self.space.rules.options(axis, True, [(*computed, *further) for further in further_storage])

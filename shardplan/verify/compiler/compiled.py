@@ -1,4 +1,4 @@
-"""The result of one compile, passed from the worker process to its parent and kept in the cache."""
+"""The result of one compile, as it is sent from the worker process and cached."""
 
 import dataclasses
 import gzip

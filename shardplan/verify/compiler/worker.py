@@ -137,7 +137,7 @@ def _program(model: Model, plan: Plan, mesh: Mesh, choice: CompiledProgram) -> P
 
 
 def _read_report(dump: Path, kind: str) -> str:
-    """The text of the compiler's report whose file name ends in `kind`; empty if there is none."""
+    """Return the text of the compiler's report whose file name ends in `kind`; empty if there is none."""
     paths = _reports(dump, kind)
     return max(paths, key=lambda path: path.stat().st_size).read_text(errors="replace") if paths else ""
 

@@ -95,7 +95,7 @@ class Instruction:
 
     @property
     def collective_id(self) -> str:
-        """Identifier that is shared by all instructions of one collective, which a chain of fusions may split.
+        """Identifier shared by all instructions of one collective, which may be split over several fusions.
 
         The collectives of a shard_map all have one channel; a chain of fusions has a number of its own besides.
         """

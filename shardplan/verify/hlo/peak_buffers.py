@@ -54,7 +54,7 @@ def hbm_buffers(module: Module, live_ranges: str, usage: str) -> list[Buffer]:
 
 
 def live_bytes(module: Module, live_ranges: str) -> list[LiveBytes]:
-    """What is live in HBM over the program, at most at `MAX_POINTS` points, of which the largest is one.
+    """Return the live HBM bytes at up to `MAX_POINTS` points of the program, the peak included.
 
     The report has a section of lines `7:fusion`, the schedule, and one of lines `fusion{0}:7-9`, the live ranges. It
     does not say which results are written over operands whose last use they are. Here all of them are, so that the

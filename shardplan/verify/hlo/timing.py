@@ -93,7 +93,7 @@ def model_step(module: Module, network: Network, hardware: Slice, work: KernelWo
 
 
 class _Clock:
-    """The time of one execution of a computation: the core's, and that of everything that overlaps it."""
+    """A simulated clock of one execution: the core's time, and the completion times of overlapped transfers."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -144,7 +144,7 @@ class _Simulator:
     def simulate(
         self, computation: Computation, parameters: Sequence[SymbolicValue], count: int, context: str
     ) -> float:
-        """Seconds of one execution of `computation`, of which a step has `count`.
+        """Return the seconds of one execution of `computation`, which a step executes `count` times.
 
         Args:
             context: the operation of the traced program to attribute instructions without one to.

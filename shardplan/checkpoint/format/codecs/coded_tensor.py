@@ -317,7 +317,7 @@ def part_of(groups: np.ndarray, part: tuple[slice, ...]) -> np.ndarray:
 
 
 def _first_of_groups(groups: list[np.ndarray], dimension: int) -> np.ndarray:
-    """Return the indices along a dimension at which another group begins than before, and 0.
+    """Return the indices along a dimension at which the group changes, and 0.
 
     >>> _first_of_groups([np.array([[0, 0, 1, 1]]), np.array([[3]])], 1)
     array([0, 2])
@@ -363,7 +363,7 @@ def _groups(tensor: CodedTensor, piece: Piece, rows: GroupRows) -> list[np.ndarr
 
 
 def _reduce(group: np.ndarray) -> np.ndarray:
-    """Return an array with one element along every dimension along which all are equal."""
+    """Shrink to length 1 every dimension along which all elements are equal."""
     for d in range(group.ndim):
         if group.shape[d] > 1 and not np.diff(group, axis=d).any():
             group = group.take([0], axis=d)

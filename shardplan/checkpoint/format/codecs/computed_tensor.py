@@ -1,4 +1,4 @@
-"""Tensors whose numbers are computed from what is stored, while it is read."""
+"""Tensors whose numbers are computed from stored bytes while these are read."""
 
 import math
 from abc import abstractmethod

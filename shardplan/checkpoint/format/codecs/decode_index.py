@@ -86,7 +86,7 @@ def _decode(tensors: Mapping[str, Tensor], quantization: Quantization, where: st
 
 
 def _check_agreement(tensors: Mapping[str, Tensor], quantization: Quantization, where: str) -> None:
-    """Check that codes are where config.json says: in all layers and experts alike, but for those that it lists."""
+    """Check that a weight is stored as codes in all layers and experts or in none, unless config.json excepts it."""
     coded = {}
     """Name with `*` for numbers -> a coded tensor of such a name."""
     for name, tensor in tensors.items():

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint, of which some are parts of coded ones."""
+"""The tensors of a checkpoint while scales and other parts are taken out for the coded tensors that they belong to."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -36,7 +36,7 @@ class StoredParts:
         return [name.removesuffix(suffix) for name in self.tensors if name.endswith(suffix)]
 
     def take(self, name: str, owner: str, dtypes: tuple[np.dtype, ...], shapes: tuple[Shape, ...] = ()) -> Tensor:
-        """Take out the scales of a tensor, or another small part, of which neighbours are read together.
+        """Take out a small part of a coded tensor, such as its scales; reads of neighbouring parts are combined.
 
         Args:
             owner: name of the other one, for messages.

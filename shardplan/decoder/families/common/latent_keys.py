@@ -24,12 +24,12 @@ class LatentSizes(NamedTuple):
 
 
 def read_latent_attention(keys: ConfigKeys, defaults: LatentSizes) -> LatentAttention:
-    """Read latent attention, whose rotary embeddings are those of `qk_rope_head_dim` channels."""
+    """Read latent attention with rotary embeddings on `qk_rope_head_dim` channels of a head."""
     return _read(keys, defaults, read_rotary(keys, _rotated(keys, defaults)))
 
 
 def read_latent_attention_with_temperature(keys: ConfigKeys, defaults: LatentSizes) -> LatentAttention:
-    """Read latent attention whose queries grow with their position, and whose heads are rotated in part."""
+    """Read latent attention whose queries are scaled by position, with rotary embeddings on some channels."""
     rotated, unrotated = _rotated(keys, defaults), keys.integer("qk_nope_head_dim", default=defaults.unrotated)
     head_size = rotated + unrotated
     rotary = read_rotary(keys, head_size, partial=rotated / head_size, has_temperature=True)

@@ -201,7 +201,7 @@ def _halves_of_heads(rule: Rule, heads: int, size: int, rotated: int, inputs: Sh
 
 
 def pairs_to_halves(rule: Rule, shape: Shape) -> Rule:
-    """Return neighbouring pairs of channels in the decoder's order: all first ones, then all second ones.
+    """Reorder channels from neighbouring pairs (0, 1), (2, 3), ... to halves: 0, 2, ..., 1, 3, ...
 
     Args:
         rule: an array of `shape`.

@@ -75,7 +75,7 @@ class LatentAttention:
 
     @property
     def RotatedSize(self) -> Axis:
-        """The rotated channels of a head, which are the first ones."""
+        """The first channels of a head, which have rotary embeddings."""
         return Axis("rotated_head_size", self.rotated_size)
 
     @property

@@ -97,7 +97,7 @@ class SparseAttentionLayer(eqx.Module):
 
 
 def _check_mask(mask: AttentionMask) -> None:
-    """Check that a mask is the causal one, for sequences that are one text each.
+    """Check that a mask is causal and nothing else, for sequences of one document.
 
     Raises:
         ConfigError: it is another one.
@@ -114,7 +114,7 @@ def _check_mask(mask: AttentionMask) -> None:
 
 
 def _compression_flops(sizes: NativeSparseConfig, size: int) -> int:
-    """FLOPs to compress the keys or values of one block, of one group, with heads of `size` channels."""
+    """FLOPs to compress the keys or values of one block in one group of heads with `size` channels."""
     match sizes.compression:
         case Compression.MEAN:
             return sizes.block * size

@@ -1,1 +1,1 @@
-"""The panels of the page of a plan: each module turns a Plan and verdicts into what the template of one panel draws."""
+"""The panels of a plan's page: each module turns a Plan and verdicts into the data of one panel's template."""

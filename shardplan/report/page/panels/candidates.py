@@ -144,7 +144,7 @@ def _candidate_text(plan: Plan, candidate: EvaluatedCandidate) -> str:
 
 
 def own_name(plan: Plan) -> str:
-    """What a report calls its plan among others: of a layout that was given, not planned, it is the layout."""
+    """The name of the page's plan among candidates: "this plan", or "this layout" if the layout was given."""
     return "this layout" if plan.search.given else "this plan"
 
 

@@ -41,7 +41,7 @@ class ExpertsPanel:
 
 
 def experts_panel(section: Mapping[str, Any]) -> ExpertsPanel:
-    """Lay out the section `experts` of a summary, which has at least one layer."""
+    """Lay out the section `experts` of a summary with at least one layer."""
     layers = section["layers"]
     top = HEADROOM * max(max(layer["load_max_over_mean"] for layer in layers), 1.0)
     width = 100 / len(layers)

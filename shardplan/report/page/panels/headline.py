@@ -1,4 +1,4 @@
-"""The verdict first: whether it fits, how fast it is, what limits it, and what would change that."""
+"""The verdict at the top of the page: whether the plan fits, how fast it is, and what limits it."""
 
 from dataclasses import dataclass
 
@@ -44,7 +44,7 @@ class Headline:
 
 
 def make_headline(plan: Plan, judgement: Judgement | None) -> Headline:
-    """Sum up a plan, and the verdict on its step if there is one."""
+    """Summarize a plan, and the verdict on its step if there is one."""
     settings = plan.details.settings if plan.details is not None else []
     costs = [cost for cost in costs_of_step(plan) if cost.exposed_seconds][:LARGEST]
     return Headline(

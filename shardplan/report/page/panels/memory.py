@@ -27,7 +27,7 @@ HEADROOM = 1.05
 
 @dataclass(frozen=True)
 class Band:
-    """What one part of memory takes over the step, as a path of the chart, x and y from 0 to 100."""
+    """The memory of one role of buffers over the step, as a path of the chart, x and y from 0 to 100."""
 
     part: str
     name: str
@@ -38,7 +38,7 @@ class Band:
 
 @dataclass(frozen=True)
 class Mark:
-    """One point of the step, with what is shown where the pointer is."""
+    """A point of the step, and the text that is shown under the pointer there."""
 
     x: float
     width: float

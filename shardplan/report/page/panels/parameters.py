@@ -12,7 +12,7 @@ from shardplan.report.plan.tables import spec_text
 
 @dataclass(frozen=True)
 class ParameterRow:
-    """One parameter, or several equal ones."""
+    """A row of the table: one parameter, or several equal ones."""
 
     stack: str
     """What its path begins with: the stack of layers that it belongs to, if any."""
@@ -30,7 +30,7 @@ class ParameterRow:
 
 
 def parameter_rows(plan: Plan) -> list[ParameterRow]:
-    """The parameters of a plan, in the order of the model; equal ones are one row."""
+    """Return the rows of a plan's parameters, in the order of the model."""
     return [
         ParameterRow(
             stack="".join(group.path.rpartition(STACKED)[:2]),

@@ -70,7 +70,7 @@ class RepairPanel:
 
 
 def repair_panel(review: Review) -> tuple[Plan, RepairPanel] | None:
-    """Lay out a review, with the plan that its page shows: that of the file, else that of its repair or the best one.
+    """Lay out a review of a file, with the plan of the page: the file's, else its repair's, else the best.
 
     None if there is no plan at all.
     """

@@ -96,7 +96,7 @@ def _contractions(plan: Plan, peak: float, bandwidth: float) -> list[Contraction
 
 
 def _points(contractions: list[Contraction], x_axis: LogAxis, y_axis: LogAxis) -> list[RooflinePoint]:
-    """Contractions that lie near a longer one become one point with it, at its place, with the sum of their times."""
+    """Merge contractions that lie near a longer one into its point, and add up their times."""
     places: dict[tuple[float, float, str], list[Contraction]] = {}
     for each in contractions:
         place = x_axis.at(each.intensity), 100 - y_axis.at(each.rate), each.kind
@@ -113,7 +113,7 @@ def _points(contractions: list[Contraction], x_axis: LogAxis, y_axis: LogAxis) -
 
 
 def _is_near(place: tuple[float, float, str], other: tuple[float, float, str]) -> bool:
-    """Whether two points of one kind would cover each other."""
+    """Whether two points of one kind would overlap on the chart."""
     (x, y, kind), (other_x, other_y, other_kind) = place, other
     return kind == other_kind and abs(x - other_x) < NEAR[0] and abs(y - other_y) < NEAR[1]
 

@@ -15,7 +15,7 @@ class SelectionPanel:
 
 
 def selection_panel(section: Mapping[str, Any]) -> SelectionPanel:
-    """Lay out the section `selection` of a summary, which has at least one layer."""
+    """Lay out the section `selection` of a summary with at least one layer."""
     return SelectionPanel(selection_line(section), section["layers"])
 
 

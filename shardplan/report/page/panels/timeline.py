@@ -29,7 +29,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Cost:
-    """What takes time in a step: the compute of one operation, or a collective with one cause."""
+    """Seconds of a step: the compute of one operation, or the collectives of one cause."""
 
     what: str
     kind: str
@@ -150,7 +150,7 @@ def _task_costs(tasks: list[TimedTask], step: float) -> Iterator[Cost]:
 
 
 def _summed_costs(plan: Plan, step: float) -> Iterator[Cost]:
-    """All compute and all waiting, each as one cost; collectives by cause, without what is exposed of them."""
+    """Yield all compute and all waiting as one cost each, then collectives by cause, without exposed seconds."""
     computing = plan.cost.compute_seconds
     waiting = plan.cost.step_seconds - computing
     yield Cost("all operations", COMPUTE, False, "", 0, computing, computing, 100 * computing / step)

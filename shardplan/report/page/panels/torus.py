@@ -51,7 +51,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Layer:
-    """The chips of one slice with the same third coordinate."""
+    """The chips of one slice that have the same third coordinate."""
 
     title: str
     width: int
@@ -96,7 +96,7 @@ def draw_slice(slice_name: str, mesh: dict[str, int], limit: int = MAX_DEVICES) 
 
 
 def tilings_of(plan: Plan) -> list[Tiling]:
-    """How the parameters of a plan are divided, in its order, and last the tokens of a step; equal ones are one."""
+    """Return the distinct tilings of a plan's parameters, in its order, and then the tokens' tiling."""
     tilings = []
     for group in group_parameters(plan.parameters):
         tilings.append(make_tiling(group.path, group.first.axes, group.first.spec, plan.mesh))

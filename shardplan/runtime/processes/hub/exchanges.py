@@ -60,7 +60,7 @@ def _answer_all(name: str, kind: Kind, messages: Mapping[int, Message]) -> Mappi
 
 
 def _sort_by_receiver(name: str, messages: Mapping[int, Message]) -> Iterator[tuple[int, Answer]]:
-    """Yield each process, and what others have sent to it."""
+    """Yield each process with the messages that others have sent to it."""
     received: dict[str, dict[int, Any]] = {str(process): {} for process in messages}
     for sender, message in messages.items():
         for receiver, value in message["values"].items():

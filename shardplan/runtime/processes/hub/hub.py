@@ -174,7 +174,7 @@ class Hub:
                 return self._exchange(index, message, now)
 
     def close(self, connection: int, now: float) -> list[Reply]:
-        """Return what the others are told when a process has closed its connection, or ended."""
+        """Handle the end of a process or its connection; return the messages to the others."""
         index = self._connections.pop(connection, None)
         if index is None:
             return []
@@ -196,7 +196,7 @@ class Hub:
         return []
 
     def _tell_of_end(self, peer: _Peer, to: int) -> list[Reply]:
-        """Tell all processes that one has ended before work that needs it; if all know of a problem, one of them."""
+        """Tell all processes, or one if a problem is known, that a process ended before work that needs it."""
         problem = problem_values(
             PeerError(f"{peer.member} of {self._count} has ended, and does not take part; {AGAIN}")
         )
@@ -330,7 +330,7 @@ class Hub:
         return [Reply(to, *answers[process]) for to, process in self._connections.items() if process in answers]
 
     def _progress(self, connection: int, own: Activity) -> Reply:
-        """Return how much all processes have done in the phase of process 0; those that are ahead have ended it."""
+        """Return the total progress in the phase of process 0, and the slowest process."""
         done = {index: each.activity.done for index, each in self._peers.items() if each.activity.number == own.number}
         return Reply(
             connection, Kind.PROGRESS, {"done": sum(done.values()), "slowest": min(done, key=lambda i: done[i])}
@@ -364,7 +364,7 @@ class Hub:
         return self._to_all(Kind.PROBLEM, problem_values(PeerError(f"{stall}; {AGAIN}")))
 
     def _expected(self, working: Mapping[int, _Peer]) -> dict[int, Activity]:
-        """Return the activities of those that have not begun the work in which others count on them.
+        """Return the activities of the processes that others wait for in work that they have not begun.
 
         They do something of their own, and may have done so for hours before the others began.
         """

@@ -37,7 +37,7 @@ class _Connection:
         """When it last took something, or had taken all before."""
 
     def put(self, line: bytes) -> None:
-        """Add a message to those to be sent; other connections may have the same one."""
+        """Queue a message, which other connections may share."""
         if not self.unsent:
             self.sent_at = time.monotonic()
         self.unsent.append(memoryview(line))
@@ -80,7 +80,7 @@ class HubServer:
         self._selector.register(listener, selectors.EVENT_READ)
 
     def serve(self) -> None:
-        """Answer until all have ended, or process 0 has while the others come: the next one starts a new hub."""
+        """Serve until all processes have ended, or process 0 has ended before all of them came."""
         parent = os.getppid()
         next_tick = time.monotonic()
         while not self._hub.is_over(time.monotonic()):

@@ -1,1 +1,1 @@
-"""Watches this process: what it is doing, where it is stuck, and how it ends when it cannot go on."""
+"""Watches this process: its activity, where it is stuck, and how it ends when it cannot continue."""

@@ -1,4 +1,4 @@
-"""What a process of a run is doing, and which process is stuck when nothing goes on. Pure."""
+"""The activity of each process of a run, and which process holds up the others. Pure."""
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, replace
@@ -27,7 +27,7 @@ class Activity:
 
     @property
     def text(self) -> str:
-        """What it is doing, such as `evaluating (step 12)`."""
+        """The activity in words, such as `evaluating (step 12)`."""
         return f"{self.phase} ({self.doing})" if self.doing else self.phase
 
     def updated(self, values: Mapping[str, Any], now: float) -> "Activity":
@@ -97,7 +97,7 @@ def describe_stall(
 
 
 def _busy(activities: Mapping[int, Activity], waiting: Set[int]) -> Mapping[int, Activity]:
-    """Return the activities of those that do not wait for others; all of them if every process waits."""
+    """Return the activities of processes that wait for no other; all activities if every process waits."""
     return {index: each for index, each in activities.items() if index not in waiting} or activities
 
 

@@ -42,7 +42,7 @@ def _is_own(frame: FrameType) -> bool:
 
 
 def _text_of(frame: FrameType) -> str:
-    """Return the innermost line of own code; that of a library if there is none."""
+    """Return the innermost line of this project's code, or of a library if there is none."""
     own: FrameType | None = frame
     while own is not None and not _is_own(own):
         own = own.f_back

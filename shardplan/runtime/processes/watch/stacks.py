@@ -1,4 +1,4 @@
-"""The stacks of all threads of a process, for when it is stuck: what each line of its code waits for."""
+"""Writes the stacks of all threads of a stuck process."""
 
 import contextlib
 import faulthandler
@@ -38,7 +38,7 @@ class Stacks:
         """Returns what is known of its devices."""
 
     def write(self, reason: str) -> str:
-        """Write what the process is doing, the stacks of all threads, and then what is known of its devices.
+        """Write the activity of the process, the stacks of all threads, and then the state of its devices.
 
         Returns:
             A clause that says where they are, or why they are not: the disk may be full, or not answer.
@@ -120,7 +120,7 @@ class Stacks:
 
     @contextlib.contextmanager
     def in_file(self, path: Path) -> Iterator[None]:
-        """Write to another file until the block ends, such as one in the folder of a run; not if that is impossible."""
+        """Write to another file until the block ends, such as one in a run's folder; ignored if it cannot be opened."""
         before = self._path
         try:
             self._switch(path)
@@ -135,7 +135,7 @@ class Stacks:
                 self._switch(before)
 
     def _switch(self, path: Path) -> None:
-        """Write to another file from now on; that of the signal keeps its number, which faulthandler has been given."""
+        """Write to another file from now on, under the same file descriptor, which faulthandler keeps."""
         before, is_new = self._path, not path.exists()
         with open(path, "ab", buffering=0) as new:
             if self._signal_file is not None:
@@ -147,7 +147,7 @@ class Stacks:
             _remove_if_empty(path)
 
     def _describe(self, reason: str, path: Path) -> None:
-        """Write what the process is doing and its stacks, and then its devices, whose runtime may have failed."""
+        """Write the activity and the stacks, and last the devices, whose runtime may have failed."""
         _append(path, [f"{time.strftime('%Y-%m-%d %H:%M:%S')} {reason}", *self.activity_lines(), *_stack_lines(), ""])
         _append(path, self.device_lines())
 

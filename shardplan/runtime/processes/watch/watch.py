@@ -1,4 +1,4 @@
-"""What this process is doing, and why it cannot go on: watched by another thread, because it may be stuck."""
+"""Watches from another thread what this process does and whether it is stuck."""
 
 import contextlib
 import logging
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class Watch:
-    """The watch over a process without others; `Link` is that over one of several."""
+    """The watch over a process that runs alone; `Link` is its counterpart for several processes."""
 
     def __init__(self, timing: ProcessTiming = TIMING) -> None:
         """Begin to watch."""
@@ -36,7 +36,7 @@ class Watch:
 
     @property
     def problem(self) -> ShardplanError | None:
-        """Why the run cannot go on: this process is stuck, or another one was lost, failed, or is stuck."""
+        """Why the run cannot continue: this process is stuck, or another was lost, failed, or is stuck."""
         return self._problem
 
     def seconds(self) -> dict[str, float]:
@@ -49,7 +49,7 @@ class Watch:
 
     @contextlib.contextmanager
     def work(self, *, is_end: bool = False) -> Iterator[None]:
-        """Take part in work that needs all processes: until the block ends, the others count on this one.
+        """Take part in work that needs all processes: until the block ends, the others wait for this one.
 
         Args:
             is_end: whether this process has done all of its work, and waits for the others.
@@ -104,11 +104,11 @@ class Watch:
         self.activity = replace(self.activity, since=time.monotonic())
 
     def _enter(self, is_end: bool) -> None:
-        """Tell the others that they may count on this process. Without others, no earlier stall counts any more."""
+        """Tell the others that they may wait for this process; a process that runs alone forgets earlier stalls."""
         self._problem = None
 
     def _leave(self, problem: str | None) -> None:
-        """Tell the others that they may no longer count on this process, and why it failed if it did."""
+        """Tell the others not to wait for this process any more, and why it failed if it did."""
 
     def _report(self) -> None:
         """See whether this process is stuck."""

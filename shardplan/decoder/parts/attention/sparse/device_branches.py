@@ -1,4 +1,4 @@
-"""What one device computes of a layer of Native Sparse Attention: the branches of its queries, between projections.
+"""One device's part of a layer of Native Sparse Attention: the three branches for its queries, between projections.
 
 Attention to compressed blocks gives the importance of all blocks; the blocks are selected, where their queries are, and
 named `ActivationName.SELECTED_BLOCKS`; attention to the selected blocks and to the window follows. A device has a part

@@ -1,4 +1,4 @@
-"""Which positions of a sequence each device has: one part of it, or two parts in zigzag order. Pure arithmetic.
+"""The positions of a sequence that each device has: one part, or two parts in zigzag order. Pure arithmetic.
 
 The sequence is divided into equal parts, numbered in order. A device needs tokens of the parts before and after its
 own; `transfers` says which devices have them.

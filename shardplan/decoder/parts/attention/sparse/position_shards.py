@@ -90,7 +90,7 @@ class PositionShards:
         return jax.lax.axis_index(self.mesh_axes) if self.mesh_axes else jnp.int32(0)
 
     def _receive(self, parts: Sequence[jax.Array], distance: int) -> list[jax.Array]:
-        """Return, for each part, what the devices send of the part `distance` before it; zeros where there is none."""
+        """Return the part `distance` before each of this device's parts; zeros before the sequence begins."""
         received = [jnp.zeros_like(part) for part in parts]
         for transfer in self.parts.transfers(distance):
             sent = parts[transfer.source_part]

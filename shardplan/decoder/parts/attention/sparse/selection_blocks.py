@@ -1,4 +1,4 @@
-"""The blocks of tokens that queries select: how long they are, how many a sequence has, and which are forced."""
+"""Selection blocks: their length, their number per sequence, and the blocks that every query must select."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""What is recorded of the selection of a layer: sums, which can be added, and the figures that follow from them.
+"""Statistics of the blocks that a layer selects: sums that can be added over steps, and the metrics they give.
 
 A row is one query position of one head of keys in one sequence. `k`, the keys of a row in the selected branch, depends
 on no weight, because a query's own block is forced: `closed_form` gives its figures, which prove causality and the
@@ -142,7 +142,7 @@ def _tile_unions(blocks: jax.Array, numbers: jax.Array, query_tile: int) -> tupl
 
 
 def add_sums(first: SelectionSums, second: SelectionSums) -> SelectionSums:
-    """Return the sums over the rows of both, which may be of several layers or steps for equally long sequences."""
+    """Add two sets of sums, of layers or steps with equally long sequences."""
     k_max = jnp.maximum(first.k_max, second.k_max)
     at_max = [jnp.where(each.k_max == k_max, each.rows_at_max, 0) for each in (first, second)]
     added = SelectionSums(*(one + other for one, other in zip(first, second, strict=True)))

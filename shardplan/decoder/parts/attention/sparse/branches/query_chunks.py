@@ -1,4 +1,4 @@
-"""Computes attention for one chunk of queries after the other, which bounds the memory of scores and gathered keys."""
+"""Computes attention one chunk of queries at a time, which bounds the memory of scores and gathered keys."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""How the kernels of the compressed branch divide queries and compressed blocks, and which blocks a tile sees.
+"""Tiles of queries and of compressed blocks for the kernels of the compressed branch, and the blocks a tile sees.
 
 Tiles of queries and chunks of keys are dense: a tile walks all chunks up to its last query, and skips the later ones. A
 chunk has the compressed blocks that start in 128 selection blocks, so that the importance of a chunk fills the lanes of
@@ -60,7 +60,7 @@ class CompressedTiles:
         return self.tiles.heads - self.config.heads_per_group
 
     def importance_weights(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return what the compressed blocks of a chunk add to its selection blocks, and to the first one after it.
+        """Return the weights by which a chunk's compressed blocks add to its selection blocks, and to the next one.
 
         bfloat16[chunk, 128] and [128, 128]: the tokens that two blocks share, divided by the stride, small integers. Of
         the second array, rows are the last 128 compressed blocks of the chunk, and only the first column has values.

@@ -1,4 +1,4 @@
-"""How the kernels of the window branch divide queries and keys, and which pairs they mask.
+"""Tiles of queries and keys for the kernels of the window branch, and the pairs of positions that they mask.
 
 Queries and keys of one run of positions are divided into blocks of 128 tokens; a tile of queries is a part of a block.
 The queries of a block see the keys of their own block and of the `blocks - 1` blocks before it: `halo` is the number
