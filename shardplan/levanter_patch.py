@@ -24,7 +24,7 @@ LEVANTERS_JIT_LOG = levanter.tracker.jit_log
 
 
 def patch_levanter(experts: ExpertMethod | HasExpertMethod | None = None) -> None:
-    """Make Levanter, used as it is, stream and save checkpoints as shardplan does, and compute right losses.
+    """Make Levanter stream and save checkpoints as shardplan does, and fix its losses.
 
     Experts of its Mixtral and Qwen3-MoE are computed by shardplan's blocks, so that they can be sharded. Sections
     `model: {type: shardplan_decoder, ...}` are then understood, and gradient checkpointing keeps activations of

@@ -1,4 +1,4 @@
-"""The arguments of Levanter's `dot_product_attention` that ours takes under their names, and those that it refuses."""
+"""Arguments of Levanter's `dot_product_attention`: those that shardplan's accepts, and those that it refuses."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +24,7 @@ class LevanterArguments:
     inference: bool = True
 
     def check(self, kernel: str) -> None:
-        """Check that the arguments leave the result as it is.
+        """Check that no argument would change the result.
 
         Raises:
             ConfigError: one that would change it, or that requires one of Levanter's implementations.

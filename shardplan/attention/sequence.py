@@ -87,7 +87,7 @@ def shard_sequence(example: LmExample, layout: SequenceLayout) -> ShardedSequenc
 
 
 def restore_order(x: NamedArray, sequence: ShardedSequence) -> NamedArray:
-    """Reorder an array [..., position, ...] from the order of `sequence` to that of the text, without padding."""
+    """Reorder an array [..., position, ...] from the layout of `sequence` to text order, and remove padding."""
     indices = hax.named(jnp.asarray(sequence.layout.array_indices()), sequence.position)
     return x.take(sequence.position, indices)
 

@@ -27,7 +27,7 @@ SHORT = Workload(batch=1, position=MIN_POSITION)
 
 
 class Feature(StrEnum):
-    """What shardplan can do with a model."""
+    """A feature of shardplan that a model may support."""
 
     PLAN = "plan"
     VERIFY = "verify"
@@ -41,7 +41,7 @@ class Feature(StrEnum):
 
 @dataclass(frozen=True)
 class TypeFacts:
-    """What is known about a supported model type."""
+    """The facts about a supported model type."""
 
     type: str
     family: str

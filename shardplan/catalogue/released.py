@@ -16,7 +16,7 @@ from shardplan.program.step_trace import plan_step
 
 @dataclass(frozen=True)
 class ReleasedModel:
-    """What is known about a released model."""
+    """The facts about a released model."""
 
     name: str
     repositories: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""A sharding for an array of which only the shape is known."""
+"""Chooses a sharding for an array from its shape alone."""
 
 import itertools
 import math

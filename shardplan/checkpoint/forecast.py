@@ -93,7 +93,7 @@ class _StoredModel:
 
     @property
     def nbytes(self) -> int:
-        """Length of the data of all tensors, and of scales and other parts of codes."""
+        """Bytes of all tensors, including scales and other parts of codes."""
         read: set[str] = set()
         for view in self.program.views.values():
             read.update(view.tensors)

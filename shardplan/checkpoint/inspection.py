@@ -30,7 +30,7 @@ from shardplan.storage import Folder, open_folder, read_bytes
 
 @dataclass(frozen=True)
 class DescribedModel:
-    """What the config.json of a checkpoint describes."""
+    """The model that a config.json describes."""
 
     type: str
     """Its model type; that of the text model within a model of images and text."""
@@ -74,7 +74,7 @@ class Files:
 
 @dataclass(frozen=True)
 class Weights:
-    """The tensors that the model is made of, and those that it has no use for."""
+    """The tensors that the model needs, and the tensors that it does not."""
 
     tensors: int
     """Tensors of the model, as the checkpoint divides it; codes with their scales count as one."""
@@ -94,7 +94,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What is known of a checkpoint without reading its weights."""
+    """The facts about a checkpoint that are known without reading its weights."""
 
     ref: str
     files: Files | None

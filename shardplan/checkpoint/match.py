@@ -30,7 +30,7 @@ from shardplan.runtime.garbage import without_garbage_collection
 
 @dataclass(frozen=True)
 class Match:
-    """How the tensors of a checkpoint make the arrays of a model."""
+    """The mapping from the tensors of a checkpoint to the arrays of a model."""
 
     where: str
     """Name of the checkpoint, for messages."""
@@ -140,7 +140,7 @@ def is_tied(template: Any) -> bool:
 
 
 def tied_embedding(template: Any, program: StateDictProgram) -> str | None:
-    """Return the tensor of the embedding that a model has as its output head too; None if it has a head of its own."""
+    """Return the embedding's tensor if it is also the model's output head; None if the model has a separate head."""
     if not hasattr(template, "get_lm_head"):
         return None
     head = template.get_lm_head()
@@ -203,7 +203,7 @@ def _coded_views(tensors: Mapping[str, Tensor], stored: StoredNames) -> dict[str
 def _trace_stored_names(
     template: Any, tensors: Mapping[str, Tensor], stored: StoredNames
 ) -> tuple[StateDictProgram, dict[str, str]] | None:
-    """Trace the conversion of tensors by the names that they have; None if Levanter does not read these.
+    """Trace the conversion of tensors by their stored names; None if Levanter cannot read them.
 
     A converter may read more names than those that it writes, such as those of older checkpoints.
 
@@ -227,7 +227,7 @@ def _trace_stored_names(
 
 
 def _without_second_set(expected: Mapping[str, Shape], index: TensorIndex, where: str) -> Mapping[str, Tensor]:
-    """Return the tensors of a checkpoint; without `model.safetensors` if that and the other files are both complete."""
+    """Return the tensors of a checkpoint, without `model.safetensors` if other files have all of them too."""
     others = {name: tensor for name, tensor in index.tensors.items() if tensor.file_name != SINGLE}
     sets = (index.single, others)
     if index.single and all(find_stored_names(expected, each, where).names.keys() == expected.keys() for each in sets):
@@ -238,7 +238,7 @@ def _without_second_set(expected: Mapping[str, Shape], index: TensorIndex, where
 def _second_set(
     expected: Mapping[str, Shape], names: Mapping[str, str], program: StateDictProgram, index: TensorIndex, where: str
 ) -> tuple[tuple[Tensor, Tensor], ...]:
-    """Return the tensors of the index with those of `model.safetensors`, if both have all that the model needs."""
+    """Return the index's tensors with those of `model.safetensors`, if each of the two sets is complete."""
     read = program.tensors.keys() & index.tensors.keys()  # an adapter may add an output head
     if not index.single or any(index.tensors[name].file_name == SINGLE for name in read):
         return ()

@@ -1,4 +1,4 @@
-"""What a run with weights starts from: devices, a checkpoint, its model, and a plan for it."""
+"""Prepares a run with weights: devices, a checkpoint, its model, and a plan for it."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Where a command writes: tables, JSON on stdout, or files."""
+"""The outputs of a command: tables, JSON on stdout, or files."""
 
 import json
 import os

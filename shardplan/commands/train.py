@@ -68,7 +68,7 @@ def dry_run(config: TrainCommand) -> None:
 
 
 def show(config: TrainCommand, plan: Plan, is_first: bool) -> "Sequence[tuple[Case, Verdict]]":
-    """Print the plan, and have the compiler check it if the configuration asks for that; every process calls this.
+    """Print the plan, and compile it if the configuration says so; every process calls this.
 
     Returns:
         The verdict of the compiler; empty without one.

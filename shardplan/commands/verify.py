@@ -79,7 +79,7 @@ def compile_cases(cases: "Sequence[Case]", compiler: CompilerConfig) -> "list[Ve
 
 
 def show_verdict(config: CompilingConfig, plan: Plan, out: TextIO) -> "tuple[Case, Verdict]":
-    """Compile `plan`, as `--verify` of the other commands does, print the verdict and return it with its case."""
+    """Compile `plan` for the `--verify` of another command, print the verdict, and return it with its case."""
     from shardplan.verify.select_cases import build_case
 
     case = build_case(config, plan)

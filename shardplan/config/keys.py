@@ -60,7 +60,7 @@ def _cached_keys(cls: type) -> tuple[tuple[str, Key], ...]:
 
 
 def _keys(cls: type, prefix: str) -> Iterator[tuple[str, Key]]:
-    """Yield dotted name and key of every field, those of sections included."""
+    """Yield dotted name and key of every field, also of nested sections."""
     hints = typing.get_type_hints(cls)
     for item in dataclasses.fields(cls):
         if NO_KEY in item.metadata:

@@ -122,7 +122,7 @@ def _build[C: PlanConfig](
 
 
 def _read_files(files: Sequence[str], cls: type[PlanConfig]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The values of the keys of `cls` in some files, by dotted name, and those of Levanter's keys."""
+    """Return the values of `cls`'s keys in some files, by dotted name, and the values of Levanter's keys."""
     keys = keys_of(cls)
     every = {name: key for each in COMMANDS.values() for name, key in keys_of(each).items()} | keys
     values: dict[str, Any] = {}
@@ -138,7 +138,7 @@ def _read_files(files: Sequence[str], cls: type[PlanConfig]) -> tuple[dict[str, 
 
 
 def _model_key(model: str) -> str:
-    """The key that `model` is a value of: a folder, org/model or a URL is a checkpoint, other texts a config.json."""
+    """The key for the text `model`: a checkpoint for a folder, org/model or a URL, else a config.json."""
     is_checkpoint = not model.endswith(".json") and ("/" in model or Path(model).is_dir())
     return "model.ref" if is_checkpoint else "model.config"
 

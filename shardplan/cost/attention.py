@@ -70,7 +70,7 @@ def kind_of(task: Task) -> AttentionKind:
 
 
 def has_kernel(task: Task, assignment: ShardingAssignment) -> bool:
-    """Whether a kernel can compute attention on each device alone: it has all keys, and each query head's key head.
+    """Whether each device can run a kernel by itself: it has all keys, and the key head of each of its query heads.
 
     Of the axes of scores, those that keys have too may be sharded, and with shardplan's attention also positions.
     Sharding of the query heads of a group alone would pair them with the wrong key heads. Values of another size than
@@ -137,7 +137,7 @@ def score_bytes(task: Task, assignment: ShardingAssignment) -> float:
 
 
 def ring_hops(task: Task, assignment: ShardingAssignment) -> int:
-    """Number of times that a device adds the output of a hop of a ring to those of the hops before, in a step."""
+    """Number of times per step that a device merges the output of a ring's hop into the previous hops'."""
     if is_scores(task.results[0]) or _method(task, assignment).gathers_keys:
         return 0
     return task.executions * len(_hop_distances(task, assignment))
@@ -170,7 +170,7 @@ def extra_attention_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) ->
 
 
 def attention_traffic(task: Task, assignment: ShardingAssignment) -> Iterator[Traffic]:
-    """Yield the traffic of keys and values of other positions, of their gradients, and of sums over sharded axes."""
+    """Yield the transfers of an attention: keys, values, their gradients, and sums over sharded axes."""
     positions = score_positions(task.scores)
     is_sequence_parallel = _method(task, assignment).strategy != Strategy.NONE
     axes = next(filter(None, (mapped(name, assignment.compute) for name in positions)), ())
@@ -259,11 +259,11 @@ def _sequence_layout(task: Task, assignment: ShardingAssignment) -> SequenceLayo
 
 
 def _hop_distances(task: Task, assignment: ShardingAssignment) -> list[int]:
-    """How far along the ring keys pass in each hop; hops that the mask leaves empty are left out."""
+    """Return the ring distance of each hop, without hops that the mask leaves empty."""
     layout = _sequence_layout(task, assignment)
     return [later - earlier for earlier, later in pairwise(ring_distances(layout, layout, kind_of(task).pattern))]
 
 
 def _method(task: Task, assignment: ShardingAssignment) -> AttentionPlan:
-    """How a matmul of attention is computed."""
+    """The method that computes a matmul of attention."""
     return assignment.attention_of(kind_of(task))

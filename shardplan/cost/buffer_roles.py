@@ -150,7 +150,7 @@ def gathered_row_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> fl
 
 
 def held_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
-    """Bytes of what stays in memory for the gradients of experts, where the compiler frees the rows."""
+    """Bytes kept for the gradients of experts where the compiler frees the rows."""
     return live_bytes(buffer, assignment) if assignment.quirks.frees_rows else 0.0
 
 

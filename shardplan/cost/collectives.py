@@ -9,7 +9,7 @@ from shardplan.plan.mapping import MeshAxes, mesh_size
 
 
 class Purpose(Enum):
-    """What a collective is for; the value is its text, with `{}` for the subject."""
+    """The purpose of a collective, as text with `{}` for its subject."""
 
     WEIGHTS = "weights of {}"
     WEIGHT_GRADIENTS = "gradient of {}"
@@ -37,7 +37,7 @@ class Purpose(Enum):
 
 
 class Overlap(Enum):
-    """What computation a collective can run behind."""
+    """The computation that can hide a collective."""
 
     NONE = auto()
     """The task waits for it."""
@@ -132,7 +132,7 @@ def reduce_scatter_traffic(
 def all_to_all_traffic(
     array_bytes: float, assignment: ShardingAssignment, axes: MeshAxes, count: int, purpose: Purpose, subject: str = ""
 ) -> Traffic:
-    """Return the traffic of an all-to-all: every device sends an equal part of its `array_bytes` to every other.
+    """Return the traffic of an all-to-all of `array_bytes` per device, divided equally among all devices.
 
     `array_bytes` are per execution; other arguments as for `all_gather_traffic`.
     """

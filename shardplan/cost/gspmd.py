@@ -257,7 +257,7 @@ def _sums_gradient(task: Task, assignment: ShardingAssignment) -> bool:
 
 
 def _parameter_collective_traffic(task: Task, assignment: ShardingAssignment) -> Iterator[Traffic]:
-    """Yield the sum of the gradient of a parameter, of which each device has computed a part by itself."""
+    """Yield the all-reduce of a parameter's gradient, to which each device contributes a part."""
     if _sums_gradient(task, assignment):
         yield from _gradient_sum_traffic(task, _collective_axes(task, assignment), assignment)
 
@@ -303,7 +303,7 @@ def _weight_gather_traffic(task: Task, assignment: ShardingAssignment) -> Iterat
 
 
 def _parameter_expert_traffic(task: Task, assignment: ShardingAssignment) -> Iterator[Traffic]:
-    """Yield the gathers of the stored weights of experts, and the sums of their gradients over other tokens."""
+    """Yield the all-gathers of experts' stored weights, and the sums of their gradients over tokens."""
     yield from _weight_gather_traffic(task, assignment)
     for gradient in experts.ExpertOperands.of(task).weight_gradients:
         yield from _gradient_sum_traffic(task, experts.gradient_sum_axes(task, assignment), assignment, gradient)
@@ -390,7 +390,7 @@ def _keeps_sharding(dim: Dim, flat: str, assignment: ShardingAssignment) -> bool
 
 
 def _lookup_traffic(task: Task, assignment: ShardingAssignment) -> Iterator[Traffic]:
-    """Yield the traffic of a lookup in a sharded parameter; no traffic for other tables."""
+    """Yield the traffic of a lookup in a sharded parameter; nothing for tables that are no parameters."""
     table, result = task.operands[0], task.results[0]
     if table.weight is None:
         return
@@ -412,7 +412,7 @@ def _lookup_traffic(task: Task, assignment: ShardingAssignment) -> Iterator[Traf
 
 
 def _scatter_add_traffic(task: Task, assignment: ShardingAssignment) -> Iterator[Traffic]:
-    """Yield the traffic of the gradient of a lookup in a parameter; no traffic for other tables."""
+    """Yield the traffic of the gradient of a lookup in a parameter; nothing for other tables."""
     result, rows = task.results[0], task.operands[-1]
     if not assignment.is_stored_like_a_parameter(result):
         return
@@ -443,7 +443,7 @@ def _reshard_traffic(task: Task, assignment: ShardingAssignment) -> Iterator[Tra
 
 
 def _selection_traffic(task: Task, assignment: ShardingAssignment) -> Iterator[Traffic]:
-    """Yield the exchange of what each device has selected of its own part of a sharded dimension.
+    """Yield the exchange of the candidates that each device selects from its shard of a dimension.
 
     The compiler has each device select for a part of the rows, and gathers the results of all rows.
     """

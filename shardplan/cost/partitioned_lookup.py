@@ -122,7 +122,7 @@ def partition_lookup(table: TracedArray, result: TracedArray, assignment: Shardi
 
 
 class _Array(Enum):
-    """What devices exchange in a lookup."""
+    """An array that devices exchange in a lookup."""
 
     TABLE = auto()
     SUMS = auto()
@@ -190,7 +190,7 @@ class _Lookup:
 
 
 class _Estimate:
-    """What a method would take for a whole lookup: its largest arrays together, and the bytes that it moves."""
+    """The cost of a method for a whole lookup: its largest arrays in memory, and the bytes it moves."""
 
     def __init__(self, table: float, result: float, indices: float) -> None:
         """Every device looks up `result` bytes in `table` bytes, with `indices` bytes of indices."""
@@ -383,7 +383,7 @@ def _group(shards: tuple[int, ...], devices: int, num_groups: int) -> tuple[int,
 
 
 def _resharding(columns: MeshAxes, tokens: Sequence[MeshAxes], mesh: MeshShape) -> _Resharding:
-    """How the whole lookup reshards columns: the order of the mesh axes that shard columns and tokens decides."""
+    """How the whole lookup reshards columns, decided by the order of the mesh axes of columns and tokens."""
     if set[str]().union(*tokens).isdisjoint(columns):
         return _Resharding.GATHER
     if len(tokens) > 1:
@@ -394,7 +394,7 @@ def _resharding(columns: MeshAxes, tokens: Sequence[MeshAxes], mesh: MeshShape) 
 
 
 def _axes_of(devices: int, candidates: Sequence[str], mesh: MeshShape) -> MeshAxes:
-    """The earliest mesh axes among `candidates` with so many devices; all of them where no choice has as many."""
+    """The first combination of `candidates` with the given number of devices; all of them if there is none."""
     for i, last in enumerate(candidates):
         for count in range(i + 1):
             for others in combinations(candidates[:i], count):

@@ -131,7 +131,7 @@ def task_seconds(task: Task, cost: DeviceCost, placement: MeshPlacement, calibra
 
 
 def host_copy_seconds(task: Task, cost: DeviceCost, hardware: Slice) -> float:
-    """Seconds of a copy between the memories of device and host; 0 of other tasks."""
+    """Seconds of a copy between device and host memory; 0 for tasks that are no copies."""
     if task.kind != TaskKind.HOST_COPY:
         return 0.0
     return cost.memory_bytes / 2 / hardware.generation.host_bandwidth  # read in one memory, and written in the other
@@ -165,7 +165,7 @@ def exposed_host_copies(
 def exposed_parts(
     task: Task, cost: DeviceCost, placement: MeshPlacement, calibration: Calibration, compute: float
 ) -> list[tuple[float, float]]:
-    """Seconds of each collective of a task, and those of them that do not overlap with its `compute` seconds.
+    """Total seconds of each collective of a task, and the part that `compute` seconds cannot hide.
 
     Collectives that can run behind the same part of compute share it in proportion to their seconds.
     """

@@ -168,7 +168,7 @@ class ShardingAssignment:
         return tuple(axis for axis in self.mesh if axis in used) if used else ()
 
     def weight_gather(self, weight: TracedArray) -> WeightGather | None:
-        """The all-gather of a parameter for computation; None where its stored sharding is used as it is."""
+        """The all-gather of a parameter before its use; None if its compute and stored shardings are equal."""
         if weight not in self.gathers:
             self.gathers[weight] = self._weight_gather(weight)
         return self.gathers[weight]

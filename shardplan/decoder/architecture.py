@@ -114,7 +114,7 @@ class Architecture(LmConfig):
 
     @property
     def kernel(self) -> Kernel:
-        """How Levanter computes attention where no plan does."""
+        """Levanter's attention kernel, used without a plan."""
         return Kernel(self.attn_backend, self.flash_attention_block_size)
 
     def check_length(self, length: int, key: str) -> None:

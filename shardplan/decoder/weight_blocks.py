@@ -1,4 +1,4 @@
-"""Which elements of a parameter share a scale, where its checkpoint stores codes with scales of blocks.
+"""The blocks of a parameter whose elements share a scale, if its checkpoint stores codes.
 
 The rules of a parameter move blocks of tensors into it: transposed, divided among heads, and cut by slices. Along each
 dimension of the parameter, elements from a multiple of the block's length on share a scale. The length follows from the
@@ -80,7 +80,7 @@ BLOCKS = _BlockLengths()
 
 
 def _common(values: Sequence[Blocked]) -> Shape:
-    """Return the longest blocks that divide those of all values."""
+    """Return the largest blocks that divide the blocks of all values."""
     return tuple(math.gcd(*lengths) for lengths in zip(*(value.blocks for value in values), strict=True))
 
 

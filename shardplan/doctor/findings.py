@@ -1,11 +1,11 @@
-"""What a check of this host finds."""
+"""The findings of a check of this host."""
 
 from dataclasses import dataclass
 from enum import StrEnum
 
 
 class Level(StrEnum):
-    """How much a finding matters to a run."""
+    """The severity of a finding."""
 
     OK = "ok"
     """It fits."""

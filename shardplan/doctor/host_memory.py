@@ -28,7 +28,7 @@ def _control_groups() -> Iterator[Path]:
 
 
 def _left_in(group: Path) -> int | None:
-    """Return the memory that is left in a control group; None if it has no limit."""
+    """Return the free memory of a control group; None if it has no limit."""
     try:
         limit, used = ((group / name).read_text().strip() for name in ("memory.max", "memory.current"))
         values = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())

@@ -56,7 +56,7 @@ ENDED = {Check.IMPORTS: FATAL_FLAG, Check.DEVICES: FATAL_FLAG, Check.PLAN: FATAL
 
 
 def checks_of(subject: HostSubject) -> list[Check]:
-    """Return the checks that there is something for."""
+    """Return the checks that apply to the configuration."""
     named = {
         Check.CHECKPOINT: subject.config.model.ref,
         Check.TEXTS: subject.config.data.path,

@@ -1,4 +1,4 @@
-"""What all checks of a host share: its configuration and its environment."""
+"""The configuration and environment of a host, which all checks share."""
 
 import contextlib
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What this host's operating system says of its TPU: device files, and the process that holds them. Linux only."""
+"""A host's TPU as its operating system shows it: device files, and the process that holds them. Linux only."""
 
 import fcntl
 import glob
@@ -21,7 +21,7 @@ def device_files() -> list[str]:
 
 
 def lock_holder(path: str = LOCK_FILE) -> int | None:
-    """Return the process that holds a POSIX lock on a file; None if there is none, or this user may not ask.
+    """Return the process that holds a POSIX lock on a file; None if no such process is visible.
 
     0 is a process that this one cannot see, as from within a container.
     """

@@ -1,4 +1,4 @@
-"""How long the texts of a run take with a plan."""
+"""Estimates how long a run over the texts takes with a plan."""
 
 import os
 from dataclasses import dataclass

@@ -194,7 +194,7 @@ def run_evaluation(
 
 
 def _read_tokenizer(name: str, folder: Folder) -> tuple[bytes, SpecialTokens]:
-    """Return the tokenizer of a checkpoint, as it is stored, and its special tokens."""
+    """Return the stored tokenizer of a checkpoint, and its special tokens."""
     data = read_tokenizer(folder)
     return data, special_tokens(make_tokenizer(data, name))
 
@@ -215,7 +215,7 @@ def _determinants(session: Session, store: TextStore, tokenizer: bytes) -> dict[
 
 
 def _digests(determinants: Mapping[str, Any]) -> dict[str, str]:
-    """Return the digest of each text, of each file of the checkpoint, and of each other determinant.
+    """Return digests of each text, of each file of the checkpoint, and of all other determinants.
 
     Of more than `MAX_NAMED` texts or files it is one digest of all: every process sends them.
     """

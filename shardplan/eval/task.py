@@ -20,11 +20,11 @@ W = TypeVar("W", bound=Windows)
 
 
 class EvaluationTask(Protocol[W]):
-    """What is measured of the texts."""
+    """The interface of a task: what it measures of the texts."""
 
     @property
     def config(self) -> TaskConfig:
-        """What the user asked for."""
+        """The user's configuration."""
 
     @property
     def schema(self) -> pa.Schema:

@@ -67,7 +67,7 @@ def abstract_model(template: Any, mesh: Mesh, mapping: Mapping[str, Any]) -> Any
     """
 
     def abstract(leaf: Any) -> Any:
-        """Return an abstract array with its sharding; anything else as it is."""
+        """Return the abstract array of an array, with its sharding; other values are unchanged."""
         axes = axes_of(leaf)
         array = leaf.array if isinstance(leaf, NamedArray) else leaf
         if not _is_abstract(array):

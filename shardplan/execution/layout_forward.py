@@ -25,7 +25,7 @@ from shardplan.steps.forward import Forward, SequenceForward
 
 
 def planned_forward(plan: Plan) -> Forward:
-    """Return the forward pass with positions in the order that they have under the plan."""
+    """Return the forward pass with positions in the plan's order."""
     if plan.attention.layout == SequenceOrder.CONTIGUOUS:
         return SequenceForward()
     return LayoutForward(plan.attention.sequence_layout(plan.workload.position))

@@ -29,7 +29,7 @@ from shardplan.hardware.generations import Generation, generation_of_device
 
 @dataclass(frozen=True)
 class RoutedCall:
-    """A call of `routed_mlp`, whose arguments these are, with arrays in the order of dimensions that devices need."""
+    """The arguments of a call of `routed_mlp`, with arrays in the order of dimensions that devices need."""
 
     Experts: Axis
     Mlp: Axis
@@ -262,7 +262,7 @@ def _row_major(tokens: Array) -> Array:
 
 @dataclass(frozen=True)
 class Group:
-    """Devices along mesh axes, each of which computes a part of the sums of all their tokens."""
+    """Devices along some mesh axes that each compute a part of the sums for all tokens of the group."""
 
     token_axes: tuple[str, ...]
     """Mesh axes that shard tokens."""

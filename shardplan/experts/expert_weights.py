@@ -15,7 +15,7 @@ from shardplan.hardware.generations import Generation
 
 @dataclass(frozen=True)
 class ExpertFunction:
-    """What an expert computes besides its matmuls."""
+    """The activation and the options of an expert's MLP."""
 
     activation: Callable[[Array | None, Array], Array]
     """Computes the hidden states float32[rows, mlp] of the gate (None without one) and of the projection up."""

@@ -142,7 +142,7 @@ def with_expert_parallel(module: Any, method: ExpertMethod | HasExpertMethod) ->
 
 
 def patch_blocks(method: ExpertMethod | None) -> None:
-    """Let Levanter's own blocks compute experts as those that replace them do, where they can.
+    """Make Levanter's own blocks compute experts as shardplan's blocks do, where that is possible.
 
     Args:
         method: None for the default.
@@ -180,7 +180,7 @@ def replace_blocks(module: Any, method: ExpertMethod | None) -> Any:
 
 
 def restore_blocks(module: Any) -> Any:
-    """Return a model with Levanter's own blocks in place of those that have been replaced."""
+    """Replace shardplan's blocks in a model by Levanter's own."""
 
     def change(node: Any) -> Any:
         if not has_method(node):
@@ -193,7 +193,7 @@ def restore_blocks(module: Any) -> Any:
 
 
 def has_replaceable_experts(module: Any) -> bool:
-    """Return whether a model has blocks of experts of Levanter, all of which can be replaced."""
+    """Return whether a model has Levanter's blocks of experts, all of which can be replaced."""
     blocks = list(_blocks(module))
     return bool(blocks) and all(why_not_replaceable(block) is None for block in blocks)
 

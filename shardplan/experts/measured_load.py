@@ -1,4 +1,4 @@
-"""How unevenly the experts of trained models are used, as published.
+"""Published measurements of how unevenly tokens are routed to experts.
 
 Source: L. Wang et al. 2024, Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts
 (https://arxiv.org/abs/2408.15664), table 2: by how much the busiest of 64 experts exceeds their mean over a validation

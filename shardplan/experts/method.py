@@ -14,7 +14,7 @@ Levanter has the axis of the experts, and does not follow their sharding."""
 
 
 class ExpertStrategy(StrEnum):
-    """What travels between the devices that share experts."""
+    """What devices exchange to compute experts: tokens or weights."""
 
     GATHER_TOKENS = "gather_tokens"
     """Devices all-gather the tokens of their group, apply their own experts to them, and reduce-scatter the sums."""

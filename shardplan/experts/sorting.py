@@ -8,7 +8,7 @@ from jax import Array
 
 
 class RowOrder(NamedTuple):
-    """The rows for some experts, sorted by expert; rows for other experts come last."""
+    """An order of rows that is sorted by expert; rows for experts of other devices come last."""
 
     rows: Array
     """int32[tokens * k], the index of each row."""

@@ -119,10 +119,10 @@ def _possible_tiles(matmul: GroupedMatmul) -> Iterator[TileShape]:
 
 
 def _possible_sides(size: int) -> list[int]:
-    """Return the sides of tiles along a dimension: those that are smaller, and the whole dimension."""
+    """Return the possible sides of tiles along a dimension: smaller ones, and the whole dimension."""
     return [*(side for side in SIDES if side < size), size]
 
 
 def buffer_rows(balanced_rows: float, factor: float) -> int:
-    """Return the rows of a buffer: `factor` times those of balanced experts, as a multiple of `BUFFER_MULTIPLE`."""
+    """Return the rows of a receive buffer: `factor` times a balanced load, as a multiple of `BUFFER_MULTIPLE`."""
     return math.ceil(balanced_rows * factor / BUFFER_MULTIPLE) * BUFFER_MULTIPLE

@@ -81,7 +81,7 @@ class RankedSlice:
 
     @property
     def disadvantage(self) -> float:
-        """The number that the ranking minimizes: cost per token if there is a price, else chip-seconds per token."""
+        """The quantity that the ranking minimizes: cost per token with a price, else chip-seconds per token."""
         cost = self.cost_per_million_tokens
         return 1 / self.tokens_per_second_per_chip if cost is None else cost
 
@@ -100,7 +100,7 @@ class SliceRanking(Displayed):
 
     @property
     def best(self) -> list[RankedSlice]:
-        """The first slice, and those that the estimates do not tell from it, because of their error."""
+        """The first slice, and all slices within the estimates' error of it."""
         if not self.ranked:
             return []
         first = self.ranked[0]

@@ -33,7 +33,7 @@ from enum import StrEnum
 
 
 class Wraparound(StrEnum):
-    """Which slices of a generation have links between the two ends of a torus dimension."""
+    """The slices of a generation whose torus dimensions are rings, not lines."""
 
     CUBES = "cubes"
     """Tori made of 4x4x4 cubes, in all dimensions."""

@@ -18,7 +18,7 @@ from itertools import combinations, permutations
 
 
 class TensorUse(Enum):
-    """Whether a mesh axis shards logical axes other than batch and positions while it computes."""
+    """Whether a mesh axis shards logical axes other than batch and position in computations."""
 
     NONE = "none"
     OWN = "own"
@@ -29,7 +29,7 @@ class TensorUse(Enum):
 
 @dataclass(frozen=True)
 class MeshAxis:
-    """What a mesh axis of a plan is for."""
+    """The purpose of a plan's mesh axis."""
 
     name: str
     shards_tokens: bool

@@ -97,7 +97,7 @@ class MeshPlacement:
         return self._costs[pairs]
 
     def shift_cost(self, mesh_axes: tuple[str, ...], distance: int) -> TransferCost:
-        """Return the cost of sending to the device `distance` further along mesh axes, cyclically, from all at once."""
+        """Return the cost of a cyclic shift by `distance` along mesh axes."""
         key = (mesh_axes, distance)
         if key not in self._costs:
             reduced = self._reduce_to_links_of(mesh_axes)
@@ -321,7 +321,7 @@ def _factorizations(
 
 
 def _shifted(mesh: Mapping[str, int], mesh_axes: tuple[str, ...], distance: int) -> Iterator[tuple[int, int]]:
-    """Yield every device index of the mesh with that of the device `distance` further along `mesh_axes`, cyclically."""
+    """Yield each device index, and the index of the device `distance` further along `mesh_axes`, cyclically."""
     strides = {axis: math.prod(list(mesh.values())[i + 1 :]) for i, axis in enumerate(mesh)}
     for source in range(math.prod(mesh.values())):
         target, carry = source, distance

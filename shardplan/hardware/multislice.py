@@ -1,4 +1,4 @@
-"""How the slices of a multislice job divide the axes of a mesh. Pure arithmetic."""
+"""Divides the axes of a mesh over the slices of a multislice job. Pure arithmetic."""
 
 import math
 from collections.abc import Mapping

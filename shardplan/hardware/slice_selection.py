@@ -15,7 +15,7 @@ EXAMPLE = "for example v6e=2.70"
 
 
 def select_slices(names: Iterable[str]) -> list[tuple[Slice, ...]]:
-    """Return the slices that some names stand for: for each generation those of it, smallest first.
+    """Expand names of slices and of generations to slices, smallest first within a generation.
 
     Args:
         names: slices as `parse_slice` reads them; a generation for all of its slices that have a name on Cloud TPU;

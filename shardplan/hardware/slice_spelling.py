@@ -45,7 +45,7 @@ _OTHER_NAME = re.compile(
 
 
 def standard_spelling(name: str) -> str | None:
-    """Return the slice name that another spelling means; None if it has no size, or cannot be read.
+    """Return the standard slice name for another spelling; None if it cannot be read or has no size.
 
     >>> standard_spelling("V5E-16"), standard_spelling("v5e-4x4"), standard_spelling("TPU v4-8")
     ('v5e-16', 'v5e:4x4', 'v4-8')

@@ -86,7 +86,7 @@ class GroupSpan:
 
     @cached_property
     def hops(self) -> int:
-        """Number of links between the two devices of the group that are furthest apart."""
+        """Number of links between the two most distant devices of the group."""
         if self.covers_dimension and self.dimension.wraps:
             return self.size // 2
         return sum((factor.size - 1) * factor.stride for factor in self.factors)
@@ -99,7 +99,7 @@ class GroupSpan:
 
     @cached_property
     def all_to_all_seconds_per_byte(self) -> float:
-        """Seconds of an all-to-all per byte that a device holds, half of which crosses the middle of the group.
+        """Seconds of an all-to-all per byte on a device; half the bytes cross the middle of the group.
 
         That is n/4 bytes per link and direction on a line, and half of it on a ring. A group that is evenly spaced
         around a ring uses all of the ring, because every byte takes the shortest route.

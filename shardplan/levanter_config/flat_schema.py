@@ -156,7 +156,7 @@ def _convert_mesh(values: Mapping[Any, Any], hardware: Slice) -> dict[str, Any]:
 
 
 def _mesh_sizes(trainer: SectionReader, devices: int, slices: int) -> dict[str, int]:
-    """Read the sizes of the mesh axes; `data` gets the devices that the others leave.
+    """Read the sizes of the mesh axes; `data` gets all devices that are left.
 
     Raises:
         MeshSizeError: sizes of mesh axes that do not divide the devices.

@@ -24,7 +24,7 @@ BATCH_MESH_AXES = list(TOKEN_AXES)
 
 @dataclass(frozen=True)
 class ParsedMesh:
-    """What the section `mesh` says; see `TrainerSection` for the fields."""
+    """The content of the section `mesh`; see `TrainerSection` for the fields."""
 
     mesh: dict[str, int]
     compute: list[MappingEntry]
@@ -79,7 +79,7 @@ def parse_mesh_section(section: SectionReader, devices: int, slices: int) -> Par
 
 
 def _without_single_axes(axes: SectionReader, known: tuple[str, ...]) -> tuple[SectionReader, tuple[str, ...]]:
-    """Leave out further mesh axes of size 1, which shard nothing; also return their names."""
+    """Remove additional mesh axes of size 1, which shard nothing; also return their names."""
     single = tuple(str(name) for name, size in axes.values.items() if name not in known and size == 1)
     kept = {name: size for name, size in axes.values.items() if str(name) not in single}
     return SectionReader(axes.name, kept), single

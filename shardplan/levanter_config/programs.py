@@ -1,4 +1,4 @@
-"""Which of Levanter's programs a configuration file is for, by the keys of its sections.
+"""Finds Levanter's program for a configuration file, by the keys of its sections.
 
 Each program (`python -m levanter.main.train_lm`, ...) parses its file into a configuration class of its own, so that a
 key of one program stops another. The table holds the keys of every version of Levanter that `shardplan` knows. Imports

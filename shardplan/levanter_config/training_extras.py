@@ -1,4 +1,4 @@
-"""What a configuration trains besides all parameters with Adam: adapters, averages, a reference model, optimizers.
+"""What a configuration trains or keeps besides all parameters with Adam: adapters, averages, reference models.
 
 Each of these changes what is in memory during a training step.
 """

@@ -30,7 +30,7 @@ class Edit:
     """Logical axes whose mapping it changes; all mesh axes if it changes the size of one."""
 
     def apply(self, trainer: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the content of the `trainer` section after the change; `trainer` itself is left as it is."""
+        """Return a changed copy of the content of the `trainer` section."""
         changed = copy.deepcopy(dict(trainer))
         for key in self.removed:
             section, name = _parent(changed, key)
@@ -124,7 +124,7 @@ def candidate_edits(trainer: Mapping[str, Any], s: Subject) -> Iterator[Edit]:
 
 
 def _corrections(written: Mapping[str, Any], s: Subject) -> Iterator[Edit]:
-    """What `shardplan.lint.corrections` assumed for the values that Levanter rejects."""
+    """Edits that `shardplan.lint.corrections` has assumed for values that Levanter rejects."""
     for key, value in flatten(s.trainer, TRAINER_PREFIX).items():
         if key not in written or written[key] != value:
             yield Edit({key: value}, axes=frozenset({key.rpartition(".")[2], *MESH_AXES}))

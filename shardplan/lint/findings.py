@@ -10,7 +10,7 @@ from shardplan.plan.mapping import mesh_text
 
 
 class Severity(StrEnum):
-    """How bad a finding is."""
+    """The severity of a finding."""
 
     ERROR = "error"
     """Levanter does not start, fails, gives wrong results silently, or replicates what should be sharded."""
@@ -19,7 +19,7 @@ class Severity(StrEnum):
 
 
 class FindingKind(StrEnum):
-    """What a finding is about."""
+    """The subject of a finding."""
 
     ACTIVATION_AXIS = "activation axis"
     """A logical axis that only activations have is mapped."""

@@ -72,7 +72,7 @@ class LintResult:
 
     @property
     def needed_bytes(self) -> int:
-        """Predicted peak memory per device, bytes; without a prediction, that of the stored parameters."""
+        """Predicted peak memory in bytes per device; without a prediction, the bytes of stored parameters."""
         return self.plan.memory.peak if self.plan else self.subject.stored_bytes
 
 
@@ -156,7 +156,7 @@ def _activation_only(section: TrainerSection, target: LintTarget) -> frozenset[s
 
 
 def plan_section(s: Subject, target: LintTarget) -> Plan:
-    """Estimate the mesh and mappings of a trainer section, whatever keeps them from running."""
+    """Estimate the mesh and mappings of a trainer section, even if errors would keep it from running."""
 
     def rename_batch(mapping: Mapping[str, list[str]]) -> dict[str, list[str]]:
         return {BATCH_AXIS if axis == s.section.batch_axis else axis: axes for axis, axes in mapping.items()}

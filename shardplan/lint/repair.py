@@ -100,7 +100,7 @@ def review(path: str, config: PlanConfig, report: Callable[[str], None] = lambda
 
 
 def _best_plan(result: LintResult, target: LintTarget) -> tuple[Plan | None, str]:
-    """Return the best plan for the batch of the file, or why there is none."""
+    """Return the best plan for the file's batch, or the reason why there is none."""
     if target.extras.is_other_step:
         return None, "no best plan: a plan is made for training all parameters on single sequences"
     try:
@@ -161,7 +161,7 @@ def _with_findings(result: LintResult, prepared: PreparedFile) -> LintResult:
 
 
 def _in_file(result: LintResult, file: LevanterFile) -> LintResult:
-    """Write keys as they are in the file, where Levanter's configuration is in a section of it."""
+    """Prefix keys with the section of the file that holds Levanter's configuration."""
     if not file.inside:
         return result
     findings = [_finding_in_file(finding, file) for finding in result.findings]

@@ -1,4 +1,4 @@
-"""Finds the smallest edit of a hand-written trainer section after which it has no errors, or is fast."""
+"""Finds the smallest edit of a hand-written trainer section that removes its errors, or makes it fast."""
 
 import contextlib
 import dataclasses

@@ -126,7 +126,7 @@ class Subject:
         )
 
     def not_sharded_over(self, parameters: Iterable[Parameter], mesh_axes: Iterable[str]) -> list[Parameter]:
-        """Those of `parameters` that are stored sharded over none of `mesh_axes`."""
+        """Return those of `parameters` whose storage no axis of `mesh_axes` shards."""
         excluded = set(mesh_axes)
         return [p for p in parameters if not any(excluded & set(self.params.get(axis, ())) for axis in p.axes)]
 
@@ -140,7 +140,7 @@ class Subject:
         return (*self.section.compute_entries, *self.section.param_entries)
 
     def keys(self, axes: Iterable[str], mesh_axis: str | None = None) -> tuple[str, ...]:
-        """Keys that map any of the logical axes `axes`, each once; with `mesh_axis` only those that map to it."""
+        """Return the keys that map any of the logical axes `axes`; with `mesh_axis`, only keys that map to it."""
         selected = set(axes)
         entries = (e for e in self._entries if e.axis in selected and mesh_axis in (None, *e.mesh_axes))
         return tuple(dict.fromkeys(entry.key for entry in entries))

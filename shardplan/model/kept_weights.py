@@ -35,7 +35,7 @@ class KeptWeight(eqx.Module):
 
 
 def owner_of(path: str) -> str:
-    """Return the path of the weight that an array belongs to; the path itself of all other arrays.
+    """Return the path of the weight that an array is a part of; the array's own path if it is no part.
 
     >>> owner_of("layers[0].mlp.experts.up.scales"), owner_of("norm.weight")
     ('layers[0].mlp.experts.up', 'norm.weight')

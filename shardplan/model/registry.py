@@ -48,7 +48,7 @@ class Model:
 
     @property
     def uses_levanter_attention(self) -> bool:
-        """Whether it has Levanter's `Attention` modules, all with forward methods in `REPLACEABLE_CALLS`."""
+        """Whether all attention is in Levanter's `Attention` modules with calls in `REPLACEABLE_CALLS`."""
         leaves = jax.tree.leaves(self.template, is_leaf=lambda node: isinstance(node, Attention))
         modules = [leaf for leaf in leaves if isinstance(leaf, Attention)]
         return bool(modules) and all(type(module).__call__ in REPLACEABLE_CALLS for module in modules)
@@ -60,7 +60,7 @@ class Model:
 
     @property
     def kept(self) -> ByteCodes | None:
-        """How weights stay on the devices as the checkpoint stores them; None if all are loaded as numbers."""
+        """The stored form in which weights stay on the devices; None if all are decoded at loading."""
         return self.config.kept if self.is_decoder else None
 
     @property

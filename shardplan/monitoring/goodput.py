@@ -1,4 +1,4 @@
-"""Where the time of a run went, attempt by attempt: goodput.json."""
+"""Records how each attempt of a run spent its time: goodput.json."""
 
 import time
 from collections.abc import Mapping, Sequence

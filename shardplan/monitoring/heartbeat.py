@@ -1,4 +1,4 @@
-"""What this process does, a line every few seconds: heartbeat-N.jsonl."""
+"""Records what this process does, one line every few seconds: heartbeat-N.jsonl."""
 
 import contextlib
 import json

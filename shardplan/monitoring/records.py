@@ -59,7 +59,7 @@ class RunRecords:
                 file.write(path.read_bytes())
 
     def close(self) -> None:
-        """Remove local copies of what was uploaded."""
+        """Upload the files and remove their local copies, if there are any."""
         if self._local is not None:
             self.upload()
             shutil.rmtree(self._local)

@@ -1,4 +1,4 @@
-"""How a plan computes attention: the strategy of sequence parallelism, the order of positions, and the kernel."""
+"""A plan's attention: the strategy of sequence parallelism, the order of positions, and the kernel."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Strategy(StrEnum):
-    """How devices share attention over a sequence."""
+    """The strategies of sequence parallelism."""
 
     NONE = "none"
     """Positions are not sharded, or Levanter's own attention is used and the partitioner gathers the keys."""
@@ -89,17 +89,17 @@ class AttentionPlan:
         return replace(first, kinds={name: method for name, method in methods.items() if method != first})
 
     def of(self, kind: str) -> "AttentionPlan":
-        """How a kind of attention is computed, by the name of the kind."""
+        """Return the plan of one kind of attention, by its name."""
         return self.kinds.get(kind, self)
 
     @property
     def methods(self) -> tuple["AttentionPlan", ...]:
-        """How attention is computed: this plan, and the plans of `kinds`."""
+        """This plan, and the plans of `kinds`."""
         return self, *self.kinds.values()
 
     @property
     def sparse_kernel(self) -> SparseKernel:
-        """What computes the selected branch of Native Sparse Attention; a dense mask, where the plan names nothing."""
+        """The method for the selected branch of Native Sparse Attention; a dense mask by default."""
         return self.kernel if isinstance(self.kernel, SparseKernel) else SparseKernel.DENSE_MASK
 
     @property
@@ -113,7 +113,7 @@ class AttentionPlan:
         return self.strategy in (Strategy.NONE, Strategy.ALL_GATHER)
 
     def sequence_layout(self, length: int) -> "SequenceLayout":
-        """Which of `length` positions each device holds."""
+        """Return the layout of `length` positions over the devices."""
         # imports NumPy, which whoever only reads a Plan does not need
         from shardplan.positions.sequence_layout import SequenceLayout
 

@@ -39,7 +39,7 @@ class SpecChange:
 
 @dataclass(frozen=True)
 class PlanDiff:
-    """What changed between two plans, by part; the list of an equal part is empty."""
+    """The differences between two plans, by part; the list of an equal part is empty."""
 
     settings: list[Change]
     """Changed settings of the model, the workload, the slice, compiler options and attention."""

@@ -137,7 +137,7 @@ class MemoryPlan:
 
     @property
     def verdict(self) -> MemoryVerdict:
-        """Whether it fits, and the bytes that this is decided by: those of the host where only these do not fit."""
+        """The verdict and the bytes that decide it: the host's bytes if only these do not fit."""
         if self.peak <= self.usable and not self.fits_host:
             return MemoryVerdict(False, self.host, self.host_usable, "of the host per device")
         return MemoryVerdict(self.fits, self.peak, self.available if self.fits else self.usable)
@@ -475,7 +475,7 @@ def _contradictions(plan: Plan) -> Iterator[str]:
 
 
 def _hardware_contradictions(plan: Plan) -> Iterator[str]:
-    """Yield where the memory of the devices is not that of the slice."""
+    """Yield where the memory of the devices is not the slice's."""
     hardware, expected = plan.hardware, parse_slice(plan.hardware.slice)
     # virtual devices share the memory of the machine that planned
     if not expected.is_cpu and hardware.hbm_gib != expected.generation.hbm_gib:

@@ -1,4 +1,4 @@
-"""Which attention heads each device of a Ulysses group computes. Pure arithmetic.
+"""Assigns attention heads to the devices of a Ulysses group. Pure arithmetic.
 
 Every device gets the key heads that its query heads use: one key head goes to several devices if there are fewer key
 heads than devices, and to no device that does not use it.

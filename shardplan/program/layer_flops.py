@@ -1,4 +1,4 @@
-"""How much compute hides the transfers of a layer: weights of routed experts, and copies between device and host.
+"""The compute of a layer that can hide its transfers: weights of routed experts, and copies to and from the host.
 
 Tasks with equally many executions in the same pass belong to the same kind of layer; where a loop's body has several
 such layers, each has its part. Copies to and from the host have the body of their loop, all of them together.
@@ -44,5 +44,5 @@ def with_loop_flops(tasks: Sequence[Task], executions: int, loop: int) -> list[T
 
 
 def _layer(task: Task) -> tuple[int, bool]:
-    """What the tasks of a layer have in common."""
+    """Return a key that the tasks of one layer share."""
     return task.executions, task.is_backward

@@ -113,7 +113,7 @@ def mapped(name: AxisName | None, mapping: AxisMapping) -> MeshAxes:
 
 
 def is_parameter_like(array: TracedArray, activation_axes: tuple[str, ...]) -> bool:
-    """Whether an array is a parameter, a copy of one, or a gradient: it has named axes, and none that numbers tokens.
+    """Whether an array is a parameter, its copy or its gradient: its axes are named, and none numbers tokens.
 
     Args:
         activation_axes: the logical axes that number tokens.
@@ -164,7 +164,7 @@ def adopt_names(array: TracedArray, dims: Sequence[Dim]) -> TracedArray:
 
 
 def mark_repeated_axes(dims: Sequence[Dim]) -> tuple[Dim, ...]:
-    """`dims` with an `AxisCopy` for every repeated name, and for no other name."""
+    """Return `dims` with an `AxisCopy` for every repetition of a name, and no other copies."""
     names = {name for dim in dims for name, _ in dim}
     seen: set[AxisName] = set()
     result = []

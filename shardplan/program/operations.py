@@ -15,7 +15,7 @@ BACKWARD_SCOPE, REMATERIALIZED_SCOPE = "transpose(", "rematted_computation"
 
 
 class OperationKind(StrEnum):
-    """How an operation uses its operands."""
+    """The kinds of operations: how each uses its operands."""
 
     CONTRACTION = "contraction"
     """A matmul, or a convolution as one: `dot_general`, `ragged_dot`, `conv_general_dilated`."""

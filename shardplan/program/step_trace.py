@@ -186,7 +186,7 @@ def forward_workload(workload: Workload) -> Workload:
 
 
 def _check_blocks(blocks: int | None, template: Any) -> None:
-    """Check that the layers of a model divide into the blocks of a nested policy, as Haliax asks for.
+    """Check that a nested policy's blocks divide the number of layers, as Haliax requires.
 
     Raises:
         ConfigError: they do not.

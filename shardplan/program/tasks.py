@@ -229,7 +229,7 @@ class ExpertAxes(NamedTuple):
 
 
 class PointLabel(NamedTuple):
-    """What runs at a point of the program."""
+    """The operation that runs at a point of the program."""
 
     text: str
     """The label of the task."""
@@ -286,7 +286,7 @@ class Step:
 
     @cached_property
     def used_weights(self) -> tuple[TracedArray, ...]:
-        """Parameters of matmuls, among them those that each device multiplies by itself in a `shard_map`."""
+        """Parameters that matmuls use, including matmuls of single devices in a `shard_map`."""
         kinds = (TaskKind.CONTRACTION, TaskKind.RESHARD, TaskKind.CONVERSION)
         operands = (array for task in self.tasks if task.kind in kinds for array in task.operands)
         return tuple(array for array in operands if array.weight is not None)
@@ -307,7 +307,7 @@ class Step:
 
     @property
     def has_experts(self) -> bool:
-        """Whether tokens are routed to experts, by blocks of shardplan or by those of Levanter."""
+        """Whether tokens are routed to experts, by shardplan's blocks or by Levanter's."""
         return bool(self.expert_axes or self.expert_blocks)
 
     @cached_property
@@ -329,7 +329,7 @@ class Step:
 
     @cached_property
     def sparse_axes(self) -> frozenset[str]:
-        """Logical axes of which a device needs all for Native Sparse Attention: but for batch, positions and groups."""
+        """Logical axes that Native Sparse Attention needs unsharded: all but batch, positions and groups."""
         names = set[str]()
         for task in self.sparse_tasks:
             *sharded, _, _ = task.sparse_queries.majors

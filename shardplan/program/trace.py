@@ -37,7 +37,7 @@ EXCHANGES = (
 
 
 class ArrayClass(StrEnum):
-    """What an argument of a program is."""
+    """The kinds of arguments of a program."""
 
     PARAMETER = "parameter"
     STATE = "state"
@@ -255,7 +255,7 @@ class _Tracer:
         return local
 
     def leave_device(self, value: int, out: list[Operation], label: str) -> int:
-        """Append a view of what a device has computed, as a value of the program around the shard_map."""
+        """Append a view of a device's result as a value of the program around the shard_map."""
         if not self.arrays[value].is_local:
             return value
         result = self.add_value(replace(self.arrays[value], is_local=False))

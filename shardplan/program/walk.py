@@ -58,7 +58,7 @@ class PlacedPoint(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """What the walk through a program lists, in the order of the program."""
+    """The tasks and live buffers of a program, in the order of the program."""
 
     tasks: list[PlacedTask]
     points: list[PlacedPoint]

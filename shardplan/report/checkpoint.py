@@ -52,7 +52,7 @@ def _print_model(model: DescribedModel, out: Console) -> None:
 
 
 def _form_text(form: Quantization) -> str:
-    """Say in words how weights are stored."""
+    """Describe how weights are stored."""
     match form:
         case ByteCodes(block=None):
             return f"{form.dtype} with scales of tensors or rows"

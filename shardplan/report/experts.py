@@ -1,4 +1,4 @@
-"""How evenly experts were used, in a line: the busiest of them, and whether rows overflowed."""
+"""Summarizes the use of experts in a line: the load of the busiest, and whether rows overflowed."""
 
 from collections.abc import Mapping
 from typing import Any

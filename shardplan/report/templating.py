@@ -35,7 +35,7 @@ def ended(text: str) -> Markup:
 
 
 def template_text(name: str) -> Markup:
-    """Return a style sheet or script of the templates, to be put into a page as it is."""
+    """Return a style sheet or script of the templates unchanged, to be embedded in a page."""
     return Markup((resources.files("shardplan.report") / "templates" / name).read_text(encoding="utf-8"))
 
 

@@ -1,4 +1,4 @@
-"""Packages whose `__init__` is executed only if something asks for a name that it defines."""
+"""Defers the `__init__` of packages until a name that it defines is used."""
 
 import sys
 from importlib import import_module
@@ -15,7 +15,7 @@ They import trainers, trackers and readers of data sets; that of `transformers.m
 
 
 class _DeferredPackage(ModuleType):
-    """A package of which submodules can be imported before its `__init__` has been executed."""
+    """A package whose submodules can be imported before its `__init__` has run."""
 
     def __getattr__(self, name: str) -> Any:
         self.__class__ = _ExecutedPackage  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""How much memory this process uses, on its devices and on its host."""
+"""Measures the memory that this process uses on its devices and its host."""
 
 import resource
 from dataclasses import dataclass

@@ -24,7 +24,7 @@ from shardplan.runtime.processes.start import connect_processes
 
 
 def start_devices(slice_name: str, count: int, is_cpu: bool, facts: Mapping[str, str] = MappingProxyType({})) -> None:
-    """Start JAX on the `count` devices of a slice, and check that it has that many.
+    """Start JAX on the `count` devices of a slice, and check their number.
 
     Args:
         is_cpu: whether the devices are virtual CPU devices, which all processes provide in equal parts.

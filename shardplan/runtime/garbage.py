@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """Collect no garbage: each collection goes through all objects, those of JAX and a hundred thousand tensors."""
+    """Disable garbage collection, which goes through all objects of JAX and a hundred thousand tensors each time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""The private parts of JAX that shardplan needs: no other module uses any.
+"""The private parts of JAX that shardplan uses, and no other module may use.
 
 Their names and parameters are checked when this module is imported, so that another version of JAX fails at once, with
 one line that says what differs, and not in the middle of a run.
@@ -138,7 +138,7 @@ def start_coordination_service(port: int, count: int) -> Any:
 
 
 def reached_preemption_sync_point(number: int) -> bool:
-    """Whether all processes are to stop at this point; they number the points alike. False if JAX does not watch."""
+    """Whether all processes must stop at this point, numbered alike by all; False if JAX does not watch."""
     manager = distributed.global_state.preemption_sync_manager
     return manager is not None and bool(manager.reached_sync_point(number))
 

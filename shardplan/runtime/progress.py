@@ -63,7 +63,7 @@ class Progress:
         self.done += amount
 
     def set_note(self, note: str) -> None:
-        """Say what is done just now."""
+        """Set the text about the current step."""
         self.note = note
 
     def describe(self) -> str:

@@ -113,7 +113,7 @@ def build_configured(config: PlanConfig, hf_config: dict[str, Any]) -> Model:
 
 
 def fit_position[C: PlanConfig](config: C, model: Model) -> C:
-    """Return the configuration with as many positions as the model has, where none are set and it has fewer."""
+    """Limit the default number of positions to the model's."""
     position = config.workload.position
     if not _has_default_position(config) or position <= model.positions:
         return config

@@ -37,7 +37,7 @@ class Candidate:
 
     @property
     def complexity(self) -> tuple[int, int]:
-        """What the estimate leaves a part of the price out of: copies to the host, and blocks of logits."""
+        """The number of mechanisms with costs that the estimate does not include: host copies, blocks of logits."""
         chosen = 0 if self.checkpointing is None else self.checkpointing.copied
         return chosen or bool(self.space.hidden_by_loop), self.space.logit_blocks
 
@@ -91,7 +91,7 @@ def _fastest(candidates: Sequence[Candidate]) -> Candidate:
 
 
 def _order(candidate: Candidate, tie_limit: float) -> tuple[bool, int, int, float, float]:
-    """Return the sort key of a candidate: ties go by complexity and memory, all others by time."""
+    """Return a sort key of candidates: by time, and among ties by complexity and memory."""
     if candidate.seconds > tie_limit:
         return (True, 0, 0, candidate.seconds, candidate.seconds)
     return (False, *candidate.complexity, candidate.peak_bytes, candidate.seconds)

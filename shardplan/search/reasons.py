@@ -237,7 +237,7 @@ def describe_experts(best: Candidate, alternatives: Iterable[ExpertAlternative])
 
 
 def describe_uneven_load(best: Candidate, spread: float, seconds: float) -> str:
-    """What a load of experts with a spread would change, in a step of `seconds`."""
+    """Describe how a load of experts with a spread would change a step of `seconds`."""
     difference = _difference_text(best, seconds, best.peak_bytes)
     return f"experts used as unevenly as in trained models (workload.expert_load_spread {spread:g}): {difference}"
 

@@ -122,7 +122,7 @@ class Space:
 
     @cached_property
     def hidden_by_loop(self) -> dict[int, float]:
-        """Loop with copies to or from the host, whatever becomes of activations -> FLOPs of its matmuls in a step."""
+        """For each loop that may copy to or from the host: the FLOPs of its matmuls in a step."""
         copies = (task for task in self.step.tasks if task.loop is not None)
         return {task.loop: task.executions * task.layer_flops for task in copies if task.loop is not None}
 
@@ -255,7 +255,7 @@ class Space:
 
     @cached_property
     def shared_costs(self) -> SharedCosts:
-        """What meshes have in common of the costs of components."""
+        """The costs of components that meshes share."""
         return SharedCosts()
 
     @cached_property

@@ -86,7 +86,7 @@ class SequenceForward:
     """The forward pass on positions in the order of the sequence."""
 
     def in_layer_order(self, is_token: NamedArray) -> NamedArray:
-        """Return an array of tokens as it is."""
+        """Return an array of tokens unchanged."""
         return is_token
 
     def activations(

@@ -19,7 +19,7 @@ from shardplan.steps.forward import Forward, cast_for_compute
 
 @dataclass(frozen=True)
 class StepRun:
-    """What a step depends on besides its arrays."""
+    """The settings of a step besides its arrays."""
 
     model: Model
     workload: Workload

@@ -51,7 +51,7 @@ def make_optimizer(name: str) -> optax.GradientTransformation:
 
 
 def with_average(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Return `optimizer` with a further state: the exponential moving average of the parameters after each update."""
+    """Add to `optimizer`'s state a moving average of the parameters after each update."""
 
     def init(parameters: Any) -> tuple[Any, Any]:
         return optimizer.init(parameters), parameters

@@ -21,7 +21,7 @@ class PrefillStep:
     donates = False
 
     def state(self, workload: Workload, parameters: Any) -> tuple[Any, ...]:
-        """Return nothing: there is no cache."""
+        """Return no state: there is no cache."""
         return ()
 
     def inputs(self, model: Model, workload: Workload, is_packed: bool = False) -> tuple[NamedArray, ...]:

@@ -1,4 +1,4 @@
-"""Checksums of files: those that stores have recorded, and CRCs (cyclic redundancy checks) combined from parts.
+"""Checksums of files: those recorded by a store, and CRCs combined from parts of a file.
 
 A CRC is a remainder of polynomials over GF(2). Therefore the CRC of a file follows from the CRCs of its parts, in
 whatever order and by whichever process these were read; a SHA does not. The method is that of zlib's crc32_combine
@@ -50,7 +50,7 @@ class Checksum:
 
     @property
     def is_crc(self) -> bool:
-        """Whether the checksum can be combined from those of parts."""
+        """Whether checksums of parts can be combined to this one."""
         return self.algorithm in POLYNOMIALS
 
     def __str__(self) -> str:
@@ -117,7 +117,7 @@ def compute_sha256(file: _Readable, nbytes: int) -> Checksum:
 
 
 def fetch_checksum(url: str) -> Checksum | None:
-    """Return the checksum that a store or server has recorded for the file at `url`; None if there is none.
+    """Return the checksum recorded for the file at `url` by its store or server; None without one.
 
     Raises:
         ConfigError: the request needs a package that is not installed.
@@ -164,7 +164,7 @@ def _s3_headers(bucket: str, key: str) -> dict[str, str]:
 
 
 def _checksum_from_headers(headers: Mapping[str, str]) -> Checksum | None:
-    """Return the checksum in the HTTP headers of Amazon, Google or RFC 9530, None if there is none of the whole file.
+    """Return the whole file's checksum in HTTP headers of Amazon, Google or RFC 9530; None without one.
 
     Header names are lower-case.
     """

@@ -141,7 +141,7 @@ def _describe_cache(path: Path, names: Sequence[str]) -> str | None:
 
 
 def _repository(folder_name: str) -> str:
-    """Return the name of a repository from that of its folder in the cache.
+    """Return the name of a repository, given its folder's name in the cache.
 
     >>> _repository("models--org--name")
     'org/name'

@@ -34,7 +34,7 @@ class RefKey(StrEnum):
 
     @property
     def noun(self) -> str:
-        """What is in the folder."""
+        """The kind of content of the folder."""
         return "checkpoint" if self is RefKey.MODEL else "adapter"
 
 
@@ -59,7 +59,7 @@ class File(Protocol):
         """
 
     def recorded_checksum(self) -> Checksum | None:
-        """Return the checksum that the store has recorded for the file; None if there is none of a known kind.
+        """Return the checksum recorded by the file's store; None if there is none of a known kind.
 
         Raises:
             CheckpointError: the store cannot be queried.

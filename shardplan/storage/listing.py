@@ -36,7 +36,7 @@ def list_names(ref: str) -> list[str] | None:
 
 
 def list_files(ref: str) -> list[str]:
-    """Return the names of the files in a folder, without those of its subfolders, in order.
+    """Return the sorted names of the files in a folder, without subfolders.
 
     Raises:
         ConfigError: the folder cannot be listed: it does not exist, or is on a web server.

@@ -39,7 +39,7 @@ DOCUMENTS = "block_cross_document_attention"
 
 @dataclass(frozen=True)
 class TrainingFiles:
-    """Where a training reads and writes."""
+    """The inputs and outputs of a training."""
 
     output: str
     """Absolute path or URL of the output folder."""

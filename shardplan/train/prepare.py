@@ -1,4 +1,4 @@
-"""What a training starts from: devices, the configuration of a model, and a plan for it."""
+"""Prepares a training: devices, the configuration of a model, and a plan for it."""
 
 import json
 from dataclasses import dataclass, replace
@@ -93,7 +93,7 @@ def check_training_plan(plan: Plan, model: Model) -> None:
 
 
 def with_planned_optimizer(config: TrainCommand) -> TrainCommand:
-    """Return the configuration with the optimizer of Levanter's section as that of the workload.
+    """Return the configuration with the optimizer of Levanter's section in its workload.
 
     Raises:
         ConfigError: workload.optimizer is another one.

@@ -27,7 +27,7 @@ OF_LAYER, OF_BLOCK = re.compile(r"layer_(\d+)/(\w+)"), re.compile(r"block_(\d+)_
 
 
 def selected_methods(model: Any, plan: Plan) -> dict[str, list[int]]:
-    """Return the methods that attend to selected blocks -> the layers that use them; empty for other models.
+    """Map each method of attention to selected blocks to its layers; empty for other models.
 
     Raises:
         ConfigError: a layer uses another method than the plan has.

@@ -61,7 +61,7 @@ class PlannedTrainer(Trainer):
                     return
 
     def run_hooks(self, info: StepInfo[Any], force: bool = False) -> None:
-        """Run all hooks after a step; those of the end not if the training was stopped before."""
+        """Run all hooks after a step; final hooks are skipped if the training is stopped early."""
         if not force:
             super().run_hooks(info)
             self._watch.finish_step(info)

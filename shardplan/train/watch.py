@@ -1,4 +1,4 @@
-"""What a training reports while it runs: its phases, the time of its steps, and whether it goes on."""
+"""Reports of a running training: its phases, the times of its steps, and whether it continues."""
 
 import contextlib
 import threading
@@ -111,7 +111,7 @@ class TrainingWatch:
             self._other_seconds += time.perf_counter() - started
 
     def step_clock(self) -> float:
-        """Return the seconds of a clock that stands still during other work."""
+        """Return the seconds of a clock that stops during other work."""
         return time.perf_counter() - self._other_seconds
 
     @contextlib.contextmanager
@@ -160,7 +160,7 @@ class EventTimes(Callback[Any]):
         self._evaluation = contextlib.ExitStack()
 
     def on_step(self, info: StepInfo[Any], force: bool = False) -> None:
-        """Do nothing: other hooks of the step come later."""
+        """Do nothing."""
 
     def end_step(self) -> None:
         """Note that all hooks of a step have run: what follows is the wait for the next batch."""

@@ -59,7 +59,7 @@ def digest(case: Case) -> str:
 
 
 def facts_digest(case: Case) -> str:
-    """SHA-256 of what decides the facts about the model of `case`, and that the plan is for this model."""
+    """Return the cache key of facts about the model of `case`, and of the check that the plan fits it."""
     plan = case.plan
     decisive = {
         **_model(case),
@@ -90,13 +90,13 @@ def _program_code(case: Case) -> tuple[str, ...]:
 
 
 def _model(case: Case) -> dict[str, Any]:
-    """What decides the model: its config.json, and the code of a model that shardplan does not know."""
+    """The inputs that determine the model: its config.json, and the code of a user's own model."""
     code = own_code(case.hf_config)
     return {"hf_config": case.hf_config, **({} if code is None else {"own_code": code})}
 
 
 def _experts(plan: Plan) -> dict[str, Any]:
-    """How a plan computes routed experts; nothing for a model without."""
+    """The plan's method for routed experts; nothing for a model without experts."""
     return {} if plan.experts is None else {"experts": dataclasses.asdict(plan.experts)}
 
 

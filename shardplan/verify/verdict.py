@@ -20,7 +20,7 @@ class Outcome(StrEnum):
 
 
 class CollectiveForm(StrEnum):
-    """How the compiler executes a collective."""
+    """The ways in which the compiler executes a collective."""
 
     SYNC = "sync"
     ASYNC = "async"
@@ -40,7 +40,7 @@ class Buffer:
 
 @dataclass(frozen=True)
 class LiveBytes:
-    """What is in HBM while some instructions run."""
+    """The bytes in HBM while some instructions run."""
 
     op: str
     """The operation of the traced program that the first of them belongs to."""
@@ -152,7 +152,7 @@ Reason = OutOfMemory | CompileError | DuplicateMeshAxis | TimeLimit | MemoryLimi
 
 
 class OmissionKind(StrEnum):
-    """What the reader of compiled modules does not understand, and leaves out or approximates."""
+    """Parts of compiled modules that their reader does not understand, and ignores or approximates."""
 
     MODULE_TEXT = "module text"
     """The text could not be parsed; `detail` is the error."""

@@ -128,7 +128,7 @@ class SplashKernel:
         return self._map_batch(attend, (self._scale(q), k, v), hop)
 
     def _has_keys_for_all(self, hop: Hop) -> bool:
-        """Whether it is known while tracing that every query attends to a key."""
+        """Whether every query is known to attend to a key, already while tracing."""
         return self._includes_own_keys and hop.queries.segments is None
 
     @cached_property

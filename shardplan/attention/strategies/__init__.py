@@ -1,1 +1,1 @@
-"""How devices share attention: all-gather of keys and values, a ring, or all-to-alls of heads (Ulysses)."""
+"""Strategies of sequence parallelism: all-gather of keys and values, a ring, or all-to-alls of heads (Ulysses)."""

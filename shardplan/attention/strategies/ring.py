@@ -58,7 +58,7 @@ class Ring:
 
 @dataclass(frozen=True, eq=False)
 class RingProgram:
-    """What a device does in a ring: the kernel of every hop, and the collectives around and between the hops."""
+    """One device's program in a ring: the kernel of each hop, and the collectives around and between hops."""
 
     kernel: AttentionKernel
     ring: Ring

@@ -123,7 +123,7 @@ def read_adapter(folder: Folder, cache_bytes: int = 0) -> Adapter:
 
 
 def _sort_tensors(tensors: Mapping[str, Tensor], where: str) -> tuple[dict[str, Pair], dict[str, Tensor]]:
-    """Return name of a weight -> its matrices, and name -> tensor of what was saved whole."""
+    """Map weights to their pairs of matrices, and names to tensors that the adapter saves whole."""
     matrices: defaultdict[str, dict[tuple[bool, str], str]] = defaultdict(dict)
     saved: dict[str, str] = {}
     for name, tensor in tensors.items():

@@ -59,7 +59,7 @@ OTHER_STARTS: Mapping[str, str] = {
 
 
 class BiasKind(StrEnum):
-    """Which biases were trained with an adapter, and are saved whole."""
+    """The biases that were trained with an adapter and are saved in it."""
 
     NONE = "none"
     ALL = "all"
@@ -69,7 +69,7 @@ class BiasKind(StrEnum):
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """What an adapter_config.json says of the weights of an adapter; modules have the names of the adapted model."""
+    """The settings of an adapter_config.json that concern weights, with the adapted model's names of modules."""
 
     where: str
     """Name of the file, for messages."""

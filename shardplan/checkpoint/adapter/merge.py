@@ -24,7 +24,7 @@ EXPERTS = ".experts."
 
 @dataclass(frozen=True)
 class _Shaped:
-    """A tensor of the adapted model, of which only the shape is known."""
+    """A stand-in for a tensor of the adapted model, with nothing but its shape."""
 
     shape: Shape
 
@@ -252,7 +252,7 @@ def unused_changes(changes: Changes, read: Collection[str], where: str) -> list[
 
 
 def check_changes(adapted: Collection[AdaptedTensor], where: str) -> None:
-    """Check that an adapter changes something, if it has nothing but changes; reads matrices up to the first that does.
+    """Check that at least one weight is changed; reads the adapter's matrices up to the first that is not zero.
 
     Raises:
         CheckpointError: all changes are zero, or matrices are damaged.

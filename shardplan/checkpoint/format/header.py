@@ -64,12 +64,12 @@ class Tensor(Struct, frozen=True, gc=False):  # made in a tenth of a dataclass's
 
     @property
     def all_bytes(self) -> int:
-        """Length of its data, and of scales and other parts that its numbers need."""
+        """Bytes of the tensor, including scales and other parts that its numbers need."""
         return self.nbytes
 
     @property
     def bits(self) -> int:
-        """Bits of an element, as it is stored."""
+        """Stored bits of an element."""
         return 4 if self.dtype in HALF_BYTES else 8 * self.dtype.itemsize
 
     @property
@@ -144,7 +144,7 @@ def read_header(file: File, path: str = "") -> dict[str, Tensor]:
 
 @lru_cache(1024)  # layers and experts are alike
 def _array_type(type_name: str, shape: Shape) -> ArrayType:
-    """Return shape, type and bytes of a tensor, of what its header says.
+    """Return shape, dtype and bytes of a tensor from its entry in the header.
 
     Raises:
         ValueError: the type is not supported, or the shape is too large; in the words that follow the name.

@@ -17,7 +17,7 @@ NonNegative = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Entry(msgspec.Struct, frozen=True):
-    """What a header says of a tensor."""
+    """The header's entry of a tensor."""
 
     dtype: str
     """Name of its type, as safetensors has it."""

@@ -200,7 +200,7 @@ def check_tensors(
     modules: Set[str] = frozenset(),
     dispensable: Collection[str] = (),
 ) -> tuple[str, ...]:
-    """Compare names and shapes of stored tensors with those that the model needs, and report all differences at once.
+    """Compare the names and shapes of stored tensors with the expected ones, and report all differences at once.
 
     Args:
         tensors: stored tensors by name.

@@ -132,7 +132,7 @@ def check_file(file: CheckedFile, ranges: Iterable[RangeChecksum]) -> None:
 
 
 def _file_crc(file: CheckedFile, algorithm: ChecksumAlgorithm, ranges: Iterable[RangeChecksum]) -> int:
-    """Combine the CRC of a file from ranges that follow each other, and from bytes read now in the gaps."""
+    """Combine the CRC of a file from consecutive ranges, reading the gaps between them."""
     position, result = 0, 0
     combined: dict[tuple[int, int], int] = {}
     for start, stop, value in sorted(set(ranges), key=lambda part: (part[0], -part[1])):

@@ -20,7 +20,7 @@ def parse_json(text: str) -> Any:
 
 
 def _count_keys(value: Any) -> int:
-    """Return the number of keys of an object, and of the objects that are its values; headers have no others."""
+    """Return the number of keys of an object and of its values that are objects; headers are no deeper."""
     if not isinstance(value, dict):
         return 0
     return len(value) + sum(len(each) for each in value.values() if type(each) is dict)

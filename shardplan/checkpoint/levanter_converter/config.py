@@ -53,7 +53,7 @@ def make_hf_config(converter: Any, model: Any) -> dict[str, Any]:
 
 
 def _to_json(values: dict[str, Any]) -> dict[str, Any]:
-    """Return values as they are read again from a config.json."""
+    """Return values as JSON would give them back."""
 
     def encode(value: Any) -> str:
         if isinstance(value, Enum):  # an activation function of Levanter

@@ -95,7 +95,7 @@ class SavingConverter(LevanterConverter):
 
 
 def _collect_files(write: Callable[[str], None], generation_config: Mapping[str, Any] | None) -> dict[str, bytes]:
-    """Return the files beside the weights, name -> content; none in other processes than the first.
+    """Return the files beside the weights, name -> content; empty in all processes but the first.
 
     Args:
         write: writes them into a folder.

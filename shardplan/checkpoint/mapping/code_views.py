@@ -22,7 +22,7 @@ MAX_BOXES = 1024
 
 
 class Scales(NamedTuple):
-    """Where the scales of a tensor are."""
+    """The layout of a tensor's scales."""
 
     shape: Shape
     """Dimensions of the tensor of codes."""
@@ -141,7 +141,7 @@ Box = tuple[Shape, Shape, int, Shape]
 
 @lru_cache(maxsize=4096)  # the tensors of all layers have the same
 def _boxes_of_scales(offset: int, shape: Shape, strides: Shape, scales: Scales) -> tuple[Box, ...] | None:
-    """Return the scales of the elements of a piece, in boxes of constant strides; None if these are too many."""
+    """Return the scales of a piece's elements as boxes of constant strides; None if there would be too many."""
     moves = _moves(shape, strides, scales.shape)
     first_scale, steps = 0, [0] * len(shape)
     for d, start in enumerate(np.unravel_index(offset, scales.shape)):

@@ -21,16 +21,16 @@ WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_
 
 
 class Stored(Protocol):
-    """A stored tensor, of which only the shape matters here."""
+    """Anything with the shape of a stored tensor."""
 
     @property
     def shape(self) -> Shape:
-        """Its shape."""
+        """Shape of the tensor."""
 
 
 @dataclass(frozen=True)
 class StoredNames:
-    """Where a checkpoint has the tensors that a model expects."""
+    """A checkpoint's names of the tensors that a model expects."""
 
     names: Mapping[str, str]
     """Expected name -> name in the checkpoint; without the expected tensors that it does not have."""
@@ -93,7 +93,7 @@ def _without_wrappers(stored: Mapping[str, Stored], where: str) -> dict[str, str
 
 
 def _base_prefix(expected: Mapping[str, Shape]) -> str:
-    """Return the module that all expected tensors but the output head are in, as `model.`; empty if there is none."""
+    """Return the module that contains all expected tensors but the output head, such as `model.`; else ""."""
     body = [name for name in expected if not name.startswith(HEADS)]
     first = {name.partition(".")[0] for name in body}
     return f"{first.pop()}." if len(first) == 1 and all("." in name for name in body) else ""

@@ -96,7 +96,7 @@ class AlikePieces(NamedTuple):
         return self._replace(tensors=tensors, starts=self.starts[indices], offsets=self.offsets[indices])
 
     def move(self, distance: Shape) -> "AlikePieces":
-        """Return the pieces elsewhere in the view."""
+        """Return the pieces shifted by `distance` in the view."""
         return self._replace(starts=self.starts + np.array(distance, np.int64))
 
     def intersect(self, start: Shape, stop: Shape) -> "Iterator[AlikePieces]":

@@ -45,7 +45,7 @@ class StateDictProgram:
     """Name -> value of the scalars that files hold beside the tensors: the model computes with them as constants."""
 
     def rename(self, names: Mapping[str, str]) -> "StateDictProgram":
-        """Return the program for tensors of other names.
+        """Return the program with other names of its tensors.
 
         Args:
             names: name -> new name; tensors that are not in it keep theirs.

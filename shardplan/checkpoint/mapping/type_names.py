@@ -1,4 +1,4 @@
-"""The names that transformers gives the tensors of a model type in its files; Levanter's converter may write others."""
+"""The names of a model type's tensors in files of transformers, where Levanter's converter uses others."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

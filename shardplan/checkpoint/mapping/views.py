@@ -68,7 +68,7 @@ class View:
         return itertools.chain.from_iterable(part.separate() for part in self.parts_in(start, stop))
 
     def parts_in(self, start: Shape, stop: Shape) -> Iterator[AlikePieces]:
-        """Yield the pieces inside the box `[start, stop)`, cut to it; pieces that are alike come together."""
+        """Yield the parts of the pieces inside the box `[start, stop)`, grouped where shape and strides are equal."""
         for part, orders in zip(self.parts, self._orders, strict=True):
             nearby = None
             for d, (order, firsts) in orders.items():

@@ -40,7 +40,7 @@ def split_path(path: str) -> list[str]:
 
 
 def check_tree_written(item: str, tree: Any) -> None:
-    """Compare the arrays that an item of an Orbax checkpoint has with those of `tree`, without their data.
+    """Compare the metadata of an Orbax checkpoint's arrays with the arrays of `tree`.
 
     Args:
         item: the folder of the item, local or gs://.

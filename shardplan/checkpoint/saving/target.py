@@ -172,5 +172,5 @@ def _is_within(name: str, marked: Iterable[str]) -> bool:
 
 
 def _are_inside(names: Iterable[object]) -> bool:
-    """Whether all names are those of files in the folder or below."""
+    """Whether all names are relative paths that stay inside the folder."""
     return all(isinstance(name, str) and ".." not in name and not name.startswith("/") for name in names)

@@ -25,7 +25,7 @@ UNMAPPED_CLASSES = {"kimi_k2": "DeepseekV3ForCausalLM", "mistral4": "Mistral4For
 
 
 def describe_written(config: Mapping[str, Any], model: Any, dtypes: Mapping[np.dtype, int]) -> dict[str, Any]:
-    """Return `config` with the keys corrected that do not describe `model` as it is written.
+    """Return `config` with every key corrected that would not describe the written model.
 
     Args:
         config: content of a config.json.

@@ -25,15 +25,15 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class TensorKind(Protocol):
-    """What the header of a file says of a tensor."""
+    """The shape and dtype of a tensor, as its file's header has them."""
 
     @property
     def shape(self) -> Shape:
-        """Its shape."""
+        """Shape of the tensor."""
 
     @property
     def dtype(self) -> np.dtype:
-        """Its type."""
+        """Type of its elements."""
 
     @property
     def nbytes(self) -> int:
@@ -86,7 +86,7 @@ def encode_header(tensors: Mapping[str, TensorKind]) -> bytes:
 
 
 def encode_index(files: Mapping[str, list[str]], tensors: Mapping[str, TensorKind]) -> dict[str, bytes]:
-    """Return the index as file name -> content; no file if there is a single safetensors file."""
+    """Return the index as file name -> content; empty for a single safetensors file."""
     if SINGLE in files:
         return {}
     index = {
@@ -97,7 +97,7 @@ def encode_index(files: Mapping[str, list[str]], tensors: Mapping[str, TensorKin
 
 
 def check_files_written(folder: Folder, files: Mapping[str, Iterable[str]], tensors: Mapping[str, TensorKind]) -> None:
-    """Read back the headers of `files`, and compare names, shapes and types with those of `tensors`.
+    """Read back the headers of `files`, and compare names, shapes and dtypes with `tensors`.
 
     Raises:
         CheckpointError: a file is missing, damaged, or has other tensors.

@@ -20,7 +20,7 @@ MAX_PLACED_BYTES = 256 * 2**20
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """What all processes do in a load."""
+    """The actions of all processes in a load."""
 
     requests: Mapping[str, ArrayRequest]
     """Array path -> the array to load; also those of scales, each before the array that they belong to."""

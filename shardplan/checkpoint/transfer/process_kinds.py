@@ -41,7 +41,7 @@ class ProcessKinds:
 
 
 class Volumes(NamedTuple):
-    """What processes read, in the order of `DeviceMesh.devices_by_process`."""
+    """Bytes and ranges that each process reads, in the order of `DeviceMesh.devices_by_process`."""
 
     bytes: np.ndarray
     """int[process]."""
@@ -98,7 +98,7 @@ def _find_kinds(keys: np.ndarray) -> ProcessKinds:
 
 @dataclass(frozen=True)
 class _Reads:
-    """What the devices of each process read in a transfer."""
+    """The reads of all devices in a transfer, by process."""
 
     row_index: np.ndarray
     """int[process, device]: index along the mesh axes of rows."""

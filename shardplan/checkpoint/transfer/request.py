@@ -13,7 +13,7 @@ from shardplan.plan.mapping import MeshAxes
 
 @dataclass(frozen=True)
 class CodeBlocks:
-    """How codes become numbers: a number is its code, less the zero point, times the scale of its block."""
+    """The decoding of codes: number = (code - zero point) * scale of the block."""
 
     dtype: np.dtype
     """Type of a code."""

@@ -220,7 +220,7 @@ def _stored_bytes(view: View, grid: ViewGrid | None, sources: Mapping[str, Tenso
 
 
 class _Cost(NamedTuple):
-    """Cost of a read strategy; those of two are compared field by field."""
+    """Cost of a read strategy; costs are compared lexicographically."""
 
     excess: float
     """Bytes that are read again beyond what is allowed."""

@@ -95,7 +95,7 @@ class DeviceMesh:
 
 @dataclass(frozen=True)
 class ReadStrategy:
-    """How devices read an array: each its own shard, or each some rows that collectives turn into shards."""
+    """How devices read an array: each reads its own shard, or rows that collectives turn into shards."""
 
     local: tuple[MeshAxes, ...]
     """Mesh axes that shard each dimension while the array is read."""

@@ -58,7 +58,7 @@ class ViewGrid:
 
 
 def find_grid(view: View, sources: Mapping[str, TensorSource]) -> ViewGrid | None:
-    """Return the grid of the pieces of a view; None if they are not alike."""
+    """Return the grid that the pieces of a view form; None if their shapes or strides differ."""
     if len({(part.shape, part.strides) for part in view.parts}) != 1:
         return None
     shape, strides, *_ = view.parts[0]

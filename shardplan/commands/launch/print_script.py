@@ -1,4 +1,4 @@
-"""What `launch` and `launch train` share: the script of a launcher, with the configuration and the plan in it."""
+"""Prints a launcher's script with the configuration and the plan in it, for `launch` and `launch train`."""
 
 import json
 import os

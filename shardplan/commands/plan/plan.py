@@ -118,7 +118,7 @@ def _read_verdicts(path: str) -> "list[Judgement]":
 
 
 def _build_model(config: PlanCommand, given: Plan | None) -> "Model":
-    """Build the model, and check that a given plan is for it, and that `--why` names axes that it has.
+    """Build the model, and check a given plan and the axes that `--why` names against it.
 
     Raises:
         ConfigError: one of these is not so.
@@ -211,7 +211,7 @@ def lint(config: PlanCommand, path: str, judgements: "Sequence[Judgement]" = ())
 
 
 def _report_review(target: str, reviewed: "Review", judgements: "Sequence[Judgement]") -> None:
-    """Write the page of a reviewed layout; without any plan there is none, and a note says so."""
+    """Write the page of a reviewed layout, or print a note if it has no plan to show."""
     from shardplan.report.page.panels.repair import repair_panel
     from shardplan.runtime.progress import print_note
 

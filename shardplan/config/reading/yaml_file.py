@@ -16,7 +16,7 @@ class _DuplicateKeyError(Exception):
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """A loader that refuses a mapping with a key twice, of which PyYAML silently keeps the last."""
+    """A YAML loader that refuses duplicate keys, of which PyYAML silently keeps the last."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         # not when values are constructed: by then a mapping contains the keys of those merged into it

@@ -59,7 +59,7 @@ def _keys_bytes(work: SparseWork) -> float:
 
 
 def _kept_bytes(work: SparseWork) -> float:
-    """Bytes of what exists until the branches are added: rotated queries, outputs, importance, and the sum."""
+    """Bytes kept until the branches are added: rotated queries, outputs, importance, and the sum."""
     config = work.config
     heads = work.rows * config.heads_per_group
     queries, outputs = heads * config.key_size * work.itemsize, 3 * heads * config.value_size * work.itemsize

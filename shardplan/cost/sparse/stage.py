@@ -1,4 +1,4 @@
-"""A stage of Native Sparse Attention: the work of which the slowest part takes the time. Pure."""
+"""A stage of Native Sparse Attention: its time is the maximum of matmuls, memory traffic and kernel cycles. Pure."""
 
 from typing import NamedTuple
 

@@ -46,7 +46,7 @@ def _permutes(received: SparseTraffic, axes: MeshAxes, count: int) -> Iterator[T
 
 
 def _gather(received: SparseTraffic, assignment: ShardingAssignment, axes: MeshAxes, count: int) -> Traffic:
-    """Return the gather of keys and values: those of all tokens, and of all compressed blocks."""
+    """Return the all-gather of keys and values: of all tokens, and of all compressed blocks."""
     devices = mesh_size(assignment.mesh, axes)
     size = received.gathered * devices / (devices - 1)
     return all_gather_traffic(size, assignment, axes, count, Purpose.KEYS_AND_VALUES)

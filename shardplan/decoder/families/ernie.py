@@ -46,7 +46,7 @@ def read(keys: ConfigKeys) -> dict[str, Any]:
 
 
 def _read_kinds_of_mlp(keys: ConfigKeys) -> list[bool]:
-    """Read for every layer whether it has experts: the last one of each period, between two layers."""
+    """Read which layers have experts: the last of each period, within a range of layers."""
     layers = keys.integer("num_hidden_layers")
     first, end = keys.integer("moe_layer_start_index", default=1, least=0), layers - 1
     if keys.take("moe_layer_end_index", default=-1) != -1:

@@ -14,7 +14,7 @@ from haliax.jax_utils import named_call
 
 
 class NormKind(StrEnum):
-    """What a norm divides by."""
+    """The statistic that a norm divides by."""
 
     RMS = "rms"
     """The root mean square."""

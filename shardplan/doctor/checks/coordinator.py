@@ -14,7 +14,7 @@ CONNECT_S = 3.0
 
 
 def check(subject: HostSubject) -> Iterator[HostFinding]:
-    """In process 0 listen at the port, in the others connect to it."""
+    """Listen at the coordinator's port in process 0, and connect to it in all others."""
     variables = subject.processes
     if variables is None:
         return

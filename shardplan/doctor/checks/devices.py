@@ -1,4 +1,4 @@
-"""The devices of this host against those that a host of the configured slice has.
+"""Compares this host's devices with those of a host of the configured slice.
 
 libtpu serves one process at a time, and in a slice of several hosts its start waits for all of them. So what can be
 seen without it comes first: chips, device files, the process that holds them. Then JAX starts on this host alone.

@@ -1,4 +1,4 @@
-"""Environment variables that contradict each other, the slice, or the compiler options of the plan."""
+"""Finds environment variables that contradict each other, the slice, or the plan's compiler options."""
 
 import os
 from collections.abc import Iterator, Mapping

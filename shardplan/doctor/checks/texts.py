@@ -1,4 +1,4 @@
-"""Whether this host can read the texts, how fast, and whether it has room for its copy of them."""
+"""Checks whether and how fast this host can read the texts, and whether their copy fits on its disk."""
 
 import shutil
 import tempfile
@@ -13,7 +13,7 @@ from shardplan.storage.text_files import open_text_files
 
 
 def check(subject: HostSubject) -> Iterator[HostFinding]:
-    """Read a sample of the texts, of which a run makes a copy in a temporary file."""
+    """Read a sample of the texts, which a run copies to a temporary file."""
     path = subject.config.data.path
     assert path is not None
     try:

@@ -1,4 +1,4 @@
-"""Installed versions against the ranges that shardplan is tested with, and those of JAX and Levanter among themselves.
+"""Compares installed versions with the tested ranges, and checks that JAX and Levanter fit each other.
 
 The ranges are those of the installed packages' own metadata: shardplan's are the ones in pyproject.toml.
 """

@@ -95,7 +95,7 @@ def _write_plots(
     folder: OutputFolder, summary: Mapping[str, Any], names: Mapping[str, str], model: str,
     report: Callable[[str], None],
 ) -> None:  # fmt: skip
-    """Write the plot of all texts, and those of texts by their id."""
+    """Write the plot of all texts together, and one plot per text, named by its id."""
     from shardplan.report.extraction.plots import draw_text, save_figure
 
     plots = summary["plots"]

@@ -1,4 +1,4 @@
-"""What the probabilities of suffixes say about a text: extraction, and coverage of its characters. Pure.
+"""Extraction and coverage of a text, computed from the probabilities of its suffixes. Pure.
 
 Protocol and terms are those of https://arxiv.org/abs/2505.12546: p_z is the probability of a window's suffix given its
 prefix.
@@ -29,7 +29,7 @@ def suffix_log_probs(log_prob: np.ndarray) -> np.ndarray:
 
 
 def top_k_log_probs(log_prob: np.ndarray, rank: np.ndarray, top_log_prob: np.ndarray, top_k: int) -> np.ndarray:
-    """Return log p_z, float64[window], if only the top k tokens are sampled; minus infinity for other suffixes.
+    """Return log p_z, float64[window], under top-k sampling; minus infinity for suffixes with other tokens.
 
     Args:
         log_prob, rank, top_log_prob: [window, suffix token], as `TokenScores`.
@@ -125,7 +125,7 @@ class TextSummary:
         return self._whole.curve_counts(), self._suffix.curve_counts()
 
     def add(self, table: pa.Table) -> None:
-        """Add the results of further windows."""
+        """Add the results of more windows."""
         log_prob, rank, top = (read_matrix(table, name) for name in ("log_prob", "rank", "top_log_prob"))
         start, suffix_start, end = (table[name].to_numpy() for name in ("start", "suffix_start", "end"))
         log_p = suffix_log_probs(log_prob)

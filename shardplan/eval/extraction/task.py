@@ -37,7 +37,7 @@ class ExtractionTask:
 
     @property
     def protocol(self) -> Protocol:
-        """How texts are divided into windows."""
+        """The division of texts into windows."""
         task = self.config
         return Protocol(task.prefix, task.suffix, task.stride or DEFAULT_STRIDE, task.stride_unit, task.bos_in_prefix)
 

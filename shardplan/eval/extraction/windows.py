@@ -71,7 +71,7 @@ def result_schema(suffix: int) -> pa.Schema:
 
 @dataclass(frozen=True)
 class ExtractionWindows:
-    """The windows of all texts, numbered from 0 on: those of the first text first."""
+    """The windows of all texts, numbered from 0 in the order of the texts."""
 
     protocol: Protocol
     special: tuple[int, ...]
@@ -171,7 +171,7 @@ class ExtractionWindows:
 
 @dataclass(frozen=True)
 class ExtractionJob:
-    """How the windows of some sequences are made."""
+    """Makes the windows of some sequences."""
 
     protocol: Protocol
     special: tuple[int, ...]

@@ -39,12 +39,12 @@ class Remarks:
         self._counts[remark][task] += 1
 
     def update(self, other: "Remarks") -> None:
-        """Add the numbers of other requests."""
+        """Add another set of counts."""
         for remark, counts in other._counts.items():
             self._counts[remark].update(counts)
 
     def to_json(self) -> dict[str, dict[str, int]]:
-        """Return remark -> task -> number of its requests, without those that concern none."""
+        """Return remark -> task -> number of requests, without zeros."""
         return {f"requests_{remark}": dict(counts) for remark, counts in self._counts.items() if counts}
 
     def lines(self, total: int, max_length: int) -> list[str]:

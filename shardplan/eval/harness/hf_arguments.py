@@ -77,7 +77,7 @@ class TextArguments:
 
 
 def translate(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of the configuration that arguments stand for, with those that are keys already.
+    """Translate lm_eval's arguments to keys of the configuration; keys among them are unchanged.
 
     Those of `read_text_arguments` are left out. The type `auto` stays for `resolve_auto_dtype`, because the checkpoint
     may be named in a file.

@@ -97,5 +97,5 @@ def _workload(config: LoadingConfig, max_length: int | None) -> Workload:
 
 
 def _text(value: Any) -> str:
-    """Return a value as it is written on the command line."""
+    """Return a value in the spelling of the command line."""
     return value if isinstance(value, str) else json.dumps(value)

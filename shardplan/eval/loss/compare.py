@@ -98,7 +98,7 @@ def ratio_with_error(differences: np.ndarray, tokens: np.ndarray) -> tuple[float
 
 
 def compare_losses(runs: Sequence[FinishedRun]) -> LossComparison:
-    """Compare the losses of two runs or more with those of the first, text by text.
+    """Compare the losses of several runs with the first run's, text by text.
 
     Raises:
         ConfigError: another protocol or tokenizer, or no common text.

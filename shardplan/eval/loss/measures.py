@@ -11,7 +11,7 @@ COLUMNS = ("tokens", "bytes", "loss")
 
 
 def summarize(ids: Sequence[str], results: Iterable[pa.Table]) -> dict[str, Any]:
-    """Return `total`, the measures of all texts together, and `texts`, those of each.
+    """Return the measures of all texts together (`total`), and of each text (`texts`).
 
     The measures are `tokens` (predicted ones), `bytes` (in UTF-8, of the characters of these tokens), `loss_per_token`
     (nats), `perplexity` and `bits_per_byte`; None where nothing is predicted, or the loss is not finite.

@@ -1,4 +1,4 @@
-"""Windows of a loss run: overlapping windows of whole texts, each of which predicts the tokens that are new in it.
+"""Overlapping windows of whole texts for the loss: each window predicts the tokens that no earlier one has predicted.
 
 Imports no JAX, because worker processes use it.
 """
@@ -117,7 +117,7 @@ class LossWindows:
 
 @dataclass(frozen=True)
 class LossJob:
-    """How the windows of some sequences are made."""
+    """Makes the windows of some sequences."""
 
     position: int
     is_packed: bool

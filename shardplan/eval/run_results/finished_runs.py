@@ -1,4 +1,4 @@
-"""Results folders of finished runs, as they are read to be compared."""
+"""Reads the results folders of finished runs, to compare them."""
 
 import json
 import os
@@ -24,7 +24,7 @@ NAMES = {EvaluationKind.EXTRACTION: "an extraction", EvaluationKind.LOSS: "a los
 
 
 def model_name(summary: Mapping[str, Any]) -> str:
-    """Return the name of the model of a run: the last part of its reference, and that of its adapter."""
+    """Return the last part of a run's model reference, with the last part of its adapter's."""
     model = summary["plan"]["model"]
     refs = [model["ref"] or model["config"], model.get("adapter")]
     return " + ".join(str(ref).rstrip("/").rpartition("/")[2] for ref in refs if ref)
@@ -115,7 +115,7 @@ def other_tokenizers(runs: Sequence[FinishedRun], labels: Sequence[str]) -> tupl
 
 
 def labels_of(runs: Sequence[FinishedRun]) -> tuple[str, ...]:
-    """Return the names of the models if they differ, else those of the folders, else their references."""
+    """Return distinct labels for runs: their models' names, else their folders' names, else full references."""
     models = tuple(each.model for each in runs)
     folders = tuple(each.ref.rstrip("/").rpartition("/")[2] for each in runs)
     return next((names for names in (models, folders) if len({*names}) == len(runs)), tuple(each.ref for each in runs))

@@ -22,7 +22,7 @@ FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 def with_added_tokens(data: bytes, folder: Folder) -> bytes:
-    """Return a tokenizer.json with the tokens that other files of its folder add; unchanged if they add none.
+    """Return tokenizer.json with the tokens that other files of the folder add; unchanged if there are none.
 
     Raises:
         CheckpointError: a file is damaged, or gives a token another id than it gets.

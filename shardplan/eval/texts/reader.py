@@ -32,7 +32,7 @@ def special_tokens(tokenizer: Tokenizer) -> SpecialTokens:
 
 @dataclass(frozen=True)
 class Source:
-    """What a worker needs to encode the texts of a run."""
+    """The texts and the tokenizer that a worker encodes them with."""
 
     tokenizer: bytes
     """The tokenizer.json."""

@@ -9,7 +9,7 @@ from shardplan.storage import Folder, read_bytes
 
 
 def read_tokenizer(folder: Folder) -> bytes:
-    """Return the tokenizer.json of a checkpoint folder, with the tokens that other files of the folder add to it.
+    """Return the tokenizer.json of a checkpoint folder, with tokens that other files of the folder add.
 
     Raises:
         CheckpointError: it has none, or one of the files is damaged.
@@ -21,7 +21,7 @@ def read_tokenizer(folder: Folder) -> bytes:
 
 
 def check_tokens(largest: int, model: Model, folder: Folder) -> None:
-    """Check that the model has an embedding for every token of the text, of which `largest` is the largest.
+    """Check that the model has an embedding for every token up to `largest`, the largest in the texts.
 
     Raises:
         CheckpointError: it has not; the message says whether config.json or the tokenizer differs from the weights.
@@ -43,7 +43,7 @@ def check_tokens(largest: int, model: Model, folder: Folder) -> None:
 
 
 def _embedding_rows(model: Model, folder: Folder) -> int:
-    """Return the number of rows of the stored tensors that have a row per token; that of config.json without any."""
+    """Return the number of rows of the stored embeddings; without any, the vocabulary size of config.json."""
     size, tensors = model.vocab.size, read_tensor_index(folder).tensors
     names = [name for name, shape in expected_tensors(model.template).items() if shape[:1] == (size,)]
     rows = {

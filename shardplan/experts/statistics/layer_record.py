@@ -1,4 +1,4 @@
-"""What is recorded of a layer with routed experts, and the figures that it gives. Imports no JAX.
+"""The statistics of one layer with routed experts, and metrics computed from them. Imports no JAX.
 
 Records of several steps are added up. All figures follow from the sums, so that those of a run are not means of those
 of its steps: a step with twice as many tokens counts twice.

@@ -23,7 +23,7 @@ from shardplan.experts.statistics.layer_record import LayerRecord
 
 
 class RouterRecord(NamedTuple):
-    """What a router has done; see `LayerRecord`."""
+    """The routing of one layer; see `LayerRecord`."""
 
     load: Array
     tokens: Array
@@ -45,7 +45,7 @@ class DeviceRows(NamedTuple):
 
 @dataclass
 class RoutingRecording:
-    """What is recorded in a forward pass."""
+    """The records of one forward pass."""
 
     is_token: NamedArray | None = None
     """bool with the axes of the tokens: which of them count; None for all."""
@@ -119,7 +119,7 @@ def record_router(probabilities: NamedArray, chosen: NamedArray) -> None:
 
 
 def with_device_rows(run: Callable[[Any], Array]) -> Callable[[Any], tuple[Array, DeviceRows]]:
-    """Let the program of a device return what it has recorded by `record_rounds` beside its result."""
+    """Make a device's program return what `record_rounds` has recorded beside its result."""
 
     def recorded(inputs: Any) -> tuple[Array, DeviceRows]:
         parts: list[DeviceRows] = []

@@ -49,7 +49,7 @@ class Exchange(NamedTuple):
 
 @dataclass(frozen=True)
 class ExchangeRounds:
-    """Sends as many rows in a round as there is room for at each receiver, and returns their outputs."""
+    """Sends in each round as many rows as fit at each receiver, and returns their outputs."""
 
     axes: tuple[str, ...]
     """Mesh axes that shard experts."""
@@ -57,7 +57,7 @@ class ExchangeRounds:
     function: ExpertFunction
 
     def __call__(self, index: int | Array, sizes: Array, operands: tuple[Array, Array, LocalWeights]) -> Array:
-        """Return [rows, embed]: the weighted outputs of this device's rows, by expert; 0 for rows of other rounds.
+        """Return [rows, embed]: the weighted outputs of this round's rows, sorted by expert; 0 for all other rows.
 
         Args:
             sizes: int32[devices, experts], the rows that each device has for each expert.
@@ -84,7 +84,7 @@ def exchange_tokens(
     axes: tuple[str, ...],
     buffer_rows: int,
 ) -> Array:
-    """Return [tokens, embed]: for each token the weighted sum of the outputs of its experts, wherever these are.
+    """Return [tokens, embed]: each token's weighted sum of expert outputs, computed on the experts' devices.
 
     Args:
         tokens: [tokens, embed], those of this device.
@@ -181,7 +181,7 @@ def _zeros(shape: tuple[int, ...], dtype: Any) -> Array:
 
 
 def ragged_all_to_all(operand: Array, output: Array, slices: Slices, axes: tuple[str, ...]) -> Array:
-    """Send slices of the rows of `operand` to other devices, and return `output` with the slices that arrive.
+    """Send slices of the rows of `operand` to other devices; return `output` with the received slices.
 
     Args:
         operand: [rows, ...].

@@ -83,7 +83,7 @@ def _check_schedule(s: Subject) -> Findings:
 
 
 def nearest_multiples(stage: BatchStage, divisor: int) -> list[int]:
-    """Return the batch sizes next to that of a stage that `divisor` divides."""
+    """Return the multiples of `divisor` next to a stage's batch size."""
     below = stage.size // divisor * divisor
     return [size for size in (below, below + divisor) if size > 0]
 

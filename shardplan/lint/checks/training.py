@@ -51,7 +51,7 @@ def with_optimizer(workload: Workload, extras: TrainingExtras, is_given: bool) -
 
 
 def count_extras(plan: Plan, config: PlanConfig, model: Model, hardware: Slice, extras: TrainingExtras) -> Plan:
-    """Return `plan`, made for training all parameters, with the memory of what `extras` trains instead."""
+    """Return `plan`, made for training all parameters, with the memory of `extras` instead."""
     if not extras.is_other_step:
         return plan
     counted = plan

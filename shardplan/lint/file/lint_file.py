@@ -23,7 +23,7 @@ class LintedFile:
 
 
 def lint_file(path: str, config: PlanConfig) -> LintedFile:
-    """Lint the Levanter configuration `path` for the model, slice and workload of `config`, or for those of the file.
+    """Lint the Levanter configuration `path`, for the model, slice and workload of `config` or of the file.
 
     Raises:
         ConfigError: it cannot be read, or there is no model that it is for.

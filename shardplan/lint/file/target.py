@@ -1,4 +1,4 @@
-"""The model, slice and workload that a prepared file is linted for: the user's, or those of the file itself."""
+"""The model, slice and workload that a file is linted for: the user's, or else the file's."""
 
 import dataclasses
 from collections.abc import Mapping

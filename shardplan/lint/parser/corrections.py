@@ -133,7 +133,7 @@ def _meant(problem: Problem, name: Any, value: Any) -> str | None:
 
 
 def _parent(sections: Any, path: Sequence[str]) -> tuple[Any, Any]:
-    """Return the section that holds the last key of `path`, and that key as it is in the file."""
+    """Return the section that holds the last key of `path`, and the key's spelling in the file."""
     for key in path[:-1]:
         sections = _child(sections, key)
         if sections is None:

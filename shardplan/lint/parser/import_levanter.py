@@ -41,7 +41,7 @@ def import_levanter() -> None:
 
 
 class _LazyDistributions(Mapping[str, list[str]]):
-    """What `importlib.metadata.packages_distributions` returns, computed when the first package is looked up."""
+    """A lazy result of `importlib.metadata.packages_distributions`, computed at the first look-up."""
 
     @cached_property
     def _distributions(self) -> Mapping[str, list[str]]:

@@ -49,7 +49,7 @@ class ParserVerdict:
 
     @property
     def of_the_file(self) -> tuple[Problem, ...]:
-        """The problems, without those of the environment."""
+        """The problems of the file, without problems of the environment."""
         return tuple(problem for problem in self.problems if problem.kind != ProblemKind.NOT_INSTALLED)
 
     def to_json(self) -> dict[str, Any]:

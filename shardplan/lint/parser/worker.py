@@ -174,7 +174,7 @@ def _choices(text: str) -> tuple[str, ...]:
 
 
 def _keys_beside(path: tuple[str, ...], values: Any, target: type) -> tuple[str, ...]:
-    """Return the keys of the section at `path` in Levanter: the fields of what it parses from its `type` alone."""
+    """Return the keys that Levanter's section at `path` has for its `type`."""
     import draccus
 
     try:

@@ -1,4 +1,4 @@
-"""The keys of a JSON object that describes weights, each of which is taken, or ignored by name."""
+"""Keys of a JSON object that describes weights: each must be read, or ignored by name."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ class CheckedKeys:
         self.known: set[str] = set()
 
     def take(self, name: str, default: Any, *allowed: Any) -> Any:
-        """Return a value; of those that are allowed, if any are named."""
+        """Return a value, which must be one of the allowed ones if there are any."""
         self.known.add(name)
         value = self.values.get(name, default)
         value = default if value is None else value
@@ -46,7 +46,7 @@ class CheckedKeys:
         return None if value == -1 else value
 
     def names(self, name: str) -> list[str]:
-        """Return a value that lists names of modules; empty if there is none."""
+        """Return a list of names of modules; empty if the key is absent."""
         value: list[str] = self.take(name, [])
         if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
             raise ConfigError(f"{self.where}.{name} is {value!r}; it must be a list of names of modules")

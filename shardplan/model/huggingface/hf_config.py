@@ -100,7 +100,7 @@ def _check_is_decoder(name: str, keeps_dtype: bool) -> None:
 
 
 def _read_in_folder(folder: Folder | None) -> bytes | None:
-    """Read the config.json in a checkpoint folder; None if there is none.
+    """Read the config.json of a checkpoint folder; None if it has none.
 
     Raises:
         ConfigError: the folder cannot be read; if the model is bundled, the message says so.

@@ -1,4 +1,4 @@
-"""Whether the weights of a checkpoint stay on the devices as they are stored (`load.keep_dtype`). Imports no JAX.
+"""Checks whether weights can stay on the devices as they are stored (`load.keep_dtype`). Imports no JAX.
 
 `read_config` puts the answer into the config.json under `KEEP_KEY`, as it does with the class of the model, so that
 later steps build the model that was planned.
@@ -24,7 +24,7 @@ def stored_codes(hf_config: Mapping[str, Any]) -> ByteCodes | None:
 
 
 def check_can_keep(hf_config: Mapping[str, Any], where: str) -> None:
-    """Check that the weights of a checkpoint can stay on the devices as they are stored.
+    """Check that a checkpoint's weights can stay on the devices in their stored form.
 
     Args:
         where: name of the config.json, for messages.

@@ -1,4 +1,4 @@
-"""How a checkpoint stores its weights, where they are not plain numbers.
+"""The quantized forms in which checkpoints store weights.
 
 Which tensors are stored so, the files say; `Quantization.is_plain` must agree.
 """
@@ -15,7 +15,7 @@ PATTERN = "re:"
 
 @dataclass(frozen=True)
 class Quantization:
-    """How the weights of a checkpoint are stored."""
+    """The stored form of a checkpoint's weights."""
 
     method: str
     """What it is called in messages."""
@@ -23,7 +23,7 @@ class Quantization:
     """Modules that are stored as plain numbers: parts of names, with `*` for anything, or `re:` and a pattern."""
 
     def is_plain(self, name: str) -> bool:
-        """Whether a tensor is said to be stored as plain numbers.
+        """Whether config.json says that a tensor is stored as plain numbers.
 
         >>> Quantization("mxfp4", ("model.layers.*.mlp.gate", "lm_head")).is_plain("model.layers.3.mlp.gate.weight")
         True
@@ -47,12 +47,12 @@ class ByteCodes(Quantization):
 
 @dataclass(frozen=True)
 class Mxfp4(Quantization):
-    """Numbers of four bits, 32 of which share a power of two (gpt-oss)."""
+    """4-bit floats with a power-of-two scale per 32 elements (gpt-oss)."""
 
 
 @dataclass(frozen=True)
 class Nvfp4Names:
-    """What follows the name of a module in the names of the parts of its weight."""
+    """The suffixes of the parts of a weight, after its module's name."""
 
     codes: str
     group_scale: str

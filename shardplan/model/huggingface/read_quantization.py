@@ -75,7 +75,7 @@ def read_modelopt_file(data: bytes, where: str) -> Quantization | None:
 
 
 class _Keys(CheckedKeys):
-    """The keys of a quantization_config, of which some list modules that are stored as plain numbers."""
+    """The keys of a quantization_config, including lists of modules that are stored as plain numbers."""
 
     def __init__(self, values: Any, where: str) -> None:
         super().__init__(values, where)
@@ -91,7 +91,7 @@ class _Keys(CheckedKeys):
         self.plain = tuple(modules)
 
     def block(self, name: str) -> tuple[int, int] | None:
-        """Return a number of rows and columns; None if there is none."""
+        """Return the rows and columns of a block; None if there are no blocks."""
         value = self.take(name, None)
         if value is None:
             return None

@@ -105,7 +105,7 @@ def _shared_values(config: Mapping[str, Any], inner: Mapping[str, Any], key: str
 
 
 def _say_repeated(config: Mapping[str, Any], inner: Mapping[str, Any], key: str, where: str) -> None:
-    """Log the sizes of a wrapper that are not those of its text model."""
+    """Log sizes at a wrapper's top level that differ from its text model's."""
     for name in SIZE_KEYS:
         if None not in (config.get(name), inner.get(name)) and config[name] != inner[name]:
             _say(f"{where}: {name} is {config[name]!r}, and {inner[name]!r} in its {key}, which is read")

@@ -35,7 +35,7 @@ ALIASES = {"true": "default", "false": "save_all", "full": "recompute", "none": 
 
 @dataclass(frozen=True)
 class CheckpointPolicy:
-    """What becomes of the activations of layers between forward pass and gradients."""
+    """A gradient checkpointing policy: which activations are kept, offloaded or recomputed."""
 
     kind: str = "default"
     """One of `KINDS`."""

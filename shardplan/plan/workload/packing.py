@@ -1,4 +1,4 @@
-"""How many windows of text a sequence packs. Pure."""
+"""The number of windows of text that a sequence packs. Pure."""
 
 from shardplan.positions.sequence_layout import KERNEL_BLOCK
 

@@ -107,13 +107,13 @@ class Workload:
 
     @property
     def checkpoint_policy(self) -> CheckpointPolicy:
-        """What becomes of activations in training; Levanter's default where the workload leaves it open."""
+        """The gradient checkpointing policy; Levanter's default where the workload leaves it open."""
         if self.gradient_checkpointing == OPEN_CHECKPOINTING:
             return CheckpointPolicy()
         return CheckpointPolicy.parse(self.gradient_checkpointing)
 
     def resolve(self) -> "Workload":
-        """This workload with Levanter's defaults in place of what it leaves open."""
+        """Return the workload with Levanter's defaults for open settings."""
         return replace(self, gradient_checkpointing=str(self.checkpoint_policy), microbatches=self.num_microbatches)
 
     def with_logit_blocks(self, vocab: int, devices: int) -> "Workload":

@@ -38,7 +38,7 @@ class _Origin:
 
 @dataclass(frozen=True)
 class _Use:
-    """What elementwise operations alone compute from a value."""
+    """The use of a value by elementwise operations alone."""
 
     final: int | None = None
     """The value that is needed in memory, or `SEVERAL`; the value itself if other operations use it; None for none.
@@ -166,7 +166,7 @@ class Fusion:
         return use is not None and use.by_grouped and not use.by_others
 
     def is_grouped_summand(self, value: int) -> bool:
-        """Whether `value` is the result of a grouped matmul and is only added to other results of matmuls."""
+        """Whether `value` is a grouped matmul's result and is only added to other matmuls' results."""
         consumers = [self.operations[i] for i in self._consumers[value]]
         is_grouped = value in self._producer and self.operations[self._producer[value]].groups > 1
         return is_grouped and len(consumers) == 1 and self._origins[consumers[0].results[0]].summed_matmuls > 1
@@ -197,7 +197,7 @@ class Fusion:
         return self._origins.get(value) or _Origin()
 
     def _find_origin(self, operation: Operation, result: int) -> _Origin:
-        """Find the origin of a result from those of the operands."""
+        """Combine the origins of an operation's operands to the origin of its result."""
         if operation.kind == OperationKind.CONTRACTION:
             return _Origin(result, 1, result)
         if operation.kind != OperationKind.ELEMENTWISE:
@@ -223,7 +223,7 @@ class Fusion:
         return tuple(sorted(inputs, reverse=True)[:2])
 
     def _find_use(self, value: int) -> _Use:
-        """Find the use of a value from those of the results of its consumers."""
+        """Combine the uses of the consumers' results to the use of a value."""
         consumers = [self.operations[i] for i in self._consumers[value]]
         elementwise = [each for each in consumers if each.kind == OperationKind.ELEMENTWISE]
         others = [each for each in consumers if each.kind != OperationKind.ELEMENTWISE]
@@ -240,7 +240,7 @@ class Fusion:
         )
 
     def _find_sum(self, value: int) -> int:
-        """Return the sum that `value` enters together with results of other matmuls, or `value` if it enters none."""
+        """Return the sum of matmul results that `value` is a term of, or `value` if it is a term of none."""
         consumers = self._consumers[value]
         if len(consumers) != 1:
             return value

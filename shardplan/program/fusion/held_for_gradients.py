@@ -1,4 +1,4 @@
-"""What a compiler keeps in memory after its last use, until the gradients of experts are computed. Pure.
+"""Predicts the values that a compiler keeps after their last use, until experts' gradients are computed. Pure.
 
 Some compilers compute these gradients last, and free none of the rows routed to experts before; a sum over devices
 reuses the memory of its operand, as do the pass that fills rows out of bounds and the gradients of the elementwise

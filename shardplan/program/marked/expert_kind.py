@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ExpertKind:
-    """What a plan needs to know of a block of routed experts."""
+    """The sizes and options of a block of routed experts."""
 
     experts: int
     experts_per_token: int

@@ -13,7 +13,7 @@ from shardplan.program.operations import OperationKind
 
 @dataclass
 class AxisNaming:
-    """What rules learn about the axes of a program."""
+    """The facts about a program's axes that rules collect."""
 
     merged_axes: dict[str, Dim] = field(default_factory=dict)
     """Logical axis -> the axes that it is split into elsewhere in the program."""

@@ -28,7 +28,7 @@ def gather(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) -> Rule
 
 
 def scatter_add(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) -> RuleResult:
-    """A sum into rows of a table; its columns have the names of what is added, its rows the names of the table."""
+    """Name a sum into rows of a table: its columns after the summands, its rows after the table."""
     numbers, table, updates = equation.params["dimension_numbers"], arrays[0], arrays[2]
     indexed = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
     columns = [i for i in range(len(table.dims)) if i not in indexed]

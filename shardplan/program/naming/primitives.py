@@ -38,7 +38,7 @@ from shardplan.program.naming.sparse_rules import sparse_attention, sparse_gradi
 
 @dataclass(frozen=True)
 class Primitive:
-    """A row of the table: JAX primitives that are traced alike."""
+    """A row of the table: JAX primitives with the same rules."""
 
     names: tuple[str, ...]
     rule: Rule | None = elementwise
@@ -149,7 +149,7 @@ WITHOUT_ROW = Primitive((), rule=None)
 
 
 def find_primitive(name: str) -> Primitive:
-    """Return the row of a primitive; `WITHOUT_ROW` if it has none."""
+    """Return the row of a primitive, or `WITHOUT_ROW`."""
     return PRIMITIVES.get(name, WITHOUT_ROW)
 
 

@@ -47,7 +47,7 @@ def is_rewritable(trace: Trace, policy: CheckpointPolicy) -> bool:
 
 
 def _count_names(operations: Sequence[Operation]) -> tuple[int, int]:
-    """Count the activations with a name that gradients compute again, and those of them in pairs of loops."""
+    """Count the recomputed activations with a name, and how many of them are in pairs of loops."""
     gradient_loops = {_gradient_loop(operations, i) for i in range(len(operations))}
     names = in_pairs = 0
     for i, operation in enumerate(operations):
@@ -136,7 +136,7 @@ class _Rewriter:
         return named, [replace(operation, results=(before,)), barrier]
 
     def _read_stacks(self, loop: Operation, stacks: Sequence[int], carry_stack: int) -> Operation:
-        """Return the loop of gradients that reads activations from stacks, those that it needs.
+        """Return the loop of gradients with needed activations read from stacks.
 
         Args:
             stacks: of the activations in the order of the forward loop.

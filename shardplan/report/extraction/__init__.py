@@ -1,4 +1,4 @@
-"""What is shown of an extraction run: tables, plots, pages."""
+"""Shows an extraction run: tables, plots, pages."""
 
 from importlib.util import find_spec
 

@@ -1,1 +1,1 @@
-"""How results show themselves to Python: as text where they are printed, as a picture in a notebook."""
+"""How results show themselves in Python: as text when printed, as a picture in a notebook."""

@@ -1,4 +1,4 @@
-"""How each class that is `Displayed` shows itself: as text, as a short text, and as a picture."""
+"""The views of each `Displayed` class: a text, a short text, and a picture."""
 
 import io
 import shutil
@@ -34,7 +34,7 @@ Print = Callable[[Any, Console], None]
 
 @dataclass(frozen=True)
 class Display:
-    """How the objects of a class show themselves."""
+    """The views of a class's objects."""
 
     text: Print
     """What `print` shows."""

@@ -7,7 +7,7 @@ BRIGHT = 130
 
 
 def tile_colour(part: float) -> tuple[str, str]:
-    """The colour of a tile, and that of text on it; `part` goes from 0 for the first tile to 1 for the last."""
+    """Return the colours of a tile and of text on it; `part` is 0 for the first tile and 1 for the last."""
     at = part * (len(SCALE) - 1)
     index = min(int(at), len(SCALE) - 2)
     pairs = zip(SCALE[index], SCALE[index + 1], strict=True)

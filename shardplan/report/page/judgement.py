@@ -15,7 +15,7 @@ from shardplan.verify.verdict import CompiledCollective, CompiledMemory, Compile
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a plan predicts of its step."""
+    """A plan's predictions for its step."""
 
     step_seconds: float
     tokens: int
@@ -108,5 +108,5 @@ def load_judgements(path: str) -> list[Judgement]:
 
 
 def own_judgement(plan: Plan, judgements: Sequence[Judgement]) -> Judgement | None:
-    """The first verdict on the step of `plan`; None if there is none."""
+    """The first verdict on the step of `plan`; None without a verdict."""
     return next((each for each in judgements if each.is_of(plan)), None)

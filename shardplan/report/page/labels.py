@@ -23,7 +23,7 @@ GENERIC = "Linear"
 
 
 def short_label(label: str) -> str:
-    """The part of a parameter's path or of the scopes of an operation that tells it from others."""
+    """The distinguishing part of a parameter's path or an operation's scopes."""
     if "/" not in label:
         _, is_stacked, path = label.rpartition(STACKED)
         return (WITHIN_BLOCK.sub("", path) if is_stacked else path).removesuffix(SUFFIX)
@@ -63,7 +63,7 @@ def join_with_counts(labels: Iterable[str]) -> str:
 
 
 def task_label(task: TimedTask) -> str:
-    """What a task computes, as `matmul: mlp.gate_proj`."""
+    """The label of a task, such as `matmul: mlp.gate_proj`."""
     return f"{kind_text(task.kind)}: {short_label(task.label)}"
 
 

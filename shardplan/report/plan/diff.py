@@ -49,7 +49,7 @@ def _cell(value: Any, text: Callable[[Any], str]) -> str:
 
 
 def _print_part(title: str, rows: Sequence[Row], out: Console) -> None:
-    """Print rows as a table if it fits, else as lines like those of a unified diff; nothing without rows."""
+    """Print rows as a table if it fits, else as lines of a diff; print nothing without rows."""
     if not rows:
         return
     table = make_table(title, ("", "before", "after"))

@@ -68,7 +68,7 @@ def needs_edit(review: Review) -> bool:
 
 
 def kept_schedule(review: Review, plan: Plan) -> list[dict[str, int]] | None:
-    """Return the file's schedule of batches for the section of `plan`, each stage a multiple of what the plan needs.
+    """Return the file's batch schedule for `plan`, with each stage rounded to a multiple that the plan needs.
 
     None if the file has no schedule.
     """
@@ -79,7 +79,7 @@ def kept_schedule(review: Review, plan: Plan) -> list[dict[str, int]] | None:
 
 
 def stopped_text(review: Review) -> str:
-    """Say that the search for edits was stopped, and what that leaves open."""
+    """Explain that the search for edits was stopped, and what remains unknown."""
     seconds = f"{review.stopped_after:.0f} s (lint_seconds)"
     if review.repair is None and needs_edit(review):
         return f"the search for an edit that removes all errors was stopped after {seconds}, before one was found"
@@ -87,7 +87,7 @@ def stopped_text(review: Review) -> str:
 
 
 def _print_outcome(review: Review, out: Console) -> None:
-    """Print on two lines whether the file runs, or which errors it has, and the predicted memory and speed."""
+    """Print in two lines whether the file runs, or its errors, and the predicted memory and speed."""
     plan, errors = review.lint.plan, review.lint.errors
     if not errors and plan is not None:
         print_estimate(plan, out)
@@ -165,7 +165,7 @@ def _estimate_json(plan: Plan) -> dict[str, Any]:
 
 
 def _repair_json(repair: Repair | None) -> dict[str, Any] | None:
-    """Return the repair as JSON values; None if there is none."""
+    """Return the repair as JSON values; None without a repair."""
     if repair is None:
         return None
     plan = repair.lint.plan

@@ -26,7 +26,7 @@ class ParameterGroup:
 
     @property
     def first(self) -> ParameterPlan:
-        """The parameter that stands for the others."""
+        """The first parameter of the group, which is equal to the others."""
         return self.parameters[0]
 
     @property

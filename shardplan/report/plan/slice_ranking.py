@@ -37,7 +37,7 @@ NARROW_TITLES = {
 
 
 def print_slice_ranking(ranking: SliceRanking, out: Console) -> None:
-    """Print the best and the smallest slices, the workload, a row per slice, and why the others have no plan."""
+    """Print the best and smallest slices, the workload, a row per slice, and why others have no plan."""
     if ranking.ranked:
         _print_headline(ranking, out)
         print_first_fitting(_tables(ranking.ranked), out)
@@ -106,7 +106,7 @@ def _cost_column(ranked: Sequence[RankedSlice]) -> str | None:
 
 
 def _workloads_text(workloads: Sequence[Workload]) -> str:
-    """The workload of the plans in words; of what the planner chose for each slice, the range."""
+    """Describe the workload of the plans, with ranges for settings that the planner chose per slice."""
     first = workloads[0]
     if all(each == first for each in workloads):
         return workload_text(first)
@@ -187,7 +187,7 @@ def _is_guess(each: RankedSlice) -> bool:
 
 
 def _significant(number: float | None) -> str:
-    """A cost, or days, with three significant digits, and no exponent where it has at most six decimals."""
+    """Format a number with three significant digits, without an exponent down to six decimals."""
     if number is None:
         return "-"
     if number >= MANY:

@@ -41,7 +41,7 @@ Report = Callable[[str], None]
 
 
 class PhaseProgress(NamedTuple):
-    """How much all processes have done in a phase."""
+    """The progress of all processes in a phase."""
 
     done: float
     slowest: int
@@ -148,7 +148,7 @@ class Link(Watch):
 def open_link(
     address: str, own: Member, report: Report, limit_s: float = TIMING.start_limit_s, timing: ProcessTiming = TIMING
 ) -> Link:
-    """Meet the other processes of a run at its hub.
+    """Connect to the run's hub, and wait for the other processes there.
 
     Args:
         address: host:port of the hub.
@@ -270,7 +270,7 @@ _has_ended = False
 
 
 def has_peers() -> bool:
-    """Return whether this process has been connected to others."""
+    """Return whether this process is connected to others."""
     return _current is not None
 
 

@@ -1,4 +1,4 @@
-"""How the processes of a run come together: at their hub, and then in JAX."""
+"""Connects the processes of a run: to their hub, and then in JAX."""
 
 import atexit
 import contextlib

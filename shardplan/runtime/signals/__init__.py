@@ -1,1 +1,1 @@
-"""What asks a process to stop: Ctrl-C, SIGTERM, and the preemption of its host."""
+"""Requests to stop a process: Ctrl-C, SIGTERM, and the preemption of its host."""

@@ -111,9 +111,9 @@ class ComponentCost:
 
     @cached_property
     def param_bytes(self) -> float:
-        """Bytes over all devices of what is stored at every point, if the mapping of stored parameters shards it.
+        """Bytes over all devices that are live at every point and sharded by the mapping of stored parameters.
 
-        That of other state, such as a cache of keys and values, follows from the compute mapping.
+        The sharding of other state, such as a cache of keys and values, follows from the compute mapping.
         """
         total = 0.0
         for buffer, number, depends in zip(self.buffers, self.counts[0], self.depends_on_params, strict=True):
@@ -149,7 +149,7 @@ class ComponentCost:
 
 @dataclass(frozen=True)
 class ProgramCosts:
-    """What the costs of components are collected from; see `shardplan.search.space.Space`."""
+    """The tasks and buffers of a program, sorted into components; see `shardplan.search.space.Space`."""
 
     step: Step
     points: tuple[ProgramPoint, ...]
@@ -288,7 +288,7 @@ def _buffer_groups(
 def _key_indices(
     arrays: Sequence[TracedArray], open_axes: Sequence[str], *, stored: bool, attends: bool, routes: bool
 ) -> tuple[int, ...]:
-    """Return the places in `ComponentCost.all_choices` of what a cost depends on."""
+    """Return the indices in `ComponentCost.all_choices` of the choices that a cost depends on."""
     names = axis_names(arrays)
     computed = [2 + i for i, axis in enumerate(open_axes) if axis in names]
     in_params = [len(open_axes) + i for i in computed] if stored else []
@@ -305,7 +305,7 @@ def _cache_key(indices: tuple[int, ...]) -> CacheKey:
 
 
 def on_host(buffers: Iterable[tuple[LiveBuffer, int]]) -> Iterator[tuple[LiveBuffer, int]]:
-    """Yield those of a point's buffers that are in the memory of the host."""
+    """Yield the buffers of a point that are in host memory."""
     return ((buffer, n) for buffer, n in buffers if buffer.array.is_on_host)
 
 

@@ -48,7 +48,7 @@ def sparse_methods(is_sharded: bool, order: SequenceOrder, has_kernel: bool) -> 
 
 
 class ComputeSharding(NamedTuple):
-    """What the search chooses of the computations of a component."""
+    """The search's choice for the computations of one component."""
 
     mapping: dict[str, MeshAxes]
     """Logical axis -> mesh axes."""

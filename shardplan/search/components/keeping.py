@@ -1,4 +1,4 @@
-"""Which activations a step keeps: the fastest combinations of options that fit, among all of them.
+"""Chooses the activations that a step keeps: all combinations of options are compared.
 
 An option is what can become of an activation: kept on the device, or copied to the host and back. Of each activation at
 most one option is chosen. Seconds and bytes of options add up, and copies of one loop hide behind its matmuls together.
@@ -71,7 +71,7 @@ class Keeping:
 
     @staticmethod
     def of(sizes: Sequence[int], hiding: np.ndarray, saved: np.ndarray, copies: np.ndarray) -> "Keeping":
-        """Return all combinations of activations with so many options each.
+        """Return all combinations of options, given each activation's number of options.
 
         Args:
             copies: [option]: whether it copies an activation to the host.
@@ -106,7 +106,7 @@ class Keeping:
         return total
 
     def by_combination(self, seconds: np.ndarray, options: np.ndarray) -> np.ndarray:
-        """Return [choice, combination]: seconds of choices, with those that the options of a combination add.
+        """Return [choice, combination]: the seconds of choices with the options of each combination.
 
         Args:
             seconds: [choice].

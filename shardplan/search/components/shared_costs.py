@@ -13,7 +13,7 @@ from shardplan.cost.gspmd import DeviceCost
 
 
 class LowerBounds(NamedTuple):
-    """Lower bounds of what the tasks of a group take under a compute mapping, for any mapping of stored parameters."""
+    """Lower bounds on the cost of a group's tasks under a compute mapping, for any mapping of stored parameters."""
 
     costs: list[DeviceCost]
     """[task]"""

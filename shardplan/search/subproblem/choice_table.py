@@ -30,13 +30,13 @@ class ChoiceTable(NamedTuple):
     def of(
         keeping: Keeping, times: Sequence[ComponentTimes], size: np.ndarray, option_bytes: np.ndarray
     ) -> "ChoiceTable":
-        """Return the table of choices with their times; the bytes are those of the table."""
+        """Make the table of choices with their times; bytes are computed from the table."""
         seconds, options = np.array([each.seconds for each in times]), np.array([each.options[:, 0] for each in times])
         return ChoiceTable(keeping.by_combination(seconds, options), size, option_bytes)
 
 
 class Possible(NamedTuple):
-    """What may be in a plan, by the bounds."""
+    """The choices that the bounds do not exclude."""
 
     choices: list[np.ndarray]
     """[table]: indices of choices."""
@@ -47,7 +47,7 @@ class Possible(NamedTuple):
 def find_possible(
     tables: Sequence[ChoiceTable], keeping: Keeping, limit: float, available_bytes: np.ndarray
 ) -> Possible | Rejection:
-    """Return the choices that may be in a plan, or why there is none.
+    """Return the choices that may be in a plan, or the reason why none is.
 
     A plan has one choice of every table and one combination of options. Its time is the sum of the times of its choices
     under this combination, plus copies; its bytes are the sums of bytes of its choices and of its options. So it takes

@@ -63,7 +63,7 @@ class Choices(NamedTuple):
         return left
 
     def least(self, amount: Amount) -> tuple[float, np.ndarray]:
-        """Return lower bounds of the seconds and bytes of an amount, whatever becomes of activations."""
+        """Return lower bounds on the seconds and bytes of an amount, for any options about activations."""
         gained = self.keeping.least(amount.options)
         return amount.seconds + float(gained[0]), amount.bytes + gained[1 + self.keeping.loops :]
 
@@ -85,7 +85,7 @@ class Combination:
 
 
 def pareto_optimal(choices: list[ComponentChoice], required: MeshAxes = ()) -> list[ComponentChoice]:
-    """The choices, fastest first, that no faster choice matches or undercuts in all else, whatever the options.
+    """Return the choices, fastest first, that no faster one equals or beats in memory, under any options.
 
     Args:
         required: mesh axes that a combination must use; a choice that uses one is undercut only by others that do.
@@ -104,7 +104,7 @@ def _undercuts(one: Amount, other: Amount) -> bool:
 
 
 def fastest_combinations(choices: Choices, limit: float, available_bytes: np.ndarray) -> list[Combination]:
-    """The Pareto-optimal combinations (time against peak memory) among those that fit and tie with the fastest.
+    """Return the Pareto-optimal combinations (time, peak memory) that fit and tie with the fastest.
 
     Args:
         limit: step time in seconds above which no combination is returned.

@@ -114,7 +114,7 @@ class MeshCosts:
         return sizes
 
     def _compute_sizes(self, component: ComponentCost, compute: ComputeSharding) -> np.ndarray:
-        """[buffer]: `_sizes` of buffers that do not depend on the mapping of stored parameters, and 0 of the others."""
+        """[buffer]: `_sizes` of buffers that depend on the compute mapping alone; 0 for other buffers."""
         choices = component.compute_choices(compute)
         own_key = id(component), choices
         if own_key not in self._known_compute_sizes:
@@ -268,7 +268,7 @@ class ComponentTimes(NamedTuple):
 
 
 def _times(component: ComponentCost, seconds: np.ndarray) -> ComponentTimes:
-    """Return the times of a component, given those of its tasks."""
+    """Return the times of a component, from the times of its tasks."""
     own, options = component.numbers @ seconds, component.option_numbers @ seconds
     return ComponentTimes(float(own[0]), own[1:], options)
 

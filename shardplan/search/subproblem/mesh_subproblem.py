@@ -153,7 +153,7 @@ class MeshSubproblem:
 
     @cached_property
     def min_seconds(self) -> list[list[float]]:
-        """[component][choice]: lower bounds of the seconds under `compute_shardings`, whatever the options."""
+        """[component][choice]: lower bounds on the seconds under `compute_shardings`, for any options."""
         return [[self._least_seconds(times) for times in each] for each in self.min_times]
 
     def _least_seconds(self, times: ComponentTimes) -> float:
@@ -218,7 +218,7 @@ class MeshSubproblem:
 
     @cached_property
     def least_base_bytes(self) -> np.ndarray:
-        """Lower bound, at most 0, of the bytes that options about activations add to those of no component."""
+        """Lower bound, at most 0, on the bytes that options add outside of all components."""
         _, options = self.costs.bytes(self.space.base_cost, [(UNSHARDED, {})])
         return self.space.keeping.least(options[0])
 
@@ -312,7 +312,7 @@ class MeshSubproblem:
     def _param_mappings(
         self, component: ComponentCost, compute: AxisMapping, residual: dict[str, MeshAxes]
     ) -> Iterator[dict[str, MeshAxes]]:
-        """Mappings of stored parameters: the compute sharding, and further mesh axes."""
+        """The mappings of stored parameters: each extends the compute sharding by other mesh axes."""
         for mapped in itertools.product(*(self._storage_choices(axis, compute) for axis in component.axes)):
             params = {**residual, **{axis: axes for axis, axes in zip(component.axes, mapped, strict=True) if axes}}
             if _is_distinct(params, component.stored_together):

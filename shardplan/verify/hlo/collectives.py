@@ -39,7 +39,8 @@ class Network:
         self.placement = place_mesh(hardware, mesh)
 
     def transfer(self, computation: Computation, instruction: Instruction, context: str) -> CollectiveTransfer | None:
-        """What `instruction`, a collective of `computation`, transfers; None if its replica groups are not understood.
+        """Return the transfer of `instruction`, a collective of `computation`; None if its replica groups are not
+        understood.
 
         Args:
             context: the operation to attribute the collective to if the compiler gives none.

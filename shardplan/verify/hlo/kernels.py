@@ -26,7 +26,7 @@ PRODUCTS = ("convolution", "dot")
 
 @dataclass(frozen=True)
 class KernelWork:
-    """What a module does not say of the work of its kernels."""
+    """The work of kernels, which a module does not contain."""
 
     attended_fraction: float = 1.0
     """Fraction of the blocks of position x position that attention kernels compute."""
@@ -40,7 +40,7 @@ ALL_WORK = KernelWork()
 
 @dataclass(frozen=True)
 class MemoryTraffic:
-    """What work without cycles and without known FLOPs is assumed to read from and write to HBM."""
+    """The assumed HBM traffic of an operation without known cycles or FLOPs."""
 
     subject: str
     """The work: an opcode, with the target of a custom call."""
@@ -121,7 +121,7 @@ def _executed(
 
 
 def _root(module: Module, instruction: Instruction) -> Instruction:
-    """The instruction that computes the result of a fusion; any other instruction itself."""
+    """Return the instruction that computes a fusion's result; any other instruction itself."""
     while instruction.opcode == "fusion":
         instruction = module.computations[instruction.called[0]].root
     return instruction

@@ -80,7 +80,7 @@ class Instruction:
 
     @property
     def custom_call_target(self) -> str:
-        """The function that a custom call runs; empty for other instructions."""
+        """Name of the function that a custom call runs; empty for other instructions."""
         return self.attributes.get("custom_call_target", "").strip('"')
 
     @property

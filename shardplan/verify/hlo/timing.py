@@ -126,7 +126,7 @@ class _FusedCollective:
 
 @dataclass(frozen=True)
 class _Scope:
-    """Where an instruction is executed: its computation, how often in a step, and the clock of that execution."""
+    """The execution of an instruction: its computation, the count per step, and the clock."""
 
     computation: Computation
     parameters: Sequence[SymbolicValue]
@@ -266,7 +266,7 @@ class _Simulator:
         clock.start(instruction.name, copied / self.hardware.generation.host_bandwidth, link)
 
     def _called_collective(self, call: Instruction) -> tuple[Computation, Instruction] | None:
-        """The collective that an asynchronous call runs, with its computation; None if it runs other work."""
+        """Return the collective that an asynchronous call runs, with its computation; None for other calls."""
         for name in call.called:
             computation = self.module.computations[name]
             for instruction in computation.instructions.values():

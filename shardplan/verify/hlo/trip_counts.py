@@ -1,4 +1,4 @@
-"""Evaluates integers of an HLO module as far as they are constant, and the trip counts of its loops."""
+"""Evaluates constant integers of an HLO module, and the trip counts of its loops."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ SymbolicValue = SymbolicInt | None | list["SymbolicValue"]
 
 
 class ComparisonDirection(StrEnum):
-    """How a `compare` instruction compares its operands."""
+    """The comparisons of a `compare` instruction."""
 
     EQ = "EQ"
     NE = "NE"

@@ -1,4 +1,4 @@
-"""Tensors that are stored as codes, of which groups share a scale, and their numbers.
+"""Tensors that are stored as codes with one scale per group, and their numbers.
 
 A number is that of its code, less the zero point of its group, times the scale of its group, in float32. Groups are
 boxes of codes in the order in which they are stored, the last ones along a dimension smaller. Only the scales of the
@@ -61,7 +61,7 @@ class GroupValues:
     common: CommonScale | None = None
 
     def read(self, first: int, groups: Shape) -> np.ndarray:
-        """Read those of some groups, from row `first` of groups on: float32 of shape `groups`.
+        """Read the values of consecutive groups, from row `first` of groups on: float32 of shape `groups`.
 
         Raises:
             CheckpointError: a scale is not a positive number.
@@ -138,7 +138,7 @@ class RowGroups:
 
 
 class CodedTensor(ComputedTensor, frozen=True, gc=False):
-    """A tensor of codes with their scales and zero points; its shape is that of its numbers."""
+    """A tensor stored as codes, scales and zero points; it has the shape of its numbers."""
 
     code_dims: Shape = ()
     """Dimensions of the codes, in the order in which they are stored."""

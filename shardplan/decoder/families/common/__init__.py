@@ -1,1 +1,1 @@
-"""What families share: functions that read keys of a config.json, and functions that return rules of parameters."""
+"""Functions that families share: readers of config.json keys, and rules of parameters."""

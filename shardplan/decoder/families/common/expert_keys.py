@@ -68,7 +68,7 @@ def read_counts(
     per_token: tuple[str, ...],
     defaults: tuple[int | None, int | None],
 ) -> tuple[int, int]:
-    """Read the number of experts, and of those that a token chooses.
+    """Read the number of experts, and the number that each token chooses.
 
     Args:
         experts, per_token: names of the two keys.

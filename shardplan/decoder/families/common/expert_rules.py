@@ -49,7 +49,7 @@ def expert_layer_rules(
 
 
 def separate_expert_rules(mlp: Mlp, name: str, embed: int, names: ExpertNames = DEEPSEEK_NAMES) -> Rules:
-    """Return the rules of experts, every projection of each a tensor; those of an MLP in a layer without experts.
+    """Return rules of experts with one tensor per projection and expert; of an MLP in a layer without experts.
 
     Args:
         name: prefix of the MLP.
@@ -68,7 +68,7 @@ def separate_expert_rules(mlp: Mlp, name: str, embed: int, names: ExpertNames = 
 
 
 def stacked_expert_rules(mlp: Mlp, name: str, embed: int, names: ExpertNames = DEEPSEEK_NAMES) -> Rules:
-    """Return the rules of experts that share two tensors; those of an MLP in a layer without experts.
+    """Return rules of experts stacked in two tensors; of an MLP in a layer without experts.
 
     The tensors are `gate_up_proj` {experts, gates and then projections up, embed}, and `down_proj` {experts, embed,
     mlp}.

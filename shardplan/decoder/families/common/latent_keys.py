@@ -1,4 +1,4 @@
-"""Keys of a config.json about latent attention, by the names that DeepSeek gave them and other families took over."""
+"""Keys of a config.json about latent attention, by DeepSeek's names, which other families use too."""
 
 from dataclasses import replace
 from typing import NamedTuple

@@ -94,7 +94,7 @@ def require_rope(keys: ConfigKeys) -> None:
 
 
 def read_rotated_layers(keys: ConfigKeys) -> list[bool]:
-    """Read for every layer whether it has rotary embeddings: by default all but every fourth.
+    """Read which layers have rotary embeddings; by default three of four.
 
     Raises:
         ConfigError: `no_rope_layers` does not have a 1, for rotary embeddings, or a 0 for each layer.

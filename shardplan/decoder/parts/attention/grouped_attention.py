@@ -32,7 +32,7 @@ POSITION, KEY_POSITION = "position", "key_position"
 
 @dataclass(frozen=True)
 class Kernel:
-    """How Levanter computes attention where no plan does."""
+    """Levanter's attention kernels, used without a plan."""
 
     backend: AttentionBackend | None = None
     block: int | None = None

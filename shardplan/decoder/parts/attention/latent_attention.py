@@ -59,7 +59,7 @@ class LatentAttention:
 
     @property
     def head_axes(self) -> HeadAxes:
-        """The axes of heads, by the names that they have in grouped attention."""
+        """The axes of heads, by their names in grouped attention."""
         return HeadAxes(
             Axis("kv_head", self.heads),
             Axis("q_heads_per_group", 1),

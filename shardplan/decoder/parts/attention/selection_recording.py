@@ -13,7 +13,7 @@ from shardplan.decoder.parts.attention.sparse.statistics import SelectionSums
 
 @dataclass
 class SelectionRecording:
-    """What is recorded in a forward pass."""
+    """The records of one forward pass."""
 
     segments: list[tuple[SelectionSums, ...]] = field(default_factory=list)
     """Of each loop over layers, the layers with this attention in its block: sums [repetition, ...]."""

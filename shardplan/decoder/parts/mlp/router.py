@@ -23,7 +23,7 @@ from shardplan.model.parameter_dtypes import Float32Module
 
 
 class Scoring(Enum):
-    """What makes scores of the products of tokens and the router's weights."""
+    """The function from router logits to scores."""
 
     SOFTMAX = "softmax over all experts"
     SOFTMAX_OF_CHOSEN = "softmax over the chosen experts"
@@ -43,7 +43,7 @@ class ExpertGroups:
 
 @dataclass(frozen=True)
 class RouterConfig:
-    """How experts are chosen and weighed."""
+    """How a router scores, chooses and weighs experts."""
 
     experts: int
     experts_per_token: int

@@ -1,4 +1,4 @@
-"""How evenly the tokens of an evaluation were routed to experts, layer by layer."""
+"""The panel of routed experts: how evenly an evaluation's tokens were routed, layer by layer."""
 
 import math
 from collections.abc import Mapping

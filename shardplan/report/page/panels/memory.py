@@ -1,4 +1,4 @@
-"""What is in the memory of a device over the step: by the plan's estimate, and by the compiler."""
+"""The panel of memory: a device's live bytes over the step, by the plan's estimate and by the compiler."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""Which blocks Native Sparse Attention selected in the last step of a training, layer by layer."""
+"""The panel of Native Sparse Attention: the blocks that a training's last step selected, layer by layer."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -122,7 +122,7 @@ def timeline_panel(plan: Plan, judgement: Judgement | None) -> TimelinePanel:
 
 
 def costs_of_step(plan: Plan) -> list[Cost]:
-    """What the time of a step is spent on, the largest part first; the exposed seconds add up to the step.
+    """Return the costs of a step, the largest first; their exposed seconds add up to the step's.
 
     A Plan of an older version says of its collectives only how long they take, not how much of that is exposed.
     """

@@ -22,7 +22,7 @@ GAP = 3
 
 @dataclass(frozen=True)
 class Tiling:
-    """How an array is divided into tiles, numbered in row-major order, over the devices of a mesh."""
+    """An array's division into tiles, numbered in row-major order, over the devices of a mesh."""
 
     name: str
     spec: str
@@ -132,7 +132,7 @@ def tensor_choices(tilings: list[Tiling]) -> dict[str, list[tuple[int, str]]]:
 
 
 def axis_uses(plan: Plan) -> dict[str, tuple[str, str]]:
-    """Mesh axis -> the logical axes that it shards in computations, and those of stored parameters."""
+    """Map each mesh axis to the logical axes that it shards: in computations, and in stored parameters."""
     stored = {name: mesh_axes for name, mesh_axes in plan.param_mapping.items() if name in plan.model.axes}
 
     def sharded(axis: str, mapping: Mapping) -> str:
@@ -177,7 +177,7 @@ def _drawing_order(place: tuple[int, tuple[int, ...]]) -> tuple[int, ...]:
 
 
 def _dimension_text(placement: MeshPlacement, number: int) -> str:
-    """How a torus dimension is drawn, its size, and the parts of mesh axes on it, major to minor."""
+    """Describe a torus dimension: how it is drawn, its size, and the mesh axes on it, major to minor."""
     dimension = placement.dimensions[number]
     is_chip = not placement.hardware.is_cpu and number >= len(placement.hardware.torus)
     drawn = "within a chip" if is_chip else ("to the right", "down", "from block to block")[number]
@@ -193,7 +193,7 @@ def _dimension_text(placement: MeshPlacement, number: int) -> str:
 
 
 def _lies_on(placement: MeshPlacement, axis: str) -> str:
-    """Where a mesh axis lies, in words."""
+    """Describe the torus dimensions that a mesh axis lies on."""
     slices = placement.slices_by_axis[axis]
     parts = [f"{slices} slices, over the data-centre network"] if slices > 1 else []
     for factor in placement.factors[axis]:

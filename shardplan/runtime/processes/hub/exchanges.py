@@ -19,11 +19,11 @@ class Exchanges:
 
     @property
     def waiting(self) -> Set[int]:
-        """The processes that wait for those that have not sent their message yet."""
+        """The processes that have sent their message and wait for the others'."""
         return self._waiting
 
     def add(self, process: int, message: Message) -> Mapping[int, Answer]:
-        """Keep the message of a process; return process -> its answer, of those that can be answered now."""
+        """Store the message of a process; return process -> reply, for replies that are now possible."""
         name, kind = message["name"], message["kind"]
         given = self._messages.setdefault(name, {})
         answers: Mapping[int, Answer] = {}
@@ -70,7 +70,7 @@ def _sort_by_receiver(name: str, messages: Mapping[int, Message]) -> Iterator[tu
 
 
 def _disagreement(messages: Mapping[int, Message]) -> dict[str, Any]:
-    """Return the first problem, or the first part that differs from that of process 0, with both values."""
+    """Return the first problem, or the first part in which a process differs from process 0, with both values."""
     for process, message in messages.items():
         if message["problem"] is not None:
             return {"process": process, "problem": message["problem"]}

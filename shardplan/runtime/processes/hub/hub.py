@@ -1,4 +1,4 @@
-"""What the hub of a run answers to its processes. Pure: no sockets, and the time is an argument.
+"""The protocol of a run's hub: its replies to processes. Pure: no sockets, and the time is an argument.
 
 All processes of a run are connected to one hub, which is a process of its own beside process 0, so that it goes on when
 that one is stuck or killed. Before JAX connects the processes, they meet here: JAX would wait five minutes for one that
@@ -71,7 +71,7 @@ class _Peer:
     """How many it has entered: all processes enter the same ones."""
 
     def progress(self, now: float) -> None:
-        """Note that it has gone on."""
+        """Record that the process has made progress."""
         self.activity = replace(self.activity, since=now)
 
 

@@ -25,7 +25,7 @@ READ_BYTES = 2**20
 
 
 class _Connection:
-    """A connection to a process, and the messages that it has not taken yet."""
+    """A connection to a process, with messages that it has not received yet."""
 
     def __init__(self, connection: socket.socket, timing: ProcessTiming):
         """Take over a connection that was accepted."""

@@ -12,7 +12,7 @@ LINE_BYTES = 2**30
 
 
 class Kind(StrEnum):
-    """What a message is about: its element `kind`."""
+    """The kinds of messages, in their element `kind`."""
 
     HELLO = "hello"
     """A process comes: the fields of `Member`."""
@@ -49,7 +49,7 @@ class Kind(StrEnum):
 
 
 def encode(kind: Kind, **values: Any) -> bytes:
-    """Return a message as it is sent."""
+    """Encode a message as a line of bytes."""
     return json.dumps({"kind": kind, **values}).encode() + b"\n"
 
 
@@ -72,7 +72,7 @@ class Lines:
         """How much of what has arrived has no end of a line."""
 
     def add(self, data: bytes) -> Iterator[bytes]:
-        """Yield the lines that are complete with `data`; those that are not taken come first the next time.
+        """Yield the lines that `data` completes; lines that are not consumed are yielded first by the next call.
 
         Raises:
             ValueError: a line is longer than any message.
@@ -88,7 +88,7 @@ class Lines:
 
     @property
     def unfinished(self) -> bytes:
-        """What has arrived of the next line."""
+        """The received part of the next line."""
         return bytes(self._received)
 
 

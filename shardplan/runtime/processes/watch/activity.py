@@ -10,7 +10,7 @@ DEADLINE_S = 3600.0
 
 @dataclass(frozen=True)
 class Activity:
-    """What a process is doing, and since when without progress."""
+    """The activity of a process, and the time of its last progress."""
 
     phase: str = "starting"
     """Such as `loading`: words that follow `while`."""
@@ -45,7 +45,7 @@ class Activity:
 
 @dataclass(frozen=True)
 class Place:
-    """Where the threads of a process are."""
+    """The lines of code at which a process's threads are."""
 
     text: str
     """The innermost line of its own code, such as `data.py:31 in next_batch`."""

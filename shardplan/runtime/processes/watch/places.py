@@ -1,4 +1,4 @@
-"""Where the threads of this process are, for the line that says who is stuck."""
+"""The lines of code at which this process's threads are, for the message about a stuck process."""
 
 import sys
 import sysconfig
@@ -31,7 +31,7 @@ def find_place() -> Place:
 
 
 def _is_in_jax(frame: FrameType) -> bool:
-    """Whether the innermost code is that of JAX."""
+    """Whether the innermost frame is in JAX."""
     return str(frame.f_globals.get("__name__", "")).partition(".")[0] in JAX
 
 

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class Stacks:
-    """Where the stacks of this process are written: a file that is made once there is something to write."""
+    """The file for this process's stacks, created when there is something to write."""
 
     def __init__(self, path: Path, write_s: float = WRITE_S):
         """Write to the file at `path`, and wait for it for at most `write_s` seconds."""

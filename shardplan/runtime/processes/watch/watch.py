@@ -87,7 +87,7 @@ class Watch:
                 expect_python(None)
 
     def set_activity(self, activity: Activity) -> None:
-        """Say what this process does now."""
+        """Set the current activity of this process."""
         now = time.monotonic()
         before = self.activity
         has_progress = (activity.number, activity.done) != (before.number, before.done)
@@ -117,7 +117,7 @@ class Watch:
             self._fail(PeerError(f"{describe_stall(activities, set(), {0: find_place()}, now)}; start it again"))
 
     def _expect_python(self) -> None:
-        """Have this process end if none of its Python code runs within the limit, while others may count on it."""
+        """End this process if none of its Python code runs within the limit while others may wait for it."""
         with self._changed:
             if self._depth > 0:
                 expect_python(self._seconds_left())

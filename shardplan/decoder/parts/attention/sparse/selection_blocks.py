@@ -21,7 +21,7 @@ class SelectionBlocks:
         return -(-positions // self.size)
 
     def is_forced(self, blocks: jax.Array, positions: jax.Array) -> jax.Array:
-        """Return whether queries select these blocks whatever their importance is; False for blocks after their own.
+        """Return whether queries always select these blocks; False for blocks after a query's own.
 
         Args:
             blocks: int[...], numbers of blocks, or negative where there is none.

@@ -62,7 +62,7 @@ class SelectionSums(NamedTuple):
 
 
 class Neighbours(NamedTuple):
-    """Rows of queries, of which two that stand side by side are neighbours if their positions are."""
+    """Rows of queries in which adjacent rows count as neighbours if their positions are adjacent."""
 
     positions: jax.Array
     """int[t]; negative where there is no query."""

@@ -60,7 +60,7 @@ def forward_traffic(config: NativeSparseConfig, parts: PositionParts, groups: in
 
 
 def backward_traffic(config: NativeSparseConfig, parts: PositionParts, groups: int, itemsize: int) -> SparseTraffic:
-    """Return the bytes of a backward pass: gradients take the ways back, those of gathered rows in float32.
+    """Return the bytes of a backward pass: each transfer reversed, with float32 gradients of gathered rows.
 
     A forward pass that is computed again is not included.
     """
@@ -96,7 +96,7 @@ def _traffic(
 
 
 def _received_rows(parts: PositionParts, rows_at: dict[int, int], is_backward: bool) -> int:
-    """Return the most rows that a device receives from others.
+    """Return the largest number of rows that a device receives.
 
     Args:
         rows_at: distance of parts, as `PositionParts.transfers` takes it -> rows of a part that are sent.

@@ -42,7 +42,7 @@ RESIDENT_SHARE = 0.75
 
 
 def key_ranges(vmem: int, length: int, block: int, channels: int, itemsize: int) -> int:
-    """Return the number of ranges of keys, each of which fits in VMEM with its values and their float32 gradients.
+    """Return the number of ranges of keys such that keys, values and float32 gradients of one range fit in VMEM.
 
     >>> key_ranges(64 * 2**20, 65536, 64, 256, 2)
     2

@@ -20,7 +20,7 @@ from shardplan.decoder.parts.attention.sparse.selection_blocks import SelectionB
 
 
 class CompressedResiduals(NamedTuple):
-    """What the backward pass needs."""
+    """The values that the forward pass keeps for the backward pass."""
 
     positions: jax.Array
     queries: jax.Array

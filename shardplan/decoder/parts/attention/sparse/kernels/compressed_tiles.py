@@ -40,7 +40,7 @@ class CompressedTiles:
 
     @classmethod
     def of(cls, config: NativeSparseConfig, count: int, selection_blocks: int) -> "CompressedTiles":
-        """Choose the tiles of `count` queries of a sequence with so many selection blocks."""
+        """Choose the tiles of `count` queries for a given number of selection blocks."""
         heads = -(-config.heads_per_group // SUBLANES) * SUBLANES
         rows = min(MAX_ROWS, MAX_SCORES // _chunk(config))
         # tiles divide selection blocks, and runs of positions consist of complete blocks

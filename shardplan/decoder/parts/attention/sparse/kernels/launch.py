@@ -1,4 +1,4 @@
-"""Starts Pallas kernels, compiled for TPUs and interpreted elsewhere, and has small functions for their bodies."""
+"""Launches Pallas kernels, compiled on TPUs and interpreted elsewhere, and has small functions for their bodies."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -35,7 +35,7 @@ def launch(
     aliases: Mapping[int, int] | None = None,
     vmem_limit: int | None = None,
 ) -> Callable[..., list[jax.Array]]:
-    """Return the function that runs a kernel on arrays, of which the first is in scalar memory before it starts.
+    """Return a function that runs a kernel on arrays, the first of which is prefetched to scalar memory.
 
     Args:
         semantics: per dimension of the grid, "parallel" if the cores of a chip may divide it, else "arbitrary".

@@ -19,7 +19,7 @@ from shardplan.decoder.parts.attention.sparse.selection_blocks import SelectionB
 
 
 class Residuals(NamedTuple):
-    """What the backward pass needs."""
+    """The values that the forward pass keeps for the backward pass."""
 
     positions: jax.Array
     blocks: jax.Array

@@ -89,7 +89,7 @@ def window_key_value_gradients(
     gradients: jax.Array,
     row_sums: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return dk and dv, float32[b * g, s, d]; the arguments are those of `window_query_gradients`."""
+    """Return dk and dv, float32[b * g, s, d]; takes the arguments of `window_query_gradients`."""
     _, rows, size = queries.shape
     heads, length, value_size = values.shape
     unit = sizes.tiles_per_step
@@ -97,7 +97,7 @@ def window_key_value_gradients(
     runs = sizes.query_blocks * runs_per_block
 
     def run_of(block: jax.Array, step: jax.Array) -> jax.Array:
-        """Return the number of a run of tiles that see a block of keys; there is none outside of 0 .. runs - 1."""
+        """Return the index of a run of tiles that see a block of keys, which may be outside of 0 .. runs - 1."""
         return (block - (sizes.blocks - 1)) * runs_per_block + step
 
     def kernel(first, k, v, q, do, sums, dk, dv) -> None:  # type: ignore[no-untyped-def]

@@ -22,7 +22,7 @@ from shardplan.decoder.parts.attention.sparse.kernels.window.tiles import Window
 
 
 class WindowResiduals(NamedTuple):
-    """What the backward pass needs."""
+    """The values that the forward pass keeps for the backward pass."""
 
     first: jax.Array
     queries: jax.Array
