@@ -34,7 +34,7 @@ from shardplan.hardware import parse_slice, place_mesh
 from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.registry import Model, build_model
 from shardplan.runtime.processes.hub.hub import Hub
-from shardplan.runtime.processes.hub.messages import Kind, decode, encode
+from shardplan.runtime.processes.hub.messages import MessageKind, decode, encode
 from shardplan.runtime.processes.timing import TIMING
 from shardplan.runtime.processes.watch.activity import Activity
 from shardplan.storage import open_folder
@@ -102,7 +102,7 @@ class HubOfFleet:
         self.hub = Hub(count, 60.0, self.now, lambda: "jax:1")
         self.replies = 0
 
-    def send(self, messages: Iterable[tuple[int, Kind, dict[str, Any]]]) -> float:
+    def send(self, messages: Iterable[tuple[int, MessageKind, dict[str, Any]]]) -> float:
         """Send messages of processes; returns the seconds of computing that the hub needs for them."""
         lines = [(process, encode(kind, **values)) for process, kind, values in messages]
         started = time.process_time()
@@ -115,7 +115,7 @@ class HubOfFleet:
                 encode(kind, **values)
         return time.process_time() - started
 
-    def from_all(self, kind: Kind, values: Callable[[int], dict[str, Any]]) -> float:
+    def from_all(self, kind: MessageKind, values: Callable[[int], dict[str, Any]]) -> float:
         """Send a message of every process; returns the seconds of the hub."""
         return self.send((process, kind, values(process)) for process in range(self.count))
 
@@ -123,33 +123,34 @@ class HubOfFleet:
         """Have all processes come."""
         facts = {f"workload.key_{i}": "a value" for i in range(60)}
         return self.from_all(
-            Kind.HELLO, lambda i: {"index": i, "count": self.count, "host": f"host-{i}", "pid": i, "facts": facts}
-        ) + self.from_all(Kind.ENTER, lambda i: {"is_end": False})
+            MessageKind.HELLO,
+            lambda i: {"index": i, "count": self.count, "host": f"host-{i}", "pid": i, "facts": facts},
+        ) + self.from_all(MessageKind.ENTER, lambda i: {"is_end": False})
 
     def agree(self) -> float:
         """Have all processes agree on the versions of the files of a checkpoint."""
         parts = {f"model-{i:05}-of-{FILES:05}.safetensors": f"{i:064x}" for i in range(FILES)}
-        return self.from_all(Kind.AGREE, lambda i: {"name": "checkpoint", "parts": parts, "problem": None})
+        return self.from_all(MessageKind.AGREE, lambda i: {"name": "checkpoint", "parts": parts, "problem": None})
 
     def broadcast(self, text: str) -> float:
         """Have process 0 send a text to all, which wait for it."""
-        return self.from_all(Kind.BROADCAST, lambda i: {"name": "headers", **({} if i else {"value": text})})
+        return self.from_all(MessageKind.BROADCAST, lambda i: {"name": "headers", **({} if i else {"value": text})})
 
     def beat(self, seconds: float) -> float:
         """Have all processes give signs of life for a while; returns the seconds of the hub, with its looks at them."""
         activity, used = Activity("loading", 3).report(), 0.0
         for beat in range(round(seconds / TIMING.beat_s)):
-            used += self.from_all(Kind.BEAT, lambda i, done=beat: {"activity": {**activity, "done": i + done}})
+            used += self.from_all(MessageKind.BEAT, lambda i, done=beat: {"activity": {**activity, "done": i + done}})
             for _ in range(round(TIMING.beat_s / TIMING.tick_s)):
                 self.now += TIMING.tick_s
                 started = time.process_time()
-                assert all(reply.kind is Kind.ALIVE for reply in self.hub.tick(self.now))
+                assert all(reply.kind is MessageKind.ALIVE for reply in self.hub.tick(self.now))
                 used += time.process_time() - started
         return used
 
     def end(self) -> float:
         """Have all processes end."""
-        used = self.from_all(Kind.LEAVE, lambda i: {"problem": None})
+        used = self.from_all(MessageKind.LEAVE, lambda i: {"problem": None})
         started = time.process_time()
         for process in range(self.count):
             assert self.hub.close(process, self.now) == []

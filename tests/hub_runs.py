@@ -7,7 +7,7 @@ from shardplan.errors import PeerError
 from shardplan.runtime.processes import link
 from shardplan.runtime.processes.hub.hub import Hub, Member
 from shardplan.runtime.processes.hub.hub_process import HubServer
-from shardplan.runtime.processes.hub.messages import Kind, listen
+from shardplan.runtime.processes.hub.messages import MessageKind, listen
 from shardplan.runtime.processes.link import open_link
 from shardplan.runtime.processes.timing import ProcessTiming
 
@@ -86,9 +86,9 @@ def work(each, act):
 
 
 def wait(each):
-    return each.wait_for(Kind.GATHER, "never")
+    return each.wait_for(MessageKind.GATHER, "never")
 
 
 def ask(each, name="value"):
-    each.send(Kind.GATHER, name=name, value=None)
-    return each.wait_for(Kind.GATHER, name)["values"]
+    each.send(MessageKind.GATHER, name=name, value=None)
+    return each.wait_for(MessageKind.GATHER, name)["values"]

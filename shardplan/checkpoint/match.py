@@ -6,7 +6,7 @@ from typing import Any
 
 from shardplan.checkpoint.adapter.adapted_tensor import AdaptedTensor
 from shardplan.checkpoint.adapter.adapter import Adapter
-from shardplan.checkpoint.adapter.merge import Changes, check_changes, check_tied, merge_adapter, unused_changes
+from shardplan.checkpoint.adapter.merge import AdapterChanges, check_changes, check_tied, merge_adapter, unused_changes
 from shardplan.checkpoint.format.codecs.computed_tensor import ComputedTensor
 from shardplan.checkpoint.format.codecs.decode_index import decode_index
 from shardplan.checkpoint.format.compare import hold_the_same
@@ -93,7 +93,7 @@ def match_checkpoint(
     index = base
     tensors = _without_second_set(expected, base, where)
     stored = find_stored_names(expected, tensors, where)
-    changes = Changes({}, {})
+    changes = AdapterChanges({}, {})
     if adapter is not None:
         if base.missing_files and stored.names.keys() != expected.keys():  # or else the adapter would be blamed
             raise CheckpointError(missing_files_text(base, where))

@@ -30,7 +30,7 @@ class MemoryPart(StrEnum):
 
 
 @dataclass(frozen=True)
-class Role:
+class RoleRow:
     """A row of the table: why a buffer is in memory, when it lives, and how large it is."""
 
     name: BufferRole
@@ -166,152 +166,152 @@ def copied_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
 
 
 ROWS = (
-    Role(
+    RoleRow(
         BufferRole.PARAMETER,
         "A parameter in its stored sharding.",
         "At every point.",
         stored_bytes,
         MemoryPart.PARAMETERS,
     ),
-    Role(
+    RoleRow(
         BufferRole.OPTIMIZER_STATE,
         "State of the optimizer, sharded like parameters.",
         "At every point.",
         stored_bytes,
         MemoryPart.OPTIMIZER,
     ),
-    Role(
+    RoleRow(
         BufferRole.LIVE,
         "A value that an operation writes to memory.",
         "From that operation to the last one that reads the value.",
         live_bytes,
     ),
-    Role(
+    RoleRow(
         BufferRole.LOG_SUM_EXP,
         "The log-sum-exp of scores that a kernel of attention writes beside a context that is kept.",
         "As long as the stack of contexts.",
         log_sum_exp_bytes,
     ),
-    Role(
+    RoleRow(
         BufferRole.GATHERED_WEIGHT,
         "The all-gathered copy of a parameter.",
         "Between its first and its last use in the body of a loop.",
         gathered_bytes,
         MemoryPart.GATHERED_WEIGHTS,
     ),
-    Role(
+    RoleRow(
         BufferRole.REORDERED_WEIGHT,
         "Another copy of a gathered parameter, whose elements the gather puts in order.",
         "Until the gather is complete.",
         reordered_bytes,
         MemoryPart.GATHERED_WEIGHTS,
     ),
-    Role(
+    RoleRow(
         BufferRole.PREFETCHED_WEIGHT,
         "A parameter that the compiler gathers with all others of the body of a loop.",
         "From the start of the body to the first use.",
         prefetched_bytes,
         MemoryPart.GATHERED_WEIGHTS,
     ),
-    Role(
+    RoleRow(
         BufferRole.WEIGHT_GATHERED_FIRST,
         "A parameter of the head that the compiler gathers at the start of the program.",
         "From the start to the first use.",
         gathered_first_bytes,
         MemoryPart.GATHERED_WEIGHTS,
     ),
-    Role(
+    RoleRow(
         BufferRole.UNSCATTERED_RESULT,
         "The result of a matmul before its reduce-scatter: a gradient is unsharded until each device keeps its shard.",
         "While the matmul runs.",
         unscattered_bytes,
     ),
-    Role(
+    RoleRow(
         BufferRole.LOCAL_GRADIENT,
         "A device's own gradient of a parameter, which the compiler sums over devices after the last loop.",
         "From the end of its shard_map to the end of the last loop.",
         local_gradient_bytes,
         MemoryPart.GRADIENTS,
     ),
-    Role(
+    RoleRow(
         BufferRole.FLOAT32_RESULT,
         "The result of a grouped matmul in float32.",
         "While the grouped matmul runs.",
         float32_result_bytes,
         depends_on_storage=True,
     ),
-    Role(
+    RoleRow(
         BufferRole.SUMMED_ROWS,
         "The sum of results of grouped matmuls; a compiler that frees rows writes it over one of them.",
         "While it is written.",
         unfreed_bytes,
     ),
-    Role(
+    RoleRow(
         BufferRole.UNFREED_ROWS,
         "Rows routed to experts that the compiler does not free.",
         "From their last use until the gradients of experts are computed.",
         unfreed_bytes,
     ),
-    Role(
+    RoleRow(
         BufferRole.ROUTED_TOKENS,
         "The tokens from which rows for experts are looked up.",
         "From their last use until the gradients of experts are computed.",
         held_bytes,
     ),
-    Role(
+    RoleRow(
         BufferRole.FACTOR_OF_GRADIENT,
         "A resharded factor of the gradient of rows, which the gradient of the routing weights reads again.",
         "While the gradients of experts are computed.",
         held_bytes,
     ),
-    Role(
+    RoleRow(
         BufferRole.GATHERED_ROWS,
         "The experts' result, computed again for the gradient of the routing weights and gathered from slices.",
         "While the gradients of experts are computed.",
         gathered_row_bytes,
         depends_on_storage=True,
     ),
-    Role(
+    RoleRow(
         BufferRole.LOOKUP_RESULT,
         "The gathered table and the transient copies of a lookup.",
         "While the lookup runs.",
         lookup_bytes,
     ),
-    Role(
+    RoleRow(
         BufferRole.COPIED_STACK,
         "A copy of stacked parameters in another memory layout.",
         "From before the loop over them until its end.",
         copied_bytes,
     ),
-    Role(
+    RoleRow(
         BufferRole.KEYS_OR_VALUES,
         "Keys or values beyond a device's own; nonzero where positions are sharded.",
         "While attention uses them.",
         extra_attention_bytes,
         depends_on_attention=True,
     ),
-    Role(
+    RoleRow(
         BufferRole.EXPERT_ROWS,
         "Gathered tokens, rows and hidden states of a block of experts.",
         "While the block runs.",
         expert_buffer_bytes,
         depends_on_experts=True,
     ),
-    Role(
+    RoleRow(
         BufferRole.EXPERT_GRADIENT_ROWS,
         "Gathered tokens, rows and hidden states of a block of experts, and their gradients.",
         "While the gradient of the block runs.",
         expert_gradient_buffer_bytes,
         depends_on_experts=True,
     ),
-    Role(
+    RoleRow(
         BufferRole.SPARSE_ATTENTION,
         "Keys and values of the sequence, outputs of branches and scores of a chunk, of Native Sparse Attention.",
         "While a call of it runs.",
         sparse_buffer_bytes,
         depends_on_attention=True,
     ),
-    Role(
+    RoleRow(
         BufferRole.SPARSE_GRADIENT,
         "The same, and their gradients.",
         "While the gradient of a call runs.",

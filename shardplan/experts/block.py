@@ -215,7 +215,7 @@ class DeviceProgram:
 
     def _gather_tokens(self, tokens: Array, chosen: Array, routing_weights: Array, weights: LocalWeights) -> Array:
         """Apply the experts of this device to the tokens of all devices that share experts or hidden states with it."""
-        group = Group(self.token_axes, (*self.expert_axes, *self.mlp_axes))
+        group = DeviceGroup(self.token_axes, (*self.expert_axes, *self.mlp_axes))
         weights, first_expert = self._with_bias_once(weights), self._first_expert(weights)
         chunks = self.method.token_chunks if len(tokens) % self.method.token_chunks == 0 else 1
         sums = []
@@ -232,7 +232,7 @@ class DeviceProgram:
 
     def _exchange_tokens(self, tokens: Array, chosen: Array, routing_weights: Array, weights: LocalWeights) -> Array:
         """Gather hidden states' tokens, send them to the devices of their experts, and sum what comes back."""
-        group = Group(self.token_axes, self.mlp_axes)
+        group = DeviceGroup(self.token_axes, self.mlp_axes)
         tokens, chosen, routing_weights = map(group.gather, (tokens, chosen, routing_weights))
         weights = self._with_bias_once(weights)
         if self.expert_axes:
@@ -261,7 +261,7 @@ def _row_major(tokens: Array) -> Array:
 
 
 @dataclass(frozen=True)
-class Group:
+class DeviceGroup:
     """Devices along some mesh axes that each compute a part of the sums for all tokens of the group."""
 
     token_axes: tuple[str, ...]

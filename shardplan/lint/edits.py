@@ -113,49 +113,49 @@ def value_text(value: Any) -> str:
     return "null" if value is None else str(value)
 
 
-def candidate_edits(trainer: Mapping[str, Any], s: Subject) -> Iterator[Edit]:
+def candidate_edits(trainer: Mapping[str, Any], subject: Subject) -> Iterator[Edit]:
     """Yield every single edit that a repair tries: sizes of mesh and batch, entries changed, removed and added."""
     written = flatten(trainer, TRAINER_PREFIX)
-    yield from _corrections(written, s)
-    yield from _batch_edits(written, s)  # early, because they repair most, should a limit of time stop the search
-    yield from _mesh_size_edits(written, s)
-    yield from _entry_edits(written, s)
-    yield from _new_entries(written, s)
+    yield from _corrections(written, subject)
+    yield from _batch_edits(written, subject)  # early, because they repair most, should a limit of time stop the search
+    yield from _mesh_size_edits(written, subject)
+    yield from _entry_edits(written, subject)
+    yield from _new_entries(written, subject)
 
 
-def _corrections(written: Mapping[str, Any], s: Subject) -> Iterator[Edit]:
+def _corrections(written: Mapping[str, Any], subject: Subject) -> Iterator[Edit]:
     """Edits that `shardplan.lint.corrections` has assumed for values that Levanter rejects."""
-    for key, value in flatten(s.trainer, TRAINER_PREFIX).items():
+    for key, value in flatten(subject.trainer, TRAINER_PREFIX).items():
         if key not in written or written[key] != value:
             yield Edit({key: value}, axes=frozenset({key.rpartition(".")[2], *MESH_AXES}))
 
 
-def _mesh_size_edits(written: Mapping[str, Any], s: Subject) -> Iterator[Edit]:
+def _mesh_size_edits(written: Mapping[str, Any], subject: Subject) -> Iterator[Edit]:
     """Other sizes of mesh axes: of those that shard tensors, and of those whose size is in the file."""
-    parts = divisors(s.hardware.devices // s.hardware.slices)
-    others: dict[str, Sequence[int]] = {s.size_key(axis): parts for axis in MESH_AXES if axis not in TENSOR_AXES}
-    others[s.size_key("data")] = (-1, *parts)
+    parts = divisors(subject.hardware.devices // subject.hardware.slices)
+    others: dict[str, Sequence[int]] = {subject.size_key(axis): parts for axis in MESH_AXES if axis not in TENSOR_AXES}
+    others[subject.size_key("data")] = (-1, *parts)
     others["trainer.mesh.dcn_axes.replica_dcn"] = (-1,)
-    keys = {s.size_key(axis): parts for axis in TENSOR_AXES}
+    keys = {subject.size_key(axis): parts for axis in TENSOR_AXES}
     for key, sizes in (keys | {key: sizes for key, sizes in others.items() if key in written}).items():
         for size in sizes:
             if size != written.get(key, 1):
                 yield Edit({key: size}, axes=frozenset(MESH_AXES))
 
 
-def _batch_edits(written: Mapping[str, Any], s: Subject) -> Iterator[Edit]:
+def _batch_edits(written: Mapping[str, Any], subject: Subject) -> Iterator[Edit]:
     """Divisible batch sizes near an indivisible one in the file; for training, other microbatch sizes."""
-    if s.section.stages:
-        yield from _schedule_edits(written, s)
+    if subject.section.stages:
+        yield from _schedule_edits(written, subject)
         return
-    size, section = s.section.batch or s.workload.batch, s.section
-    shards = math.lcm(section.batch_shards, s.devices(s.compute.get(section.batch_axis, ())))
+    size, section = subject.section.batch or subject.workload.batch, subject.section
+    shards = math.lcm(section.batch_shards, subject.devices(subject.compute.get(section.batch_axis, ())))
     axes = frozenset({section.batch_axis})
     if size % shards and written.get(BATCH_KEY) == size:
         for near in (size // shards * shards, (size // shards + 1) * shards):
             if 0 < near <= 2 * size:
                 yield Edit({BATCH_KEY: near}, axes=axes)
-    if not s.workload.is_training or written.get(BATCH_KEY) == -1:
+    if not subject.workload.is_training or written.get(BATCH_KEY) == -1:
         return
     per_device = size // section.batch_shards
     smaller = divisors(per_device)[:-1] if size % section.batch_shards == 0 else ()
@@ -165,9 +165,9 @@ def _batch_edits(written: Mapping[str, Any], s: Subject) -> Iterator[Edit]:
             yield Edit({PER_DEVICE_KEY: number}, axes=axes)
 
 
-def _schedule_edits(written: Mapping[str, Any], s: Subject) -> Iterator[Edit]:
+def _schedule_edits(written: Mapping[str, Any], subject: Subject) -> Iterator[Edit]:
     """Batch schedules with the same starts whose stages are all divisible, and other microbatch sizes."""
-    section, divisor = s.section, stage_divisor(s)
+    section, divisor = subject.section, stage_divisor(subject)
     axes = frozenset({section.batch_axis})
     if any(stage.size % divisor for stage in section.stages):
         for which in (0, -1):  # the multiple below, and the one above
@@ -184,12 +184,12 @@ def _schedule_edits(written: Mapping[str, Any], s: Subject) -> Iterator[Edit]:
             yield Edit({PER_DEVICE_KEY: number}, axes=axes)
 
 
-def _entry_edits(written: Mapping[str, Any], s: Subject) -> Iterator[Edit]:
+def _entry_edits(written: Mapping[str, Any], subject: Subject) -> Iterator[Edit]:
     """Changes of existing entries; an entry that exists by default is overridden."""
     batch_key = "trainer.mesh.batch_axis_name"
     if batch_key in written:
-        yield Edit({}, (batch_key,), frozenset(s.batch_axes))
-    entries = {entry.key: entry for entry in (*s.section.compute_entries, *s.section.param_entries)}
+        yield Edit({}, (batch_key,), frozenset(subject.batch_axes))
+    entries = {entry.key: entry for entry in (*subject.section.compute_entries, *subject.section.param_entries)}
     for key, entry in entries.items():
         section, _, axis = key.rpartition(".")
         if axis != entry.axis or section == TRAINER_PREFIX.rstrip("."):
@@ -199,26 +199,31 @@ def _entry_edits(written: Mapping[str, Any], s: Subject) -> Iterator[Edit]:
             yield Edit({}, (key,), frozenset({axis}))
         elif entry.mesh_axes:
             yield Edit({key: None}, axes=frozenset({axis}))
-        for mesh_axis, size in s.section.mesh.items():
-            if size > 1 and entry.mesh_axes != [mesh_axis] and axis in s.mappable and not _shards_residual(key, s):
+        for mesh_axis, size in subject.section.mesh.items():
+            if (
+                size > 1
+                and entry.mesh_axes != [mesh_axis]
+                and axis in subject.mappable
+                and not _shards_residual(key, subject)
+            ):
                 yield Edit({key: mesh_axis}, axes=frozenset({axis}))
-        meant = closest(axis, s.mappable) if axis not in s.known else None
+        meant = closest(axis, subject.mappable) if axis not in subject.known else None
         if meant and key in written and f"{section}.{meant}" not in written:
             yield Edit({f"{section}.{meant}": written[key]}, (key,), frozenset({axis, meant}))
 
 
-def _new_entries(written: Mapping[str, Any], s: Subject) -> Iterator[Edit]:
+def _new_entries(written: Mapping[str, Any], subject: Subject) -> Iterator[Edit]:
     """New entries for the axes of weights in matrix products; the axes of stacked layers and experts get none."""
-    shared, stored = s.mapping_keys
+    shared, stored = subject.mapping_keys
     entries = [*((shared, axis) for axis in TENSOR_AXES), (stored, "data")]
     for section, mesh_axis in entries:
-        for axis in s.weight_axes:
+        for axis in subject.weight_axes:
             key = f"{section}.{axis}"
-            if s.section.mesh[mesh_axis] > 1 and key not in written and not _shards_residual(key, s):
+            if subject.section.mesh[mesh_axis] > 1 and key not in written and not _shards_residual(key, subject):
                 yield Edit({key: mesh_axis}, axes=frozenset({axis}))
 
 
-def _shards_residual(key: str, s: Subject) -> bool:
+def _shards_residual(key: str, subject: Subject) -> bool:
     """Whether the entry would shard the residual axis in computations, which no plan does."""
     section, _, axis = key.rpartition(".")
-    return axis == s.axes.residual and section != s.mapping_keys[1]
+    return axis == subject.axes.residual and section != subject.mapping_keys[1]

@@ -15,7 +15,7 @@ from shardplan.levanter_config.trainer_section import DEFAULT_TRAIN_BATCH_SIZE, 
 from shardplan.levanter_config.training_extras import TrainingExtras
 from shardplan.lint.activation_axes import is_activation_axis
 from shardplan.lint.checks.memory import check_large_parameters, check_memory
-from shardplan.lint.checks.section import BLOCKING, OTHERS
+from shardplan.lint.checks.section import BLOCKING, NON_BLOCKING
 from shardplan.lint.checks.training import check_extras, count_extras, with_optimizer
 from shardplan.lint.corrections import correct_attention_backend, parse_nearest
 from shardplan.lint.findings import Finding, Severity
@@ -122,7 +122,7 @@ def lint_trainer(trainer: Mapping[str, Any], target: LintTarget) -> LintResult:
     activation_only = _activation_only(section, target)
     subject = Subject(corrected, section, target.axes, workload, target.hardware, step, backend, activation_only)
     blocking = [finding for check in BLOCKING for finding in check(subject)]
-    findings += [*backend_findings, *blocking, *(finding for check in OTHERS for finding in check(subject))]
+    findings += [*backend_findings, *blocking, *(finding for check in NON_BLOCKING for finding in check(subject))]
     plan = None
     if not any(finding.severity == Severity.ERROR for finding in blocking):
         plan = plan_section(subject, target)
@@ -155,13 +155,13 @@ def _activation_only(section: TrainerSection, target: LintTarget) -> frozenset[s
     return frozenset(a for a in section.compute_mapping if a not in known and is_activation_axis(target.model, a))
 
 
-def plan_section(s: Subject, target: LintTarget) -> Plan:
+def plan_section(subject: Subject, target: LintTarget) -> Plan:
     """Estimate the mesh and mappings of a trainer section, even if errors would keep it from running."""
 
     def rename_batch(mapping: Mapping[str, list[str]]) -> dict[str, list[str]]:
-        return {BATCH_AXIS if axis == s.section.batch_axis else axis: axes for axis, axes in mapping.items()}
+        return {BATCH_AXIS if axis == subject.section.batch_axis else axis: axes for axis, axes in mapping.items()}
 
-    config = dataclasses.replace(target.config, workload=s.workload)
-    compute, params = rename_batch(s.section.compute_mapping), rename_batch(s.section.param_mapping)
-    plan = plan_given_mappings(config, target.model, s.section.mesh, compute, params)
+    config = dataclasses.replace(target.config, workload=subject.workload)
+    compute, params = rename_batch(subject.section.compute_mapping), rename_batch(subject.section.param_mapping)
+    plan = plan_given_mappings(config, target.model, subject.section.mesh, compute, params)
     return count_extras(plan, config, target.model, target.hardware, target.extras)

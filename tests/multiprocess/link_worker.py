@@ -9,7 +9,7 @@ import sys
 import time
 
 from shardplan.runtime.processes.hub.hub import Member
-from shardplan.runtime.processes.hub.messages import Kind, host_and_port
+from shardplan.runtime.processes.hub.messages import MessageKind, host_and_port
 from shardplan.runtime.processes.link import open_link, start_hub
 from shardplan.runtime.processes.timing import TIMING
 
@@ -20,23 +20,23 @@ def main(address: str, index: int, count: int) -> None:
     link = open_link(address, Member(index, count, "host", os.getpid(), {}), print)
     with link.work():
 
-        def ask(kind: Kind, name: str, **values: object) -> dict[str, object]:
+        def ask(kind: MessageKind, name: str, **values: object) -> dict[str, object]:
             link.send(kind, name=name, **values)
             answer = link.wait_for(kind, name)
             return {key: value for key, value in answer.items() if key not in ("kind", "name")}
 
         received = [
-            ask(Kind.AGREE, "agree", parts={"x": "1"}, problem=None),
-            ask(Kind.GATHER, "gather", value=index),
-            ask(Kind.MAXIMUM, "maximum", value=index * 37 % count),
-            ask(Kind.EXCHANGE, "exchange", values={str((index + 1) % count): index}),
+            ask(MessageKind.AGREE, "agree", parts={"x": "1"}, problem=None),
+            ask(MessageKind.GATHER, "gather", value=index),
+            ask(MessageKind.MAXIMUM, "maximum", value=index * 37 % count),
+            ask(MessageKind.EXCHANGE, "exchange", values={str((index + 1) % count): index}),
         ]
         if index == 0:
-            link.send(Kind.BROADCAST, name="broadcast", value="x" * 10**6)
+            link.send(MessageKind.BROADCAST, name="broadcast", value="x" * 10**6)
         else:
-            received.append({"length": len(str(ask(Kind.BROADCAST, "broadcast")["value"]))})
+            received.append({"length": len(str(ask(MessageKind.BROADCAST, "broadcast")["value"]))})
         time.sleep(1.5 * TIMING.beat_s)
-        received.append(ask(Kind.AGREE, "end", parts={}, problem=None))
+        received.append(ask(MessageKind.AGREE, "end", parts={}, problem=None))
     print(json.dumps(received))
 
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from shardplan.runtime.processes.watch.activity import Activity, Place, describe_stall, is_stalled, names_of
+from shardplan.runtime.processes.watch.activity import Activity, CodeLocation, describe_stall, is_stalled, names_of
 
-OWN, DEVICES = Place("data.py:31 in read", False), Place("train.py:9 in step", True)
+OWN, DEVICES = CodeLocation("data.py:31 in read", False), CodeLocation("train.py:9 in step", True)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardplan.checkpoint.mapping.code_views import Scales, find_blocks, first_of_blocks, view_of_scales
-from shardplan.checkpoint.mapping.pieces import Piece
+from shardplan.checkpoint.mapping.pieces import StridedPiece
 from shardplan.checkpoint.mapping.views import View, concatenate, row_major_strides, stack, tensor_view
 
 
@@ -85,7 +85,7 @@ def test_a_repeated_element_has_the_scale_of_the_element():
     scales = Scales((3, 4), (1, 2), (2, 1))
     assert find_blocks(view, {"t": scales}) == (2, 2)
     of_rows = view_of_scales(view, {"t": Scales((3, 4), (1, 4), (1, 1))})
-    assert [*of_rows.pieces] == [Piece((0, 0), (2, 4), "t", 0, (0, 0))]
+    assert [*of_rows.pieces] == [StridedPiece((0, 0), (2, 4), "t", 0, (0, 0))]
 
 
 def test_pieces_that_are_alike_have_the_scales_that_each_has_by_itself():

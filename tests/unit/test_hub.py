@@ -14,7 +14,7 @@ from hub_runs import QUICK, SECONDS, links, meet, member, serve, together
 from shardplan.errors import ConfigError, PeerError
 from shardplan.runtime.processes import link, start
 from shardplan.runtime.processes.hub.hub_process import HubServer
-from shardplan.runtime.processes.hub.messages import Kind, Lines, encode, listen
+from shardplan.runtime.processes.hub.messages import Lines, MessageKind, encode, listen
 from shardplan.runtime.processes.link import open_link
 from shardplan.runtime.processes.timing import ProcessTiming
 
@@ -172,7 +172,7 @@ def test_a_process_that_ended_while_it_waited_may_come_again():
     """Other programs that connect, such as scanners of ports, change nothing."""
     address, _ = serve(2)
     port = int(address.rpartition(":")[2])
-    for data in (encode(Kind.HELLO, **vars(member(1, 2))), b"GET / HTTP/1.1\r\n\r\n", b"{}\n", b""):
+    for data in (encode(MessageKind.HELLO, **vars(member(1, 2))), b"GET / HTTP/1.1\r\n\r\n", b"{}\n", b""):
         with socket.create_connection(("127.0.0.1", port)) as connection:
             connection.sendall(data)
             time.sleep(0.1)

@@ -11,7 +11,7 @@ from hub_runs import QUICK, ask, links, member, serve, together, wait, work
 from shardplan.errors import PeerError
 from shardplan.runtime.processes import link
 from shardplan.runtime.processes.hub.hub_process import HubServer
-from shardplan.runtime.processes.hub.messages import Kind, encode
+from shardplan.runtime.processes.hub.messages import MessageKind, encode
 from shardplan.runtime.processes.link import open_link
 from shardplan.runtime.processes.watch.activity import Activity
 
@@ -61,7 +61,7 @@ def test_a_process_that_is_silent(monkeypatch):
     opened = links(3)
     monkeypatch.setattr(opened[2], "send", lambda *args, **values: None)
     opened[2]._depth = 1
-    opened[2]._connection.sendall(encode(Kind.ENTER, is_end=False))
+    opened[2]._connection.sendall(encode(MessageKind.ENTER, is_end=False))
     results = together(*(lambda i=i: work(opened[i], wait) for i in range(2)))
     assert set(results) == {
         "process 2 on a (pid 102) of 3 was lost while starting: no sign of life for 1 s; start the run again"
@@ -189,7 +189,7 @@ def test_a_hub_that_takes_nothing(monkeypatch):
     opened = links(2, dataclasses.replace(QUICK, hub_silence_s=1.0))
     monkeypatch.setattr(HubServer, "_read", lambda *_: time.sleep(0.1))
     started = time.monotonic()
-    opened[1].send(Kind.GATHER, name="much", value="x" * 2**24)
+    opened[1].send(MessageKind.GATHER, name="much", value="x" * 2**24)
     assert time.monotonic() - started < 5.0
 
 
@@ -209,13 +209,13 @@ def test_a_process_that_takes_nothing():
     address, _ = serve(3, timing=timing)
     host, _, port = address.rpartition(":")
     with socket.create_connection((host, int(port))) as deaf:
-        deaf.sendall(encode(Kind.HELLO, **vars(member(2, 3))))
+        deaf.sendall(encode(MessageKind.HELLO, **vars(member(2, 3))))
         opened = together(*(lambda i=i: open_link(address, member(i, 3), print, timing=timing) for i in range(2)))
-        deaf.sendall(encode(Kind.ENTER, is_end=False))
+        deaf.sendall(encode(MessageKind.ENTER, is_end=False))
         for each in opened:
-            each.send(Kind.ENTER, is_end=False)
-        opened[1].send(Kind.BROADCAST, name="much")
-        opened[0].send(Kind.BROADCAST, name="much", value="x" * 2**25)
-        assert len(opened[1].wait_for(Kind.BROADCAST, "much")["value"]) == 2**25
+            each.send(MessageKind.ENTER, is_end=False)
+        opened[1].send(MessageKind.BROADCAST, name="much")
+        opened[0].send(MessageKind.BROADCAST, name="much", value="x" * 2**25)
+        assert len(opened[1].wait_for(MessageKind.BROADCAST, "much")["value"]) == 2**25
         with pytest.raises(PeerError, match=r"process 2 on a \(pid 102\) of 3 was lost while starting"):
-            opened[1].wait_for(Kind.GATHER, "never")
+            opened[1].wait_for(MessageKind.GATHER, "never")

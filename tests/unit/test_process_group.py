@@ -12,7 +12,7 @@ from shardplan.checkpoint.format.shared_index import read_shared_index
 from shardplan.config import parse_config
 from shardplan.errors import CheckpointError, ConfigError
 from shardplan.runtime.processes.group import ProcessGroup
-from shardplan.runtime.processes.hub.messages import Kind
+from shardplan.runtime.processes.hub.messages import MessageKind
 from shardplan.runtime.processes.link import Link
 from shardplan.runtime.processes.watch.activity import Activity
 from shardplan.search.make_plan import make_plan
@@ -28,7 +28,7 @@ class Answers(Link):
         self.activity, self.answers = Activity(), {}
 
     def send(self, kind, name, **values):
-        if kind is Kind.BROADCAST and values:
+        if kind is MessageKind.BROADCAST and values:
             self.answers[kind, name] = values
 
     def wait_for(self, kind, name):
@@ -49,7 +49,7 @@ def group():
 
 def test_exchange_returns_the_messages_for_this_process(group):
     processes, answers = group
-    answers[Kind.EXCHANGE, "test/parts"] = {"values": {"0": 5, "3": 30}}
+    answers[MessageKind.EXCHANGE, "test/parts"] = {"values": {"0": 5, "3": 30}}
     assert processes.exchange("parts", {0: 5, 2: 7}) == {0: 5, 3: 30}
     assert ProcessGroup("test", None).exchange("parts", {0: 5}) == {0: 5}
 
@@ -155,7 +155,7 @@ def test_headers_of_copies_are_read_by_every_process(group, tmp_path):
 
 def test_different_values_are_an_error_that_names_the_part(group):
     processes, answers = group
-    answers[Kind.AGREE, "test/checkpoint"] = {"process": 2, "part": "a.bin", "values": ["v2", "v1"]}
+    answers[MessageKind.AGREE, "test/checkpoint"] = {"process": 2, "part": "a.bin", "values": ["v2", "v1"]}
     with pytest.raises(
         CheckpointError, match=r"^the version of a\.bin is v2 in process 2 and v1 in process 0; make all"
     ):
@@ -165,7 +165,7 @@ def test_different_values_are_an_error_that_names_the_part(group):
 def test_errors_of_a_process_keep_their_class_in_all(group):
     processes, answers = group
     problem = {"error": "ConfigError", "text": "no such folder"}
-    answers[Kind.AGREE, "test/checkpoint"] = {"process": 1, "problem": problem}
+    answers[MessageKind.AGREE, "test/checkpoint"] = {"process": 1, "problem": problem}
     with pytest.raises(ConfigError, match=r"^process 1: no such folder$"):
         processes.agree("checkpoint", lambda: None, lambda _: {})
 
@@ -181,10 +181,10 @@ def test_errors_of_a_process_keep_their_class_in_all(group):
 def test_process_0_plans_for_hosts_with_other_memory(group, golden):
     """On the host of process 1 nothing would fit; it takes the plan of process 0, and both compare what they have."""
     processes, answers = group
-    answers[Kind.AGREE, "test/own plan"] = {}
+    answers[MessageKind.AGREE, "test/own plan"] = {}
     plan = make_plan(parse_config([f"--model.ref={golden / 'llama'}", "--workload.position=64"]))
     assert session.agree_on_plan(processes, None, lambda: plan, lambda _: None) == plan
-    answers[Kind.BROADCAST, "test/plan"] = json.loads(json.dumps(answers[Kind.BROADCAST, "test/plan"]))
+    answers[MessageKind.BROADCAST, "test/plan"] = json.loads(json.dumps(answers[MessageKind.BROADCAST, "test/plan"]))
     processes.process_index = 1
     checked = []
     make = lambda: pytest.fail("process 1 makes no plan")  # noqa: E731
@@ -195,8 +195,8 @@ def test_another_plan_file_than_that_of_process_0(group, golden):
     """The values of both are shown, for what decides the programs, which attention does too."""
     plan = make_plan(parse_config([f"--model.ref={golden / 'llama'}", "--workload.position=64"]))
     processes, answers = group
-    answers[Kind.BROADCAST, "test/plan"] = {"value": plan.to_json()}
-    answers[Kind.AGREE, "test/own plan"] = {"process": 1, "part": "attention", "values": ["b", "a"]}
+    answers[MessageKind.BROADCAST, "test/plan"] = {"value": plan.to_json()}
+    answers[MessageKind.AGREE, "test/own plan"] = {"process": 1, "part": "attention", "values": ["b", "a"]}
     processes.process_index = 1
     with pytest.raises(ConfigError, match=r"^attention of the plan is b in process 1 and a in process 0; give all"):
         session.agree_on_plan(processes, plan, lambda: pytest.fail("a plan is given"), lambda _: None)

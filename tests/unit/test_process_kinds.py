@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from ml_dtypes import bfloat16
 
-from shardplan.checkpoint.mapping.pieces import Piece
+from shardplan.checkpoint.mapping.pieces import StridedPiece
 from shardplan.checkpoint.mapping.views import View, row_major_strides
 from shardplan.checkpoint.transfer import byte_ranges, process_kinds, schedule
 from shardplan.checkpoint.transfer.byte_ranges import TensorSource, find_byte_ranges, sum_ranges
@@ -52,7 +52,7 @@ def stored_arrays(draw, shape):
             if first < last:
                 start = (*cell, first, *[0] * (len(inner) - 1))
                 extent = (*[1] * lead, last - first, *inner[1:])
-                pieces.append(Piece(start, extent, name, first * strides[0], (*[0] * lead, *strides)))
+                pieces.append(StridedPiece(start, extent, name, first * strides[0], (*[0] * lead, *strides)))
     return View.of_pieces(shape, pieces), sources
 
 
@@ -136,7 +136,10 @@ def test_gaps_between_the_devices_of_a_process():
     """
     mesh = DeviceMesh((("a", 32),), tuple((i + 2) % 32 // 4 * 2 + i % 2 for i in range(32)))
     shape, strides = (4, 4, 4, 4096), row_major_strides((4, 4, 4, 4096))
-    view, sources = View.of_pieces(shape, [Piece((0,) * 4, shape, "x", 0, strides)]), {"x": TensorSource("file", 0, 32)}
+    view, sources = (
+        View.of_pieces(shape, [StridedPiece((0,) * 4, shape, "x", 0, strides)]),
+        {"x": TensorSource("file", 0, 32)},
+    )
     strategy = ReadStrategy(((), (), (), ()), ((3, ("a",)),))
     (transfer,) = make_transfers("x", shape, strategy, 4, mesh, TransferLimits(2**30, 2**30))
     assert check_volumes(transfer, view, sources, mesh) > 1
@@ -150,7 +153,7 @@ def test_a_fleet_has_few_kinds(monkeypatch):
     mesh = DeviceMesh((("data", 4096), ("model", 8)), tuple(device // 4 for device in range(32768)))
     shape, layer_bytes = (126, 53248, 16384), 53248 * 16384 * 2
     strides = (0, *row_major_strides(shape[1:]))
-    pieces = tuple(Piece((i, 0, 0), (1, *shape[1:]), str(i), 0, strides) for i in range(shape[0]))
+    pieces = tuple(StridedPiece((i, 0, 0), (1, *shape[1:]), str(i), 0, strides) for i in range(shape[0]))
     sources = {str(i): TensorSource(f"file {i // 3}", i % 3 * layer_bytes, 16) for i in range(shape[0])}
     spec = ((), ("model",), ("data",))
     limits = TransferLimits(64 * 2**20, 256 * 2**20)

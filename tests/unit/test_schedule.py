@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ml_dtypes import bfloat16
 
 from shardplan.checkpoint.format.header import bytes_of
-from shardplan.checkpoint.mapping.pieces import Piece
+from shardplan.checkpoint.mapping.pieces import StridedPiece
 from shardplan.checkpoint.mapping.state_dict_program import trace_program
 from shardplan.checkpoint.mapping.views import View, row_major_strides, tensor_view
 from shardplan.checkpoint.transfer.byte_ranges import (
@@ -121,7 +121,9 @@ def test_volumes_are_those_of_the_ranges(load, layers, bits, data):
     mesh, shape, spec = load
     shape = (4 * shape[0], *shape[1:])
     size, strides = math.prod(shape[1:]), (0, *row_major_strides(shape[1:]))
-    pieces = tuple(Piece((i, *[0] * (len(shape) - 1)), (1, *shape[1:]), str(i), 0, strides) for i in range(shape[0]))
+    pieces = tuple(
+        StridedPiece((i, *[0] * (len(shape) - 1)), (1, *shape[1:]), str(i), 0, strides) for i in range(shape[0])
+    )
     view, ends, sources = View.of_pieces(shape, pieces), [0, 0], {}
     for i in data.draw(st.permutations(range(shape[0]))):
         file = data.draw(st.integers(0, 1))
@@ -140,7 +142,7 @@ def test_halves_of_bytes_that_processes_share():
     """Of rows of three half bytes, the devices of one process read the first two, those of another the last two."""
     mesh = DeviceMesh((("b", 2), ("c", 3)), (0, 0, 1, 1, 2, 2))
     shape, spec = (4, 3), ((), ("c",))
-    view = View.of_pieces(shape, [Piece((i, 0), (1, 3), "w", 4 * i, (0, 1)) for i in range(4)])
+    view = View.of_pieces(shape, [StridedPiece((i, 0), (1, 3), "w", 4 * i, (0, 1)) for i in range(4)])
     sources = {"w": TensorSource("f", 0, 4)}
     (transfer,) = make_transfers("w", shape, ReadStrategy(spec), 2, mesh, LIMITS)
     volumes = read_by_process(Schedule(mesh, (transfer,)), {"w": ArrayRequest(view, spec, BFLOAT16)}, sources)
@@ -228,4 +230,4 @@ def test_all_processes_together_read_every_byte_once(model, mapping):
 
 def test_a_piece_with_a_repeated_element():
     """A dimension of stride 0 adds nothing to what is read."""
-    assert find_runs(Piece((0, 0), (5, 3), "w", 7, (0, 1)), 2).elements == 3
+    assert find_runs(StridedPiece((0, 0), (5, 3), "w", 7, (0, 1)), 2).elements == 3

@@ -8,7 +8,7 @@ from shardplan.checkpoint.adapter.factors import Factors
 from shardplan.checkpoint.format.codecs.coded_tensor import element_coordinates, part_of, slabs
 from shardplan.checkpoint.format.codecs.computed_tensor import ComputedTensor
 from shardplan.checkpoint.format.header import Tensor
-from shardplan.checkpoint.mapping.pieces import Piece
+from shardplan.checkpoint.mapping.pieces import StridedPiece
 from shardplan.checkpoint.mapping.views import Shape, View, row_major_strides
 
 Digits = tuple[Shape, Shape]
@@ -43,7 +43,7 @@ class AdaptedTensor(ComputedTensor, frozen=True, gc=False, kw_only=True):
         """Return the numbers as a view of the elements of a tensor `name`; None if they are in the same order."""
         return self.base.view(name) if isinstance(self.base, ComputedTensor) else None
 
-    def number_slabs(self, stored: np.ndarray, piece: Piece) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
+    def number_slabs(self, stored: np.ndarray, piece: StridedPiece) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
         """Yield the numbers of a piece in slabs.
 
         Raises:
@@ -56,7 +56,7 @@ class AdaptedTensor(ComputedTensor, frozen=True, gc=False, kw_only=True):
             numbers += matrices.change(part_of(rows, part), part_of(columns, part))
             yield part, numbers
 
-    def _base_slabs(self, stored: np.ndarray, piece: Piece) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
+    def _base_slabs(self, stored: np.ndarray, piece: StridedPiece) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
         """Yield the numbers of a piece without the adapter, in float32."""
         if isinstance(self.base, ComputedTensor):
             yield from self.base.number_slabs(stored, piece)
@@ -64,7 +64,7 @@ class AdaptedTensor(ComputedTensor, frozen=True, gc=False, kw_only=True):
         for part in slabs(piece, []):
             yield part, stored[part].astype(np.float32)
 
-    def _coordinates(self, piece: Piece) -> tuple[np.ndarray, np.ndarray]:
+    def _coordinates(self, piece: StridedPiece) -> tuple[np.ndarray, np.ndarray]:
         """Return the row and the column of every element of a piece, in arrays that broadcast."""
         if self.digits is None:
             rows, columns = element_coordinates(self.shape, piece)

@@ -47,7 +47,7 @@ CACHE_PARTS = 8
 
 
 @dataclass(frozen=True)
-class Pair:
+class MatrixPair:
     """The two matrices of a weight."""
 
     a: Tensor
@@ -69,7 +69,7 @@ class Adapter:
     where: str
     """Name of its folder, for messages."""
     config: AdapterConfig
-    pairs: Mapping[str, Pair]
+    pairs: Mapping[str, MatrixPair]
     """Name of a weight -> its two matrices."""
     saved: Mapping[str, Tensor]
     """Name -> tensor of the parameters that were saved whole."""
@@ -122,7 +122,7 @@ def read_adapter(folder: Folder, cache_bytes: int = 0) -> Adapter:
     return Adapter(folder.ref, config, pairs, saved, stored, digest, MatrixCache(cache_bytes))
 
 
-def _sort_tensors(tensors: Mapping[str, Tensor], where: str) -> tuple[dict[str, Pair], dict[str, Tensor]]:
+def _sort_tensors(tensors: Mapping[str, Tensor], where: str) -> tuple[dict[str, MatrixPair], dict[str, Tensor]]:
     """Map weights to their pairs of matrices, and names to tensors that the adapter saves whole."""
     matrices: defaultdict[str, dict[tuple[bool, str], str]] = defaultdict(dict)
     saved: dict[str, str] = {}
@@ -154,7 +154,7 @@ def _check_type(name: str, tensor: Tensor) -> None:
         ) from None
 
 
-def _pair(parts: Mapping[tuple[bool, str], str], tensors: Mapping[str, Tensor], where: str) -> Pair:
+def _pair(parts: Mapping[tuple[bool, str], str], tensors: Mapping[str, Tensor], where: str) -> MatrixPair:
     """Return the matrices of one weight.
 
     Args:
@@ -181,10 +181,10 @@ def _pair(parts: Mapping[tuple[bool, str], str], tensors: Mapping[str, Tensor], 
             f"{where}: {a_name} has the shape {list(a.shape)}, and {b_name} {list(b.shape)}; the first dimension of A "
             "and the last one of B must be the rank"
         )
-    return Pair(a, b, a_name, b_name, is_embedding)
+    return MatrixPair(a, b, a_name, b_name, is_embedding)
 
 
-def _check_ranks(config: AdapterConfig, pairs: Mapping[str, Pair], where: str) -> None:
+def _check_ranks(config: AdapterConfig, pairs: Mapping[str, MatrixPair], where: str) -> None:
     for name, pair in pairs.items():
         rank = config.rank_of(name.removesuffix(".weight"))
         if pair.rank != rank:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from shardplan.checkpoint.adapter.adapted_tensor import AdaptedTensor, Digits, adapt_tensor, find_digits
-from shardplan.checkpoint.adapter.adapter import Adapter, Pair
+from shardplan.checkpoint.adapter.adapter import Adapter, MatrixPair
 from shardplan.checkpoint.adapter.adapter_config import ALL_LINEAR, REMEDY, BiasKind
 from shardplan.checkpoint.adapter.factors import Factors
 from shardplan.checkpoint.format.codecs.computed_tensor import ComputedTensor
@@ -30,7 +30,7 @@ class _Shaped:
 
 
 @dataclass(frozen=True)
-class Changes:
+class AdapterChanges:
     """The tensors that replace tensors of the checkpoint, by name."""
 
     adapted: Mapping[str, AdaptedTensor]
@@ -51,7 +51,7 @@ def merge_adapter(
     expected: Mapping[str, Shape],
     where: str,
     stores_inputs_first: bool,
-) -> Changes:
+) -> AdapterChanges:
     """Find the tensors of a checkpoint that an adapter changes.
 
     Args:
@@ -91,10 +91,10 @@ def merge_adapter(
         base = saved.get(own) or tensors[own]
         _check_shape(adapter, name, each.shape, base.shape, where, own)
         adapted[own] = adapt_tensor(base, each, _digits(base, known_digits))
-    return Changes(adapted, saved)
+    return AdapterChanges(adapted, saved)
 
 
-def _factors(adapter: Adapter, name: str, pair: Pair, is_transposed: bool) -> Factors:
+def _factors(adapter: Adapter, name: str, pair: MatrixPair, is_transposed: bool) -> Factors:
     scaling = adapter.config.scaling_of(name.removesuffix(".weight"))
     return Factors(name, pair.a, pair.b, pair.a_name, pair.b_name, scaling, is_transposed, adapter.cache)
 
@@ -209,7 +209,7 @@ def _digits(base: Tensor, known: dict[tuple[Shape, Shape], Digits]) -> Digits | 
 
 
 def check_tied(
-    changes: Changes, adapter: Adapter, embedding: str | None, head: str, has_head: bool, where: str
+    changes: AdapterChanges, adapter: Adapter, embedding: str | None, head: str, has_head: bool, where: str
 ) -> None:
     """Refuse an adapter that is ambiguous because the model's output head is its embedding.
 
@@ -232,7 +232,7 @@ def check_tied(
         )
 
 
-def unused_changes(changes: Changes, read: Collection[str], where: str) -> list[str]:
+def unused_changes(changes: AdapterChanges, read: Collection[str], where: str) -> list[str]:
     """List the tensors that an adapter changes but the model never reads, such as those of a vision tower.
 
     Args:

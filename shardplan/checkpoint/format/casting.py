@@ -9,7 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from shardplan.checkpoint.mapping.pieces import Piece
+from shardplan.checkpoint.mapping.pieces import StridedPiece
 from shardplan.checkpoint.mapping.views import Shape
 from shardplan.errors import ConfigError
 from shardplan.plan.workload.dtypes import DTYPE_SYNONYMS, DTYPES
@@ -37,7 +37,7 @@ def float_dtype(function: str, dtype: Any) -> np.dtype | None:
     return result
 
 
-def copy_cast(target: np.ndarray, values: np.ndarray, piece: Piece, shape: Shape) -> None:
+def copy_cast(target: np.ndarray, values: np.ndarray, piece: StridedPiece, shape: Shape) -> None:
     """Copy `values` into `target`, an array of the same shape, and cast them if its type differs.
 
     Args:
@@ -71,7 +71,9 @@ def _fits(values: np.ndarray, target: np.ndarray) -> bool:
     return bool(np.isfinite(target).all())
 
 
-def _overflow_error(values: np.ndarray, dtype: np.dtype, at: np.ndarray, piece: Piece, shape: Shape) -> ConfigError:
+def _overflow_error(
+    values: np.ndarray, dtype: np.dtype, at: np.ndarray, piece: StridedPiece, shape: Shape
+) -> ConfigError:
     """Return the error for the element `at` of `values`."""
     element = piece.offset + sum(int(i) * k for i, k in zip(at, piece.strides, strict=True))
     index: Any = [int(i) for i in np.unravel_index(element, shape)] if shape else []

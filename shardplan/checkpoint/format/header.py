@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 from msgspec import Struct
 
-from shardplan.checkpoint.format.header_entries import Entry, parse_header
+from shardplan.checkpoint.format.header_entries import HeaderEntry, parse_header
 from shardplan.checkpoint.mapping.views import Shape
 from shardplan.errors import CheckpointError, one_line
 from shardplan.storage import File
@@ -160,7 +160,7 @@ def _array_type(type_name: str, shape: Shape) -> ArrayType:
     return ArrayType(shape, dtype, nbytes)
 
 
-def _find_tensor(file: File, path: str, data_start: int, name: str, entry: Entry) -> Tensor:
+def _find_tensor(file: File, path: str, data_start: int, name: str, entry: HeaderEntry) -> Tensor:
     """Return the tensor of a header entry.
 
     Args:

@@ -16,7 +16,7 @@ METADATA = "__metadata__"
 NonNegative = Annotated[int, msgspec.Meta(ge=0)]
 
 
-class Entry(msgspec.Struct, frozen=True):
+class HeaderEntry(msgspec.Struct, frozen=True):
     """The header's entry of a tensor."""
 
     dtype: str
@@ -27,10 +27,10 @@ class Entry(msgspec.Struct, frozen=True):
 
 
 HEADER = msgspec.json.Decoder(dict[str, msgspec.Raw])
-ENTRY = msgspec.json.Decoder(Entry)
+ENTRY = msgspec.json.Decoder(HeaderEntry)
 
 
-def parse_header(text: bytes) -> dict[str, Entry]:
+def parse_header(text: bytes) -> dict[str, HeaderEntry]:
     """Parse a header: tensor name -> its entry.
 
     >>> parse_header(b'{"a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}}')
@@ -45,7 +45,7 @@ def parse_header(text: bytes) -> dict[str, Entry]:
     except msgspec.ValidationError:
         raise ValueError("it must map names of tensors to their types, shapes and offsets") from None
     metadata = _parse_metadata(header.pop(METADATA, msgspec.Raw(b"null")))
-    keys = (1 + len(Entry.__struct_fields__)) * len(header) + (0 if metadata is None else 1 + len(metadata))
+    keys = (1 + len(HeaderEntry.__struct_fields__)) * len(header) + (0 if metadata is None else 1 + len(metadata))
     # a colon follows each key, and others are in texts: where there are no more than keys, no key was there twice
     if b"\\u" in text or text.count(b":") > keys:
         parse_json(text.decode())
@@ -59,7 +59,7 @@ def _parse_metadata(text: msgspec.Raw) -> dict[str, str] | None:
         raise ValueError(f"{METADATA} must map names to strings") from None
 
 
-def _parse_entry(name: str, text: msgspec.Raw) -> Entry:
+def _parse_entry(name: str, text: msgspec.Raw) -> HeaderEntry:
     try:
         return ENTRY.decode(text)
     except msgspec.ValidationError:
@@ -68,7 +68,7 @@ def _parse_entry(name: str, text: msgspec.Raw) -> Entry:
 
 def _problem_of_entry(entry: Any) -> str:
     """Return what is wrong with the entry of a tensor, in the words that follow its name."""
-    missing = [key for key in Entry.__struct_fields__ if not isinstance(entry, dict) or key not in entry]
+    missing = [key for key in HeaderEntry.__struct_fields__ if not isinstance(entry, dict) or key not in entry]
     if missing:
         return f"has no {' and no '.join(missing)}"
     if not isinstance(entry["dtype"], str):

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardplan.checkpoint.mapping.pieces import AlikePieces, join_alike
+from shardplan.checkpoint.mapping.pieces import PieceGroup, join_alike
 from shardplan.checkpoint.mapping.views import Shape, View, row_major_strides
 
 MAX_BOXES = 1024
@@ -52,7 +52,7 @@ def find_blocks(view: View, scales: Mapping[str, Scales]) -> Shape | None:
     return blocks
 
 
-def _codes_of_pieces(part: AlikePieces, scales: Mapping[str, Scales]) -> Iterator[tuple[int, Scales]]:
+def _codes_of_pieces(part: PieceGroup, scales: Mapping[str, Scales]) -> Iterator[tuple[int, Scales]]:
     """Yield what the scales of each piece depend on: its first code, and where the scales of its tensor are."""
     return zip(part.offsets.tolist(), map(scales.__getitem__, part.tensors), strict=True)
 
@@ -117,7 +117,7 @@ def view_of_scales(view: View, scales: Mapping[str, Scales], max_pieces: float =
     Returns:
         None if a piece has too many pieces of scales, or all have more than `max_pieces`.
     """
-    parts: list[AlikePieces] = []
+    parts: list[PieceGroup] = []
     count = 0
     for part in view.parts:
         alike: defaultdict[tuple[int, Scales], list[int]] = defaultdict(list)

@@ -20,7 +20,7 @@ WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_
 """Modules that torch.compile, FSDP, activation checkpointing and Lightning put around others, at any depth."""
 
 
-class Stored(Protocol):
+class StoredShape(Protocol):
     """Anything with the shape of a stored tensor."""
 
     @property
@@ -44,7 +44,7 @@ class StoredNames:
     """Name in the checkpoint of the weight of an output head, if it has one."""
 
 
-def find_stored_names(expected: Mapping[str, Shape], stored: Mapping[str, Stored], where: str) -> StoredNames:
+def find_stored_names(expected: Mapping[str, Shape], stored: Mapping[str, StoredShape], where: str) -> StoredNames:
     """Find the expected tensors of a model among the stored ones.
 
     >>> class Matrix:
@@ -78,7 +78,7 @@ def find_stored_names(expected: Mapping[str, Shape], stored: Mapping[str, Stored
     return StoredNames(names, prefixed, canonical, module + head.rstrip("."), plain.get(f"{module}{head}weight"))
 
 
-def _without_wrappers(stored: Mapping[str, Stored], where: str) -> dict[str, str]:
+def _without_wrappers(stored: Mapping[str, StoredShape], where: str) -> dict[str, str]:
     """Return name without wrappers -> name in the checkpoint."""
     plain: dict[str, str] = {}
     for own in stored:

@@ -17,7 +17,7 @@ import numpy as np
 Shape = tuple[int, ...]
 
 
-class Piece(NamedTuple):  # quicker to make than a frozen dataclass; a load makes a hundred thousand
+class StridedPiece(NamedTuple):  # quicker to make than a frozen dataclass; a load makes a hundred thousand
     """A box of a view: the elements `[start, start + shape)`, read from one tensor with constant strides."""
 
     start: Shape
@@ -32,7 +32,7 @@ class Piece(NamedTuple):  # quicker to make than a frozen dataclass; a load make
     scale: float = 1.0
     """Factor that the elements are multiplied by."""
 
-    def intersect(self, start: Shape, stop: Shape) -> "Piece | None":
+    def intersect(self, start: Shape, stop: Shape) -> "StridedPiece | None":
         """Return the part of this piece inside the box `[start, stop)`, or None if it is empty."""
         offset = self.offset
         lows, extents = [], []
@@ -46,7 +46,7 @@ class Piece(NamedTuple):  # quicker to make than a frozen dataclass; a load make
                 return None
             lows.append(low)
             extents.append(extent)
-        return Piece(tuple(lows), tuple(extents), self.tensor, offset, self.strides, self.scale)
+        return StridedPiece(tuple(lows), tuple(extents), self.tensor, offset, self.strides, self.scale)
 
     @property
     def stop(self) -> Shape:
@@ -64,7 +64,7 @@ class Piece(NamedTuple):  # quicker to make than a frozen dataclass; a load make
         return math.prod(self.shape)
 
 
-class AlikePieces(NamedTuple):
+class PieceGroup(NamedTuple):
     """Pieces of a view that differ only in their tensors, and in where they begin in the view and in the tensors."""
 
     shape: Shape
@@ -85,21 +85,21 @@ class AlikePieces(NamedTuple):
         """Number of elements of all pieces."""
         return len(self.tensors) * math.prod(self.shape)
 
-    def separate(self) -> Iterator[Piece]:
+    def separate(self) -> Iterator[StridedPiece]:
         """Yield each piece."""
         for tensor, start, offset in zip(self.tensors, self.starts.tolist(), self.offsets.tolist(), strict=True):
-            yield Piece(tuple(start), self.shape, tensor, offset, self.strides, self.scale)
+            yield StridedPiece(tuple(start), self.shape, tensor, offset, self.strides, self.scale)
 
-    def take(self, indices: np.ndarray) -> "AlikePieces":
+    def take(self, indices: np.ndarray) -> "PieceGroup":
         """Return some of the pieces, by their numbers."""
         tensors = tuple([self.tensors[i] for i in indices.tolist()])
         return self._replace(tensors=tensors, starts=self.starts[indices], offsets=self.offsets[indices])
 
-    def move(self, distance: Shape) -> "AlikePieces":
+    def move(self, distance: Shape) -> "PieceGroup":
         """Return the pieces shifted by `distance` in the view."""
         return self._replace(starts=self.starts + np.array(distance, np.int64))
 
-    def intersect(self, start: Shape, stop: Shape) -> "Iterator[AlikePieces]":
+    def intersect(self, start: Shape, stop: Shape) -> "Iterator[PieceGroup]":
         """Yield the parts of the pieces inside the box `[start, stop)`, grouped by shape."""
         lows = np.maximum(self.starts, np.array(start, np.int64))
         highs = np.minimum(self.starts + np.array(self.shape, np.int64), np.array(stop, np.int64))
@@ -113,18 +113,18 @@ class AlikePieces(NamedTuple):
             left = left[~is_alike]
 
 
-def group_pieces(pieces: Iterable[Piece]) -> Iterator[AlikePieces]:
+def group_pieces(pieces: Iterable[StridedPiece]) -> Iterator[PieceGroup]:
     """Group pieces by shape, strides and scale, and yield each group as one object."""
-    groups: defaultdict[tuple[Shape, Shape, float], list[Piece]] = defaultdict(list)
+    groups: defaultdict[tuple[Shape, Shape, float], list[StridedPiece]] = defaultdict(list)
     for piece in pieces:
         groups[piece.shape, piece.strides, piece.scale].append(piece)
     for (shape, strides, scale), alike in groups.items():
         starts = np.array([piece.start for piece in alike], np.int64)
         offsets = np.array([piece.offset for piece in alike], np.int64)
-        yield AlikePieces(shape, strides, scale, tuple([piece.tensor for piece in alike]), starts, offsets)
+        yield PieceGroup(shape, strides, scale, tuple([piece.tensor for piece in alike]), starts, offsets)
 
 
-def join_alike(parts: Sequence[AlikePieces]) -> Iterator[tuple[AlikePieces, np.ndarray]]:
+def join_alike(parts: Sequence[PieceGroup]) -> Iterator[tuple[PieceGroup, np.ndarray]]:
     """Join parts whose pieces are alike; yield each joined part, and the old part of each of its pieces."""
     groups: defaultdict[tuple[Shape, Shape, float], list[int]] = defaultdict(list)
     for number, part in enumerate(parts):
@@ -135,4 +135,4 @@ def join_alike(parts: Sequence[AlikePieces]) -> Iterator[tuple[AlikePieces, np.n
         starts = np.concatenate([part.starts for part in alike])
         offsets = np.concatenate([part.offsets for part in alike])
         of_piece = np.repeat(numbers, [len(part.tensors) for part in alike])
-        yield AlikePieces(shape, strides, scale, tensors, starts, offsets), of_piece
+        yield PieceGroup(shape, strides, scale, tensors, starts, offsets), of_piece

@@ -14,7 +14,7 @@ from operator import itemgetter
 
 import numpy as np
 
-from shardplan.checkpoint.mapping.pieces import AlikePieces, Piece, Shape, group_pieces, join_alike
+from shardplan.checkpoint.mapping.pieces import PieceGroup, Shape, StridedPiece, group_pieces, join_alike
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,15 +22,15 @@ class View:
     """An array of `shape` made of disjoint pieces; an element outside all pieces comes from no checkpoint tensor."""
 
     shape: Shape
-    parts: tuple[AlikePieces, ...] = ()
+    parts: tuple[PieceGroup, ...] = ()
 
     @classmethod
-    def of_pieces(cls, shape: Shape, pieces: Iterable[Piece]) -> "View":
+    def of_pieces(cls, shape: Shape, pieces: Iterable[StridedPiece]) -> "View":
         """Make a view of separate pieces; pieces of equal shape and strides are grouped."""
         return cls(shape, tuple(group_pieces(pieces)))
 
     @property
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[StridedPiece]:
         """Every piece."""
         return itertools.chain.from_iterable(part.separate() for part in self.parts)
 
@@ -63,11 +63,11 @@ class View:
         strides = [k if n > 1 else math.inf for n, k in zip(first.shape, first.strides, strict=True)]
         return tuple(sorted(range(len(self.shape)), key=lambda d: -strides[d]))
 
-    def pieces_in(self, start: Shape, stop: Shape) -> Iterator[Piece]:
+    def pieces_in(self, start: Shape, stop: Shape) -> Iterator[StridedPiece]:
         """Yield the parts of the pieces inside the box `[start, stop)`."""
         return itertools.chain.from_iterable(part.separate() for part in self.parts_in(start, stop))
 
-    def parts_in(self, start: Shape, stop: Shape) -> Iterator[AlikePieces]:
+    def parts_in(self, start: Shape, stop: Shape) -> Iterator[PieceGroup]:
         """Yield the parts of the pieces inside the box `[start, stop)`, grouped where shape and strides are equal."""
         for part, orders in zip(self.parts, self._orders, strict=True):
             nearby = None
@@ -105,7 +105,7 @@ class View:
             return self
         permute, order = itemgetter(*permutation), list(permutation)
         parts = [
-            AlikePieces(permute(p.shape), permute(p.strides), p.scale, p.tensors, p.starts[:, order], p.offsets)
+            PieceGroup(permute(p.shape), permute(p.strides), p.scale, p.tensors, p.starts[:, order], p.offsets)
             for p in self.parts
         ]
         return View(permute(self.shape), tuple(parts))
@@ -117,7 +117,7 @@ class View:
         """
         kept = {d: i for i, d in enumerate(dimensions) if self.shape[i] == shape[d]}
 
-        def broadcast_part(part: AlikePieces) -> AlikePieces:
+        def broadcast_part(part: PieceGroup) -> PieceGroup:
             starts, extent, strides = np.zeros((len(part.tensors), len(shape)), np.int64), list(shape), [0] * len(shape)
             for d, i in kept.items():
                 starts[:, d], extent[d], strides[d] = part.starts[:, i], part.shape[i], part.strides[i]
@@ -144,7 +144,7 @@ class View:
 
 def tensor_view(name: str, shape: Shape) -> View:
     """View all of a checkpoint tensor, row-major."""
-    return View(shape, (AlikePieces(shape, row_major_strides(shape), 1.0, (name,), *_origin(len(shape))),))
+    return View(shape, (PieceGroup(shape, row_major_strides(shape), 1.0, (name,), *_origin(len(shape))),))
 
 
 @lru_cache
@@ -155,7 +155,7 @@ def _origin(rank: int) -> tuple[np.ndarray, np.ndarray]:
 
 def concatenate(views: Sequence[View], dimension: int) -> View:
     """Concatenate views as `numpy.concatenate` does."""
-    parts: list[AlikePieces] = []
+    parts: list[PieceGroup] = []
     position = 0
     for view in views:
         distance = _set_item((0,) * len(view.shape), dimension, position)
@@ -188,13 +188,13 @@ def _set_item(values: Shape, index: int, value: int) -> Shape:
     return (*values[:index], value, *values[index + 1 :])
 
 
-Group = tuple[range, range]
+DimensionGroup = tuple[range, range]
 """Dimensions of the old shape and of the new one that hold the same elements."""
 
 
-def _reshape_groups(old: Shape, new: Shape) -> list[Group]:
+def _reshape_groups(old: Shape, new: Shape) -> list[DimensionGroup]:
     """Find the smallest runs of dimensions with equal products: each run can be reshaped by itself."""
-    groups: list[Group] = []
+    groups: list[DimensionGroup] = []
     i = j = 0
     while i < len(old) or j < len(new):
         first_i, first_j = i, j
@@ -210,7 +210,7 @@ def _reshape_groups(old: Shape, new: Shape) -> list[Group]:
     return groups
 
 
-def _reshape_piece(piece: Piece, old: Shape, new: Shape, groups: list[Group]) -> list[Piece]:
+def _reshape_piece(piece: StridedPiece, old: Shape, new: Shape, groups: list[DimensionGroup]) -> list[StridedPiece]:
     """Express `piece` in the coordinates of the new shape: the product of the boxes of all groups."""
     per_group = []
     for before, after in groups:

@@ -26,7 +26,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from levanter.checkpoint import save_checkpoint
 
 from shardplan.checkpoint.format.casting import copy_cast, float_dtype
-from shardplan.checkpoint.mapping.pieces import Piece
+from shardplan.checkpoint.mapping.pieces import StridedPiece
 from shardplan.checkpoint.mapping.state_dict_program import StateDictProgram
 from shardplan.checkpoint.mapping.type_names import trace_type_names
 from shardplan.checkpoint.mapping.views import Shape
@@ -65,7 +65,7 @@ class OutputTensor:
 
     shape: Shape
     dtype: np.dtype
-    parts: tuple[tuple[jax.Array, Piece], ...]
+    parts: tuple[tuple[jax.Array, StridedPiece], ...]
     """Arrays of the model, and a box of each, with its location in the tensor."""
     constant: float = 0.0
     """The value of elements that are in none of them."""
@@ -207,7 +207,7 @@ def make_output_tensors(model: Any, program: StateDictProgram, dtype: Any = None
     for path, view in program.views.items():
         if path in float32:
             unrounded.update(view.tensors)
-    parts: defaultdict[str, list[tuple[jax.Array, Piece]]] = defaultdict(list)
+    parts: defaultdict[str, list[tuple[jax.Array, StridedPiece]]] = defaultdict(list)
     for path, view in program.views.items():
         for piece in view.pieces:
             parts[piece.tensor].append((arrays[path], piece))
@@ -259,7 +259,7 @@ def _write_files(
                     write.result()
 
 
-def _gather_box(array: jax.Array, piece: Piece) -> jax.Array:
+def _gather_box(array: jax.Array, piece: StridedPiece) -> jax.Array:
     """Replicate a box of an array on every device."""
     return make_gather(array.sharding, array.shape, piece.shape)(array, [np.int32(start) for start in piece.start])
 

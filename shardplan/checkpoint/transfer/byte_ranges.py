@@ -10,7 +10,7 @@ from operator import add
 from msgspec import Struct
 
 from shardplan.checkpoint.format.header import Tensor, bytes_of
-from shardplan.checkpoint.mapping.pieces import Piece
+from shardplan.checkpoint.mapping.pieces import StridedPiece
 from shardplan.checkpoint.mapping.views import Shape, View
 from shardplan.checkpoint.transfer.transfer import Box, DeviceMesh, ReadStrategy, Transfer
 
@@ -71,7 +71,7 @@ class Runs:
         return math.prod(count for _, count in self.dimensions)
 
 
-def find_runs(piece: Piece, bits: int) -> Runs:
+def find_runs(piece: StridedPiece, bits: int) -> Runs:
     """Find the runs of a piece of a tensor with elements of `bits` bits."""
     return runs_of_box(piece.shape, piece.strides, bits)
 
@@ -123,7 +123,7 @@ def boxes_of_process(transfer: Transfer, mesh: DeviceMesh, process: int) -> list
     return [(_add(start, transfer.start), _add(stop, transfer.start)) for start, stop in boxes]
 
 
-def _pieces_of_process(transfer: Transfer, view: View, mesh: DeviceMesh, process: int) -> list[Piece]:
+def _pieces_of_process(transfer: Transfer, view: View, mesh: DeviceMesh, process: int) -> list[StridedPiece]:
     boxes = boxes_of_process(transfer, mesh, process)
     return [piece for start, stop in boxes for piece in view.pieces_in(start, stop)]
 
@@ -138,7 +138,7 @@ def _boxes_from_origin(
     return merge_boxes(box for device in devices for box, _ in transfer.boxes(mesh, device))
 
 
-def _merge_ranges(pieces: Iterable[Piece], sources: Mapping[str, TensorSource]) -> list[ByteRange]:
+def _merge_ranges(pieces: Iterable[StridedPiece], sources: Mapping[str, TensorSource]) -> list[ByteRange]:
     """Return the ranges of all pieces, with ranges that touch merged."""
     ranges: list[ByteRange] = []
     for piece in pieces:
@@ -154,7 +154,7 @@ def _merge_ranges(pieces: Iterable[Piece], sources: Mapping[str, TensorSource]) 
     return merged
 
 
-def _piece_ranges(piece: Piece, source: TensorSource) -> list[ByteRange]:
+def _piece_ranges(piece: StridedPiece, source: TensorSource) -> list[ByteRange]:
     """Return the range of every run of a piece."""
     runs = find_runs(piece, source.bits)
     first = source.bit(piece.offset)

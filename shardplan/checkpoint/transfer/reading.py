@@ -12,7 +12,7 @@ from shardplan.checkpoint.format.casting import copy_cast
 from shardplan.checkpoint.format.codecs.coded_tensor import unpack
 from shardplan.checkpoint.format.codecs.computed_tensor import ComputedTensor
 from shardplan.checkpoint.format.header import Tensor, bytes_of
-from shardplan.checkpoint.mapping.pieces import Piece
+from shardplan.checkpoint.mapping.pieces import StridedPiece
 from shardplan.checkpoint.mapping.views import Shape, View, row_major_strides
 from shardplan.checkpoint.transfer.byte_ranges import find_runs, merge_boxes
 
@@ -39,7 +39,7 @@ class Read:
     """One read of a range of a tensor, and the pieces of targets that are copied from it."""
 
     tensor: Tensor
-    pieces: tuple[tuple[ReadTarget, Piece], ...]
+    pieces: tuple[tuple[ReadTarget, StridedPiece], ...]
 
     @property
     def span(self) -> tuple[int, int]:
@@ -55,7 +55,7 @@ class Read:
         return bytes_of(high * bits) - low * bits // 8
 
     @property
-    def bounding_box(self) -> Piece:
+    def bounding_box(self) -> StridedPiece:
         """The smallest box that contains all pieces."""
         pieces = [piece for _, piece in self.pieces]
         start = tuple(map(min, zip(*(piece.start for piece in pieces), strict=True)))
@@ -72,7 +72,7 @@ def plan_reads(
     If the part of every target is contiguous on disk, each is read by itself. If the parts interleave (a tensor
     sharded along an inner dimension), they are read once for all targets.
     """
-    grids: defaultdict[object, list[tuple[ReadTarget, Piece]]] = defaultdict(list)
+    grids: defaultdict[object, list[tuple[ReadTarget, StridedPiece]]] = defaultdict(list)
     for target in targets:
         for piece in view.pieces_in(target.start, target.stop):
             # parts of one piece of the view lie in one grid of one tensor
@@ -121,7 +121,7 @@ def run_read(read: Read) -> int:
     return read.nbytes
 
 
-def _copy_scaled(box: np.ndarray, values: np.ndarray, piece: Piece, shape: Shape) -> None:
+def _copy_scaled(box: np.ndarray, values: np.ndarray, piece: StridedPiece, shape: Shape) -> None:
     """Copy the elements of a piece of a tensor of `shape` into `box`, times its factor."""
     if piece.scale != 1:
         values = values.astype(np.float32) * np.float32(piece.scale)
@@ -136,7 +136,7 @@ def _scratch(nbytes: int) -> np.ndarray:
     return scratch
 
 
-def _is_contiguous(piece: Piece) -> bool:
+def _is_contiguous(piece: StridedPiece) -> bool:
     low, high = piece.span
     return high - low == piece.size
 
@@ -163,19 +163,19 @@ def _split_read(read: Read, max_bytes: int) -> Iterator[Read]:
             yield from _split_read(replace(read, pieces=parts), max_bytes)
 
 
-def _clip_piece(piece: Piece, dimension: int, start: int, stop: int) -> Piece | None:
+def _clip_piece(piece: StridedPiece, dimension: int, start: int, stop: int) -> StridedPiece | None:
     """Return the part of a piece inside `[start, stop)` along one dimension; None if it is empty."""
     low, high = list(piece.start), list(piece.stop)
     low[dimension], high[dimension] = start, stop
     return piece.intersect(tuple(low), tuple(high))
 
 
-def _target_box(target: ReadTarget, piece: Piece) -> np.ndarray:
+def _target_box(target: ReadTarget, piece: StridedPiece) -> np.ndarray:
     box = (slice(s - o, s - o + n) for s, o, n in zip(piece.start, target.start, piece.shape, strict=True))
     index: tuple[Any, ...] = (..., *box)  # the ellipsis makes a 0-d array give a view, not a scalar
     return target.buffer[index]
 
 
-def _is_row_major(piece: Piece) -> bool:
+def _is_row_major(piece: StridedPiece) -> bool:
     expected = row_major_strides(piece.shape)
     return all(k == e for n, k, e in zip(piece.shape, piece.strides, expected, strict=True) if n > 1)

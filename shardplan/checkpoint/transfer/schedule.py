@@ -219,7 +219,7 @@ def _stored_bytes(view: View, grid: ViewGrid | None, sources: Mapping[str, Tenso
     return bits / 8
 
 
-class _Cost(NamedTuple):
+class _ReadCost(NamedTuple):
     """Cost of a read strategy; costs are compared lexicographically."""
 
     excess: float
@@ -235,7 +235,7 @@ def _cheapest(
 ) -> Sequence[Transfer]:
     """Return the cheapest choice of transfers of an array; where two cost the same, the first."""
     bounds = [_lower_bound(transfers, array, mesh, speeds) for transfers in choices]
-    best: tuple[_Cost, int] | None = None
+    best: tuple[_ReadCost, int] | None = None
     for bound, number in sorted(zip(bounds, range(len(choices)), strict=True)):
         if best is not None and bound > best[0]:
             break
@@ -245,7 +245,7 @@ def _cheapest(
     return choices[best[1]]
 
 
-def _lower_bound(transfers: Sequence[Transfer], array: _StoredArray, mesh: DeviceMesh, speeds: Speeds) -> _Cost:
+def _lower_bound(transfers: Sequence[Transfer], array: _StoredArray, mesh: DeviceMesh, speeds: Speeds) -> _ReadCost:
     """Return a lower bound of the cost that needs no look at what processes read.
 
     A process reads no less than each of its devices. `ROUNDING` keeps a bound below the cost that it is a bound of.
@@ -257,7 +257,7 @@ def _lower_bound(transfers: Sequence[Transfer], array: _StoredArray, mesh: Devic
     read_bytes = array.nbytes / elements * of_device * _repetitions(first)
     excess = (1 - ROUNDING) * read_bytes * processes - array.nbytes - MAX_REREAD_BYTES
     exchanging_s = (1 - ROUNDING) * exchanged_bytes(first, mesh) / speeds.exchange * _repetitions(first)
-    return _Cost(max(0.0, excess), False, exchanging_s, len(first.strategy.collectives))
+    return _ReadCost(max(0.0, excess), False, exchanging_s, len(first.strategy.collectives))
 
 
 def _repetitions(first: Transfer) -> float:
@@ -265,7 +265,7 @@ def _repetitions(first: Transfer) -> float:
     return math.prod(first.local_shape) / max(1, math.prod(first.shape))
 
 
-def _cost(transfers: Sequence[Transfer], array: _StoredArray, mesh: DeviceMesh, speeds: Speeds) -> _Cost:
+def _cost(transfers: Sequence[Transfer], array: _StoredArray, mesh: DeviceMesh, speeds: Speeds) -> _ReadCost:
     """Estimate the cost of all transfers of an array from the first one."""
     first = transfers[0]
     times = _repetitions(first)
@@ -286,4 +286,4 @@ def _cost(transfers: Sequence[Transfer], array: _StoredArray, mesh: DeviceMesh, 
     reading_s = float((read_bytes / speeds.read + ranges * speeds.request).max())
     exchanging_s = exchanged_bytes(first, mesh) / speeds.exchange
     excess = max(0.0, reread_bytes - MAX_REREAD_BYTES)
-    return _Cost(excess, is_uneven, (reading_s + exchanging_s) * times, len(first.strategy.collectives))
+    return _ReadCost(excess, is_uneven, (reading_s + exchanging_s) * times, len(first.strategy.collectives))

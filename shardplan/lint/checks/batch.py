@@ -12,63 +12,63 @@ from shardplan.plan.workload.workload import BATCH_AXIS
 BATCH_KEY, PER_DEVICE_KEY = "trainer.train_batch_size", "trainer.per_device_parallelism"
 
 
-def check_batch(s: Subject) -> Findings:
+def check_batch(subject: Subject) -> Findings:
     """Find a batch that its shards or microbatches do not divide; of a schedule every stage."""
-    if s.section.stages:
-        yield from _check_schedule(s)
+    if subject.section.stages:
+        yield from _check_schedule(subject)
         return
-    name, size, mesh = s.section.batch_axis, s.section.batch or s.workload.batch, s.section.mesh
-    mesh_axes = s.compute.get(name, ())
-    shards = s.devices(mesh_axes)
-    key = BATCH_KEY if s.section.batch else "workload.batch"
+    name, size, mesh = subject.section.batch_axis, subject.section.batch or subject.workload.batch, subject.section.mesh
+    mesh_axes = subject.compute.get(name, ())
+    shards = subject.devices(mesh_axes)
+    key = BATCH_KEY if subject.section.batch else "workload.batch"
     if size % shards:
         around = (size // shards * shards, (size // shards + 1) * shards)
         yield Finding(
             Severity.ERROR,
             FindingKind.BATCH,
-            (key, s.size_key("model")),
+            (key, subject.size_key("model")),
             f"{size} sequences are not divisible by the {shards} batch shards of {product_text(mesh, mesh_axes)}",
             f"use {' or '.join(str(n) for n in around if n)} sequences, or a larger model axis",
             axes=frozenset({name, *MESH_AXES}),
         )
-    elif s.section.microbatch is not None and size % s.section.microbatch:
+    elif subject.section.microbatch is not None and size % subject.section.microbatch:
         yield Finding(
             Severity.ERROR,
             FindingKind.BATCH,
-            (key, PER_DEVICE_KEY, s.size_key("model")),
-            f"{size} sequences are not a multiple of the microbatch of {s.section.microbatch}, "
-            f"{s.section.microbatch // shards} in each of {shards} batch shards",
+            (key, PER_DEVICE_KEY, subject.size_key("model")),
+            f"{size} sequences are not a multiple of the microbatch of {subject.section.microbatch}, "
+            f"{subject.section.microbatch // shards} in each of {shards} batch shards",
             f"make per_device_parallelism a divisor of {size // shards}",
             axes=frozenset({name, *MESH_AXES}),
         )
 
 
-def stage_divisor(s: Subject) -> int:
+def stage_divisor(subject: Subject) -> int:
     """Return the number that every stage of a schedule must be a multiple of.
 
     The trainer requires complete microbatches. Without `per_device_parallelism` it requires nothing of a schedule, and
     the data loader requires equal shards, unless it may pad them.
     """
-    if s.section.microbatch is not None:
-        return s.section.microbatch
-    return 1 if s.section.allows_padding else s.devices(s.compute.get(s.section.batch_axis, ()))
+    if subject.section.microbatch is not None:
+        return subject.section.microbatch
+    return 1 if subject.section.allows_padding else subject.devices(subject.compute.get(subject.section.batch_axis, ()))
 
 
-def _check_schedule(s: Subject) -> Findings:
-    stages, divisor, shards = s.section.stages, stage_divisor(s), s.section.batch_shards
+def _check_schedule(subject: Subject) -> Findings:
+    stages, divisor, shards = subject.section.stages, stage_divisor(subject), subject.section.batch_shards
     refused = [stage for stage in stages if stage.size % divisor]
-    has_microbatch = s.section.microbatch is not None
+    has_microbatch = subject.section.microbatch is not None
     parts = f"per_device_parallelism {divisor // shards} x {shards} batch shards" if has_microbatch else "batch shards"
     if refused:
         around = sorted({n for stage in refused for n in nearest_multiples(stage, divisor)})
         yield Finding(
             Severity.ERROR,
             FindingKind.BATCH,
-            (BATCH_KEY, *((PER_DEVICE_KEY,) if has_microbatch else ()), s.size_key("model")),
+            (BATCH_KEY, *((PER_DEVICE_KEY,) if has_microbatch else ()), subject.size_key("model")),
             f"{_stages_text(refused)} not divisible by {divisor} ({parts}), and Levanter stops before the first step",
             f"use multiples of {divisor} ({', '.join(map(str, around))})"
             + (", or a smaller per_device_parallelism" if has_microbatch else ", or a larger model axis"),
-            axes=frozenset({s.section.batch_axis, *MESH_AXES}),
+            axes=frozenset({subject.section.batch_axis, *MESH_AXES}),
         )
     starts = [stage.start for stage in stages]
     if starts[0] != 0 or any(later <= earlier for earlier, later in pairwise(starts)):
@@ -93,15 +93,15 @@ def _stages_text(stages: list[BatchStage]) -> str:
     return f"{' and '.join(texts)} are"
 
 
-def check_replicated_batch(s: Subject) -> Findings:
+def check_replicated_batch(subject: Subject) -> Findings:
     """Find a batch that no mesh axis shards."""
-    name, size, mesh = s.section.batch_axis, s.workload.batch, s.section.mesh
-    is_sharded, is_mapped = s.devices(s.compute.get(name, ())) > 1, s.section.is_batch_mapped
+    name, size, mesh = subject.section.batch_axis, subject.workload.batch, subject.section.mesh
+    is_sharded, is_mapped = subject.devices(subject.compute.get(name, ())) > 1, subject.section.is_batch_mapped
     if not is_mapped or (not is_sharded and mesh_size(mesh, TOKEN_AXES) > 1):
         yield Finding(
             Severity.WARNING if is_mapped else Severity.ERROR,
             FindingKind.BATCH,
-            s.keys([name]) or ("trainer.mesh.batch_axis_name",),
+            subject.keys([name]) or ("trainer.mesh.batch_axis_name",),
             f"{name!r} is replicated: every device computes all {size} sequences"
             if is_mapped
             else f"{name!r} is mapped to no mesh axis, and Levanter's data loader fails",

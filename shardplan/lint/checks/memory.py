@@ -20,7 +20,7 @@ MEMORY_PARTS = [
 ]
 
 
-def check_memory(s: Subject, plan: Plan) -> Findings:
+def check_memory(subject: Subject, plan: Plan) -> Findings:
     """Find a step that does not fit, or that may not: its peak is within the error of the prediction."""
     memory = plan.memory
     if memory.fits:
@@ -29,7 +29,7 @@ def check_memory(s: Subject, plan: Plan) -> Findings:
         yield Finding(
             Severity.ERROR,
             FindingKind.MEMORY,
-            s.mapping_keys,
+            subject.mapping_keys,
             f"out of the memory of the host: {memory.host / GIB:.2f} GiB of activations for each device, of "
             f"{memory.host_usable / GIB:.2f}",
             "move fewer activations to the host (gradient_checkpointing), shard the batch over more devices, or use a "
@@ -41,18 +41,18 @@ def check_memory(s: Subject, plan: Plan) -> Findings:
         yield Finding(
             Severity.WARNING,
             FindingKind.MEMORY,
-            s.mapping_keys,
+            subject.mapping_keys,
             f"may not fit: {memory.peak / GIB:.2f} GiB per device of {memory.available / GIB:.2f}; the estimate errs "
             f"by up to {memory.reserved / GIB:.2f}, and the compiler computes values twice to make a program fit",
             "ask the compiler (shardplan verify --against), or shard more",
         )
         return
     parts = sorted(((getattr(memory, part), part) for part in MEMORY_PARTS), reverse=True)[:NUM_LARGEST]
-    largest = s.bytes(s.axes.parameters)
+    largest = subject.bytes(subject.axes.parameters)
     yield Finding(
         Severity.ERROR,
         FindingKind.MEMORY,
-        s.mapping_keys,
+        subject.mapping_keys,
         f"out of memory: {memory.peak / GIB:.2f} GiB per device of {memory.available / GIB:.2f}, "
         f"{(memory.peak - memory.available) / GIB:.2f} too much; the largest parts: "
         + ", ".join(f"{part.replace('_', ' ')} {amount / GIB:.2f}" for amount, part in parts if amount)
@@ -62,26 +62,32 @@ def check_memory(s: Subject, plan: Plan) -> Findings:
     )
 
 
-def check_large_parameters(s: Subject, plan: Plan) -> Findings:
+def check_large_parameters(subject: Subject, plan: Plan) -> Findings:
     """Find large parameters that are stored replicated, or with far fewer shards than there are devices."""
-    min_bytes, devices = LARGE_FRACTION * plan.memory.available, s.hardware.devices
-    sizes = s.bytes(s.axes.parameters)
-    large = [p for p in s.axes.parameters if sizes[p.path] >= min_bytes]
-    replicated = [p for p in large if s.shards(p) == 1 and devices >= BARELY_SHARDED_FACTOR]
-    barely_sharded = [p for p in large if s.shards(p) > 1 and s.shards(p) * BARELY_SHARDED_FACTOR <= devices]
-    numbers = " or ".join(map(str, sorted({s.shards(p) for p in barely_sharded})))
+    min_bytes, devices = LARGE_FRACTION * plan.memory.available, subject.hardware.devices
+    sizes = subject.bytes(subject.axes.parameters)
+    large = [p for p in subject.axes.parameters if sizes[p.path] >= min_bytes]
+    replicated = [p for p in large if subject.shards(p) == 1 and devices >= BARELY_SHARDED_FACTOR]
+    barely_sharded = [
+        p for p in large if subject.shards(p) > 1 and subject.shards(p) * BARELY_SHARDED_FACTOR <= devices
+    ]
+    numbers = " or ".join(map(str, sorted({subject.shards(p) for p in barely_sharded})))
     for kind, parameters, text in (
         (FindingKind.REPLICATED, replicated, f"replicated on each of the {devices} devices"),
         (FindingKind.BARELY_SHARDED, barely_sharded, f"{numbers} shards on {devices} devices"),
     ):
         if not parameters:
             continue
-        stored = s.bytes(parameters)
-        unmapped = [axis for axis in s.weight_axes if axis not in s.params and any(axis in p.axes for p in parameters)]
+        stored = subject.bytes(parameters)
+        unmapped = [
+            axis
+            for axis in subject.weight_axes
+            if axis not in subject.params and any(axis in p.axes for p in parameters)
+        ]
         yield Finding(
             Severity.WARNING if plan.memory.may_fit else Severity.ERROR,
             kind,
-            s.mapping_keys,
+            subject.mapping_keys,
             f"{text}: {sum(stored.values()) / GIB:.2f} GiB per device, of {sizes_text(stored)}",
             "shard the stored parameters over more mesh axes; unmapped among their axes: "
             + (", ".join(unmapped) or "none"),

@@ -25,14 +25,16 @@ OTHER_BACKENDS = frozenset(ATTENTION_BACKENDS) - {"default", "splash"}
 """Values of `model.attn_backend` with which Levanter does not use splash attention on a TPU."""
 
 
-def check_unknown_axes(s: Subject) -> Findings:
+def check_unknown_axes(subject: Subject) -> Findings:
     """Find logical axes that no array of the model has, which Haliax ignores silently."""
-    mapped = {**s.params, **s.compute}
-    for axis in (axis for axis in mapped if axis not in s.known | s.activation_only):
-        mesh_axes = {*s.params.get(axis, ()), *s.compute.get(axis, ())}
-        meant = closest(axis, s.mappable)
-        unsharded = s.bytes(s.not_sharded_over((p for p in s.axes.parameters if meant in p.axes), mesh_axes))
-        replicated = s.replicated(unsharded)
+    mapped = {**subject.params, **subject.compute}
+    for axis in (axis for axis in mapped if axis not in subject.known | subject.activation_only):
+        mesh_axes = {*subject.params.get(axis, ()), *subject.compute.get(axis, ())}
+        meant = closest(axis, subject.mappable)
+        unsharded = subject.bytes(
+            subject.not_sharded_over((p for p in subject.axes.parameters if meant in p.axes), mesh_axes)
+        )
+        replicated = subject.replicated(unsharded)
         text = f"the model has no axis {axis!r}, so mapping it has no effect"
         if replicated:
             text += f": Haliax silently replicates, on every device, {sizes_text(replicated)}"
@@ -41,81 +43,81 @@ def check_unknown_axes(s: Subject) -> Findings:
         yield Finding(
             Severity.ERROR if replicated else Severity.WARNING,
             FindingKind.UNKNOWN_AXIS,
-            s.keys([axis]),
+            subject.keys([axis]),
             text,
-            nearest(axis, s.mappable),
+            nearest(axis, subject.mappable),
             replicated or unsharded,
             frozenset({axis, meant or axis}),
         )
 
 
-def check_activation_axes(s: Subject) -> Findings:
+def check_activation_axes(subject: Subject) -> Findings:
     """Find mapped logical axes that only activations have."""
-    for axis in sorted(axis for axis in s.activation_only if s.devices(s.compute[axis]) > 1):
-        experts = names_text(sorted(s.step.expert_axes)) if s.step.expert_axes else None
+    for axis in sorted(axis for axis in subject.activation_only if subject.devices(subject.compute[axis]) > 1):
+        experts = names_text(sorted(subject.step.expert_axes)) if subject.step.expert_axes else None
         yield Finding(
             Severity.WARNING,
             FindingKind.ACTIVATION_AXIS,
-            s.keys([axis]),
+            subject.keys([axis]),
             f"only activations have the axis {axis!r}: the effect of sharding it over "
-            f"{product_text(s.section.mesh, s.compute[axis])} is not predicted"
+            f"{product_text(subject.section.mesh, subject.compute[axis])} is not predicted"
             + (f", and in models that route tokens to {experts} it gave wrong logits" if experts else ""),
             f"remove {axis}",
             axes=frozenset({axis}),
         )
 
 
-def check_stacked_axes(s: Subject) -> Findings:
+def check_stacked_axes(subject: Subject) -> Findings:
     """Find mapped logical axes along which layers are stacked."""
-    for axis in sorted(s.stacked & {*s.params, *s.compute}):
-        mesh_axes = tuple(dict.fromkeys((*s.params.get(axis, ()), *s.compute.get(axis, ()))))
-        if s.devices(mesh_axes) > 1:
+    for axis in sorted(subject.stacked & {*subject.params, *subject.compute}):
+        mesh_axes = tuple(dict.fromkeys((*subject.params.get(axis, ()), *subject.compute.get(axis, ()))))
+        if subject.devices(mesh_axes) > 1:
             yield Finding(
                 Severity.WARNING,
                 FindingKind.STACKED_AXIS,
-                s.keys([axis]),
-                f"layers are stacked along {axis!r}: sharded over {product_text(s.section.mesh, mesh_axes)}, every "
-                "iteration of the loop over layers gets its slice from other devices, which is not predicted",
+                subject.keys([axis]),
+                f"layers are stacked along {axis!r}: sharded over {product_text(subject.section.mesh, mesh_axes)}, "
+                "every iteration of the loop over layers gets its slice from other devices, which is not predicted",
                 f"leave {axis} replicated, and shard another axis",
                 axes=frozenset({axis}),
             )
 
 
-def check_heads(s: Subject) -> Findings:
+def check_heads(subject: Subject) -> Findings:
     """Find a mapping of the axis of all heads, which only the output projection has in grouped-query attention."""
-    for attention in s.step.attention_axes:
+    for attention in subject.step.attention_axes:
         own = (*attention.heads, attention.head_size)
-        mesh_axes = [axis for axis in s.compute.get(attention.flat_heads, ()) if s.section.mesh[axis] > 1]
+        mesh_axes = [axis for axis in subject.compute.get(attention.flat_heads, ()) if subject.section.mesh[axis] > 1]
         if (
             attention.flat_heads in own
             or not mesh_axes
-            or set(mesh_axes) & {m for axis in own for m in s.compute.get(axis, ())}
+            or set(mesh_axes) & {m for axis in own for m in subject.compute.get(axis, ())}
         ):
             continue
-        with_heads = [p for p in s.axes.parameters if set(p.axes) & set(attention.heads)]
-        unsharded = s.bytes(s.not_sharded_over(with_heads, mesh_axes))
-        replicated = s.replicated(unsharded)
+        with_heads = [p for p in subject.axes.parameters if set(p.axes) & set(attention.heads)]
+        unsharded = subject.bytes(subject.not_sharded_over(with_heads, mesh_axes))
+        replicated = subject.replicated(unsharded)
         if not unsharded:
             continue
         yield Finding(
             Severity.ERROR if replicated else Severity.WARNING,
             FindingKind.HEADS,
-            s.keys([attention.flat_heads]),
+            subject.keys([attention.flat_heads]),
             f"{attention.flat_heads!r} is not an axis of {names_text(map(short, unsharded))}, which have "
             f"{names_text(own)} "
             + (
                 f"and so are silently replicated, on every device: {sizes_text(replicated)}"
                 if replicated
-                else f"and so are not sharded over {product_text(s.section.mesh, mesh_axes)}"
+                else f"and so are not sharded over {product_text(subject.section.mesh, mesh_axes)}"
             ),
-            _heads_remedy(s, attention.heads[0], mesh_axes),
+            _heads_remedy(subject, attention.heads[0], mesh_axes),
             replicated or unsharded,
         )
 
 
-def _heads_remedy(s: Subject, key_heads: str, mesh_axes: list[str]) -> str:
+def _heads_remedy(subject: Subject, key_heads: str, mesh_axes: list[str]) -> str:
     """Suggest to shard the axis of key heads, so that every device has complete groups of heads."""
-    size, devices, names = s.size(key_heads), s.devices(mesh_axes), names_text(mesh_axes)
+    size, devices, names = subject.size(key_heads), subject.devices(mesh_axes), names_text(mesh_axes)
     divisor = math.gcd(size, devices)
     if divisor == devices:
         return f"map {key_heads} to {names} as well"
@@ -126,31 +128,31 @@ def _heads_remedy(s: Subject, key_heads: str, mesh_axes: list[str]) -> str:
     return "shard the stored parameters over another mesh axis"
 
 
-def check_unused_mesh_axes(s: Subject) -> Findings:
+def check_unused_mesh_axes(subject: Subject) -> Findings:
     """Find mesh axes of several devices that no logical axis of the model is mapped to."""
-    for mesh_axis, size in s.section.mesh.items():
-        mapped = s.known | s.activation_only
-        if size == 1 or any(mesh_axis in axes for name, axes in s.compute.items() if name in mapped):
+    for mesh_axis, size in subject.section.mesh.items():
+        mapped = subject.known | subject.activation_only
+        if size == 1 or any(mesh_axis in axes for name, axes in subject.compute.items() if name in mapped):
             continue
-        stored = [name for name, axes in s.params.items() if mesh_axis in axes and name in s.axes.axes]
+        stored = [name for name, axes in subject.params.items() if mesh_axis in axes and name in subject.axes.axes]
         yield Finding(
             Severity.WARNING,
             FindingKind.UNUSED_MESH_AXIS,
-            (s.size_key(mesh_axis),),
+            (subject.size_key(mesh_axis),),
             (
                 f"{mesh_axis} ({size} devices) shards only stored {names_text(stored)} and no computation: these "
                 "devices all do the same work"
                 if stored
                 else f"no logical axis is mapped to {mesh_axis} ({size} devices): they all store and compute the same"
             ),
-            f"map a logical axis to {mesh_axis} in {s.mapping_keys[0]}, or make it 1",
+            f"map a logical axis to {mesh_axis} in {subject.mapping_keys[0]}, or make it 1",
         )
 
 
-def check_duplicates(s: Subject) -> Findings:
+def check_duplicates(subject: Subject) -> Findings:
     """Find mesh axes, of any size, that two dimensions of one array are mapped to."""
-    arrays = [(tuple(p.axes), short(p.path), s.params) for p in s.axes.parameters]
-    arrays += [(axes, description, s.compute) for axes, description in s.linear_results.items()]
+    arrays = [(tuple(p.axes), short(p.path), subject.params) for p in subject.axes.parameters]
+    arrays += [(axes, description, subject.compute) for axes, description in subject.linear_results.items()]
     tensors: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for axes, description, mapping in arrays:
         used = [mesh_axis for axis in axes for mesh_axis in mapping.get(axis, ())]
@@ -162,58 +164,59 @@ def check_duplicates(s: Subject) -> Findings:
         yield Finding(
             Severity.ERROR,
             FindingKind.DUPLICATE,
-            s.keys(mapped, mesh_axis),
+            subject.keys(mapped, mesh_axis),
             f"{names_text(mapped)} {shared} in one array (DuplicateSpecError): {names_text(names)}",
             f"shard only one dimension of an array over {mesh_axis}: keep it for one of {names_text(mapped)}",
             axes=frozenset(mapped),
         )
 
 
-def check_divisibility(s: Subject) -> Findings:
+def check_divisibility(subject: Subject) -> Findings:
     """Find logical axes whose size is not divisible by the devices along their mesh axes."""
-    entries = {*s.compute.items(), *s.params.items()}
-    for axis, mesh_axes in sorted(entry for entry in entries if entry[0] in s.known - s.batch_axes):
-        length, devices = s.size(axis), s.devices(mesh_axes)
-        if length % devices == 0 or (axis == s.axes.vocab and s.rounded_vocab % devices == 0):
+    entries = {*subject.compute.items(), *subject.params.items()}
+    for axis, mesh_axes in sorted(entry for entry in entries if entry[0] in subject.known - subject.batch_axes):
+        length, devices = subject.size(axis), subject.devices(mesh_axes)
+        if length % devices == 0 or (axis == subject.axes.vocab and subject.rounded_vocab % devices == 0):
             continue
         yield Finding(
             Severity.ERROR,
             FindingKind.INDIVISIBLE,
-            s.keys([axis]),
-            f"{axis} ({length}) is not divisible by the {devices} devices of {product_text(s.section.mesh, mesh_axes)} "
-            "(IndivisibleError)",
+            subject.keys([axis]),
+            f"{axis} ({length}) is not divisible by the {devices} devices of "
+            f"{product_text(subject.section.mesh, mesh_axes)} (IndivisibleError)",
             f"shard it over at most {math.gcd(length, devices)} of the {devices} devices, or map another axis",
             axes=frozenset({axis, *MESH_AXES}),
         )
 
 
-def check_vocabulary(s: Subject) -> Findings:
+def check_vocabulary(subject: Subject) -> Findings:
     """Find a vocabulary that Levanter's train_lm and eval_lm round up to a multiple of its shards."""
-    vocab, length = s.axes.vocab, s.axes.axes[s.axes.vocab]
-    if s.rounded_vocab != length:
-        devices = s.devices(s.rounding_mapping[vocab])
+    vocab, length = subject.axes.vocab, subject.axes.axes[subject.axes.vocab]
+    if subject.rounded_vocab != length:
+        mesh_axes = subject.rounding_mapping[vocab]
+        devices = subject.devices(mesh_axes)
         yield Finding(
             Severity.WARNING,
             FindingKind.VOCABULARY,
-            s.keys([vocab]),
+            subject.keys([vocab]),
             f"{vocab} ({length}) is not divisible by the {devices} devices of "
-            f"{product_text(s.section.mesh, s.rounding_mapping[vocab])}: Levanter rounds it up to {s.rounded_vocab}, "
+            f"{product_text(subject.section.mesh, mesh_axes)}: Levanter rounds it up to {subject.rounded_vocab}, "
             "and the added tokens take part in the softmax, which changes the losses",
             f"shard {vocab} over at most {math.gcd(length, devices)} devices, or leave it replicated",
         )
 
 
-def check_attention(s: Subject) -> Findings:
+def check_attention(subject: Subject) -> Findings:
     """Find sharding that splash attention ignores: it runs on each device as if that had everything along them."""
-    if s.hardware.is_cpu or (s.attention_backend or "").lower() in OTHER_BACKENDS:
+    if subject.hardware.is_cpu or (subject.attention_backend or "").lower() in OTHER_BACKENDS:
         return
-    required = {axis for a in s.step.attention_axes for axis in a.unsharded_in_kernels}
-    sharded = [axis for axis in s.compute if axis in required and s.devices(s.compute[axis]) > 1]
-    if sharded and s.step.attention_axes:
+    required = {axis for a in subject.step.attention_axes for axis in a.unsharded_in_kernels}
+    sharded = [axis for axis in subject.compute if axis in required and subject.devices(subject.compute[axis]) > 1]
+    if sharded and subject.step.attention_axes:
         yield Finding(
             Severity.ERROR,
             FindingKind.ATTENTION,
-            s.keys(sharded),
+            subject.keys(sharded),
             f"computations shard {names_text(sharded)}: Levanter's splash attention, its default on TPUs, runs on each "
             "device alone and is silently wrong",
             "leave them unsharded in computations, or set model.attn_backend to jax_flash",
@@ -221,14 +224,18 @@ def check_attention(s: Subject) -> Findings:
         )
 
 
-def check_loss(s: Subject) -> Findings:
+def check_loss(subject: Subject) -> Findings:
     """Find sharding that Levanter's loss ignores."""
-    sharded = [axis for axis in (s.axes.vocab, s.axes.residual) if s.devices(s.compute.get(axis, ())) > 1]
+    sharded = [
+        axis
+        for axis in (subject.axes.vocab, subject.axes.residual)
+        if subject.devices(subject.compute.get(axis, ())) > 1
+    ]
     if sharded:
         yield Finding(
             Severity.ERROR,
             FindingKind.LOSS,
-            s.keys(sharded),
+            subject.keys(sharded),
             f"computations shard {names_text(sharded)}: Levanter computes the loss on each device as if that had all "
             "of it, and is silently wrong",
             f"leave {names_text(sharded)} unsharded in computations, or call shardplan.patch_levanter() first",
@@ -236,14 +243,14 @@ def check_loss(s: Subject) -> Findings:
         )
 
 
-def check_experts(s: Subject) -> Findings:
+def check_experts(subject: Subject) -> Findings:
     """Find sharded experts, with which Levanter's own blocks of experts fail."""
-    sharded = [axis for axis in sorted(s.step.expert_axes) if s.devices(s.compute.get(axis, ())) > 1]
+    sharded = [axis for axis in sorted(subject.step.expert_axes) if subject.devices(subject.compute.get(axis, ())) > 1]
     if sharded:
         yield Finding(
             Severity.ERROR,
             FindingKind.EXPERTS,
-            s.keys(sharded),
+            subject.keys(sharded),
             f"computations shard {names_text(sharded)}: Levanter's own blocks of experts fail (ValueError: Axis "
             f"{sharded[0]} has different sizes)",
             f"leave {names_text(sharded)} unsharded in computations, or call shardplan.patch_levanter() first",
@@ -251,16 +258,16 @@ def check_experts(s: Subject) -> Findings:
         )
 
 
-def check_loading(s: Subject) -> Findings:
+def check_loading(subject: Subject) -> Findings:
     """Find a checkpoint too large for Levanter's loader, which shards tensors over every mesh axis but `replica`."""
-    replicas, available = s.section.mesh["replica"], s.hardware.generation.hbm_gib
-    shards = math.prod(s.section.mesh.values()) // replicas
-    needed = s.axes.size * itemsize(s.workload.param_dtype) / shards / GIB
-    if needed > available and not s.hardware.is_cpu:
+    replicas, available = subject.section.mesh["replica"], subject.hardware.generation.hbm_gib
+    shards = math.prod(subject.section.mesh.values()) // replicas
+    needed = subject.axes.size * itemsize(subject.workload.param_dtype) / shards / GIB
+    if needed > available and not subject.hardware.is_cpu:
         yield Finding(
             Severity.WARNING,
             FindingKind.LOADING,
-            (s.size_key("replica"),),
+            (subject.size_key("replica"),),
             "Levanter's own load_pretrained shards the tensors of the checkpoint over all mesh axes but replica "
             f"({replicas}): at least {needed:.2f} GiB per device of {available:.2f}",
             "load with shardplan's HFCheckpointConverter",
@@ -269,7 +276,7 @@ def check_loading(s: Subject) -> Findings:
 
 BLOCKING: tuple[Callable[[Subject], Findings], ...] = (check_duplicates, check_divisibility, check_batch)
 """Checks whose errors make a prediction impossible."""
-OTHERS: tuple[Callable[[Subject], Findings], ...] = (
+NON_BLOCKING: tuple[Callable[[Subject], Findings], ...] = (
     check_unknown_axes,
     check_activation_axes,
     check_stacked_axes,

@@ -19,7 +19,7 @@ from shardplan.program.operations import Operation, OperationKind
 
 FUSIBLE = (OperationKind.ELEMENTWISE, OperationKind.CONTRACTION)
 """Kinds of operations whose results may exist only inside a fused operation."""
-SEVERAL = -1
+MULTIPLE = -1
 """In place of one value: there are several."""
 NOTHING: frozenset[int] = frozenset()
 
@@ -41,7 +41,7 @@ class _Use:
     """The use of a value by elementwise operations alone."""
 
     final: int | None = None
-    """The value that is needed in memory, or `SEVERAL`; the value itself if other operations use it; None for none.
+    """The value that is needed in memory, or `MULTIPLE`; the value itself if other operations use it; None for none.
     Of values that one operation computes together, the first."""
     is_reduced: bool = False
     """Whether these operations reduce over the value, so that they need all of it first."""
@@ -230,9 +230,9 @@ class Fusion:
         later = {result: self._uses[result] for each in elementwise for result in each.results}
         needed = {use.final for use in later.values() if use.final is not None}
         needed |= {result for result in later if self._is_needed_in_memory(result)}
-        final = {each if each == SEVERAL else self.operations[self._producer[each]].results[0] for each in needed}
+        final = {each if each == MULTIPLE else self.operations[self._producer[each]].results[0] for each in needed}
         return _Use(
-            value if others else None if not final else final.pop() if len(final) == 1 else SEVERAL,
+            value if others else None if not final else final.pop() if len(final) == 1 else MULTIPLE,
             any(find_primitive(each.primitive).is_reduction for each in elementwise)
             or any(use.is_reduced for use in later.values()),
             any(each.groups > 1 for each in others) or any(use.by_grouped for use in later.values()),
@@ -309,12 +309,12 @@ class Fusion:
         """Whether an elementwise result takes less memory than the inputs from which consumers would recompute it."""
         size = self.arrays[value].elements
         large = [source for elements, source in self._largest_inputs[value] if elements >= size]
-        return self._uses[value].final == SEVERAL and len(large) > 1
+        return self._uses[value].final == MULTIPLE and len(large) > 1
 
     def _is_fused(self, value: int) -> bool:
         """Whether a matmul's result is used by one elementwise chain alone, into which it is fused."""
         use = self._uses[value]
-        if use.final in (None, SEVERAL, value) or use.is_reduced:
+        if use.final in (None, MULTIPLE, value) or use.is_reduced:
             return False
         return self._origin(use.final).last_matmul == value
 

@@ -25,7 +25,7 @@ COLOURS = {
 
 
 @dataclass(frozen=True)
-class Part:
+class BarSegment:
     """A stretch of the memory bar."""
 
     name: str
@@ -111,7 +111,7 @@ def _render(
             fits=fits,
             lines=lines,
             parts=[
-                Part(name, COLOURS[field], 100 * size / full, gib_text(size))
+                BarSegment(name, COLOURS[field], 100 * size / full, gib_text(size))
                 for name, (field, size) in parts.items()
                 if size
             ],

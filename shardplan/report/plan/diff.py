@@ -11,7 +11,7 @@ from shardplan.plan.diff import Change, PlanDiff
 from shardplan.report.plan.tables import spec_text
 from shardplan.report.text import fits, make_table, print_wrapped
 
-Row = tuple[str, str, str]
+DiffRow = tuple[str, str, str]
 """What differs, and its text before and after."""
 
 
@@ -48,7 +48,7 @@ def _cell(value: Any, text: Callable[[Any], str]) -> str:
     return "-" if value is None else text(value)
 
 
-def _print_part(title: str, rows: Sequence[Row], out: Console) -> None:
+def _print_part(title: str, rows: Sequence[DiffRow], out: Console) -> None:
     """Print rows as a table if it fits, else as lines of a diff; print nothing without rows."""
     if not rows:
         return

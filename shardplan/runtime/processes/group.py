@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 import jax
 
 from shardplan.errors import CheckpointError, ShardplanError, check_argument
-from shardplan.runtime.processes.hub.messages import Kind, problem_values
+from shardplan.runtime.processes.hub.messages import MessageKind, problem_values
 from shardplan.runtime.processes.link import Link, PhaseProgress, error_of
 from shardplan.runtime.processes.start import current_watch
 from shardplan.runtime.processes.watch.activity import DEADLINE_S, Activity
@@ -115,7 +115,7 @@ class ProcessGroup:
         except ShardplanError as error:
             own = error
         problem = None if own is None else problem_values(own)
-        answer = self._ask(Kind.AGREE, name, parts=parts, problem=problem)
+        answer = self._ask(MessageKind.AGREE, name, parts=parts, problem=problem)
         if answer.get("process") is None:
             return value
         process = answer["process"]
@@ -133,7 +133,7 @@ class ProcessGroup:
             name: key of the exchange; it must be new in this group.
         """
         if self._link is not None:
-            self._ask(Kind.AGREE, name, parts={}, problem=None)
+            self._ask(MessageKind.AGREE, name, parts={}, problem=None)
 
     def maximum(self, name: str, value: int) -> int:
         """Return the greatest of the numbers of all processes.
@@ -141,7 +141,7 @@ class ProcessGroup:
         Args:
             name: key of the exchange; it must be new in this group.
         """
-        return value if self._link is None else int(self._ask(Kind.MAXIMUM, name, value=value)["value"])
+        return value if self._link is None else int(self._ask(MessageKind.MAXIMUM, name, value=value)["value"])
 
     def gather(self, name: str, value: Any) -> dict[int, Any]:
         """Send a JSON value to all processes, and return process -> value once all have sent theirs.
@@ -150,7 +150,7 @@ class ProcessGroup:
         """
         if self._link is None:
             return {self.process_index: value}
-        return dict(enumerate(self._ask(Kind.GATHER, name, value=value)["values"]))
+        return dict(enumerate(self._ask(MessageKind.GATHER, name, value=value)["values"]))
 
     def broadcast(self, name: str, compute: Callable[[], Any]) -> Any:
         """Compute a JSON value in process 0, and return it in all processes.
@@ -168,11 +168,11 @@ class ProcessGroup:
             try:
                 value = compute()
             except ShardplanError as error:
-                self._link.send(Kind.BROADCAST, name=key, problem=problem_values(error))
+                self._link.send(MessageKind.BROADCAST, name=key, problem=problem_values(error))
                 raise _shared(error) from None
-            self._link.send(Kind.BROADCAST, name=key, value=value)
+            self._link.send(MessageKind.BROADCAST, name=key, value=value)
             return value
-        answer = self._ask(Kind.BROADCAST, name)
+        answer = self._ask(MessageKind.BROADCAST, name)
         if "problem" in answer:
             other = error_of(answer["problem"])
             raise _shared(type(other)(f"process 0: {other}"))
@@ -188,10 +188,10 @@ class ProcessGroup:
         if self._link is None:
             return dict(messages)
         values = {str(process): message for process, message in messages.items()}
-        received = self._ask(Kind.EXCHANGE, name, values=values)["values"]
+        received = self._ask(MessageKind.EXCHANGE, name, values=values)["values"]
         return {int(process): message for process, message in received.items()}
 
-    def _ask(self, kind: Kind, name: str, **values: Any) -> dict[str, Any]:
+    def _ask(self, kind: MessageKind, name: str, **values: Any) -> dict[str, Any]:
         """Send a message, and return the reply, which comes once all processes have sent theirs."""
         assert self._link is not None
         key = f"{self._name}/{name}"

@@ -17,9 +17,9 @@ from shardplan.errors import ConfigError, PeerError, ShardplanError, one_line
 from shardplan.runtime.environment import ADDRESS, PROCESS_ID
 from shardplan.runtime.processes.hub.hub import AGAIN, Member
 from shardplan.runtime.processes.hub.messages import (
-    Kind,
     Lines,
     Message,
+    MessageKind,
     decode,
     encode,
     host_and_port,
@@ -59,7 +59,7 @@ class Link(Watch):
         """Where JAX connects the processes."""
         self._connection, self._lines = connection, lines
         self._sending = threading.Lock()
-        self._answers: dict[tuple[Kind, str], Message] = {}
+        self._answers: dict[tuple[MessageKind, str], Message] = {}
         self.progress: PhaseProgress | None = None
         """How much all processes have done in the phase of this one; known in process 0 only."""
         self._heard, self._was_silent = time.monotonic(), False
@@ -67,12 +67,12 @@ class Link(Watch):
         super().__init__(timing)
         threading.Thread(target=self._receive, name=f"{THREAD_PREFIX}receiver", daemon=True).start()
 
-    def send(self, kind: Kind, **values: Any) -> None:
+    def send(self, kind: MessageKind, **values: Any) -> None:
         """Send a message."""
         with contextlib.suppress(OSError), self._sending:  # a hub that is lost is noticed by the receiver
             self._connection.sendall(encode(kind, **values))
 
-    def wait_for(self, kind: Kind, name: str) -> Message:
+    def wait_for(self, kind: MessageKind, name: str) -> Message:
         """Wait for the answer of this kind and name.
 
         Raises:
@@ -95,16 +95,16 @@ class Link(Watch):
     def _enter(self, is_end: bool) -> None:
         if self._problem is not None:
             raise self._problem
-        self.send(Kind.ENTER, is_end=is_end)
+        self.send(MessageKind.ENTER, is_end=is_end)
 
     def _leave(self, problem: str | None) -> None:
-        self.send(Kind.LEAVE, problem=problem)
+        self.send(MessageKind.LEAVE, problem=problem)
         if problem is not None and self._problem is None:
             self._problem = PeerError(f"this process failed before ({problem}), and the others know; {AGAIN}")
 
     def _report(self) -> None:
         """Send a sign of life, by which the hub sees whether this process is stuck."""
-        self.send(Kind.BEAT, activity=self.activity.report())
+        self.send(MessageKind.BEAT, activity=self.activity.report())
         is_silent = time.monotonic() - self._heard > self.timing.hub_silence_s
         if is_silent and self._was_silent:  # at the first time this process may not have run for a while
             self._fail(PeerError(LOST_HUB))
@@ -131,13 +131,13 @@ class Link(Watch):
 
     def _keep(self, message: Message) -> None:
         match message["kind"]:
-            case Kind.PROBLEM:
+            case MessageKind.PROBLEM:
                 self._fail(error_of(message))
-            case Kind.LOCATE:
-                self.send(Kind.PLACE, place=dataclasses.asdict(find_place()))
-            case Kind.ALIVE:
+            case MessageKind.LOCATE:
+                self.send(MessageKind.PLACE, place=dataclasses.asdict(find_place()))
+            case MessageKind.ALIVE:
                 pass
-            case Kind.PROGRESS:
+            case MessageKind.PROGRESS:
                 self.progress = PhaseProgress(message["done"], message["slowest"])
             case _:
                 with self._changed:
@@ -164,7 +164,7 @@ def open_link(
         with contextlib.suppress(OSError):
             connection = socket.create_connection((host, port), timeout=timing.connect_s)
             set_options(connection, timing.hub_silence_s)
-            connection.sendall(encode(Kind.HELLO, **dataclasses.asdict(own)))
+            connection.sendall(encode(MessageKind.HELLO, **dataclasses.asdict(own)))
             link = _meet(connection, report, timing)
             if link is not None:
                 return link
@@ -247,10 +247,10 @@ def _meet(connection: socket.socket, report: Report, timing: ProcessTiming) -> L
             return None
         for line in lines.add(data):
             message = decode(line)
-            if message is None or message["kind"] is Kind.PROBLEM:
+            if message is None or message["kind"] is MessageKind.PROBLEM:
                 connection.close()
                 raise error_of(message)
-            if message["kind"] is Kind.GO:
+            if message["kind"] is MessageKind.GO:
                 return Link(connection, lines, message["address"], timing)
             report(message["text"])
         if lines.unfinished[:1] not in (b"", b"{"):
@@ -285,5 +285,5 @@ def end_together() -> None:
         return
     _has_ended = True
     with _current.work(is_end=True):
-        _current.send(Kind.AGREE, name=END, parts={}, problem=None)
-        _current.wait_for(Kind.AGREE, END)
+        _current.send(MessageKind.AGREE, name=END, parts={}, problem=None)
+        _current.wait_for(MessageKind.AGREE, END)

@@ -15,7 +15,7 @@ import numpy as np
 
 from shardplan.checkpoint.format.codecs.computed_tensor import ComputedTensor
 from shardplan.checkpoint.format.header import HALF_BYTES, Tensor, bytes_of
-from shardplan.checkpoint.mapping.pieces import Piece
+from shardplan.checkpoint.mapping.pieces import StridedPiece
 from shardplan.checkpoint.mapping.views import Shape, View, row_major_strides
 from shardplan.errors import CheckpointError
 
@@ -182,7 +182,7 @@ class CodedTensor(ComputedTensor, frozen=True, gc=False):
         """Return the numbers as a view of the codes of a tensor called `name`; None if they are in the same order."""
         return None if self.layout is None else self.layout.rename(lambda _: name)
 
-    def number_slabs(self, stored: np.ndarray, piece: Piece) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
+    def number_slabs(self, stored: np.ndarray, piece: StridedPiece) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
         """Yield the numbers of a piece in slabs.
 
         Raises:
@@ -269,7 +269,7 @@ def unpack(data: np.ndarray, tensor: Tensor, low: int, count: int) -> np.ndarray
 
 
 def _decoded_slabs(
-    tensor: CodedTensor, codes: np.ndarray, piece: Piece, rows: GroupRows
+    tensor: CodedTensor, codes: np.ndarray, piece: StridedPiece, rows: GroupRows
 ) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
     """Yield the numbers of a piece of codes in slabs, each with the part of the piece that it is."""
     if not piece.shape:
@@ -289,7 +289,7 @@ def _decoded_slabs(
         yield part, numbers
 
 
-def slabs(piece: Piece, groups: list[np.ndarray]) -> Iterator[tuple[slice, ...]]:
+def slabs(piece: StridedPiece, groups: list[np.ndarray]) -> Iterator[tuple[slice, ...]]:
     """Yield parts of a piece: of few elements, and of one group along a dimension where groups are long.
 
     Args:
@@ -349,7 +349,7 @@ def _apply(
     function(numbers, of_each, out=numbers)
 
 
-def _groups(tensor: CodedTensor, piece: Piece, rows: GroupRows) -> list[np.ndarray]:
+def _groups(tensor: CodedTensor, piece: StridedPiece, rows: GroupRows) -> list[np.ndarray]:
     """Return the group of every element of a piece along each dimension of the codes, in arrays that broadcast.
 
     Rows of groups count from those that `rows` has.
@@ -390,7 +390,7 @@ def _table(dtype: np.dtype) -> np.ndarray:
     return np.arange(count, dtype=np.uint8).view(dtype).astype(np.float32)
 
 
-def element_coordinates(shape: Shape, piece: Piece) -> list[np.ndarray]:
+def element_coordinates(shape: Shape, piece: StridedPiece) -> list[np.ndarray]:
     """Return the index of every element of a piece along each dimension of its tensor; the arrays broadcast.
 
     >>> rows, columns = element_coordinates((4, 6), Piece((0, 0), (2, 3), "t", 8, (6, 1)))

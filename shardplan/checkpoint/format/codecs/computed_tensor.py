@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 
 from shardplan.checkpoint.format.header import Tensor, bytes_of
-from shardplan.checkpoint.mapping.pieces import Piece
+from shardplan.checkpoint.mapping.pieces import StridedPiece
 from shardplan.checkpoint.mapping.views import Shape, View
 
 
@@ -35,7 +35,7 @@ class ComputedTensor(Tensor, frozen=True, gc=False):
         return None
 
     @abstractmethod
-    def number_slabs(self, stored: np.ndarray, piece: Piece) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
+    def number_slabs(self, stored: np.ndarray, piece: StridedPiece) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
         """Yield the numbers of a piece, in float32, in slabs.
 
         Args:

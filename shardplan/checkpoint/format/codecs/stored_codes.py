@@ -8,7 +8,7 @@ import numpy as np
 from shardplan.checkpoint.format.codecs.coded_tensor import CodedTensor, GroupValues, slabs
 from shardplan.checkpoint.format.codecs.computed_tensor import ComputedTensor
 from shardplan.checkpoint.format.header import Tensor
-from shardplan.checkpoint.mapping.pieces import Piece
+from shardplan.checkpoint.mapping.pieces import StridedPiece
 from shardplan.checkpoint.mapping.views import Shape
 from shardplan.model.kept_weights import CODES, owner_of
 
@@ -23,7 +23,7 @@ class StoredScales(ComputedTensor, frozen=True, gc=False):
         """Dimensions of the scales."""
         return self.shape
 
-    def number_slabs(self, stored: np.ndarray, piece: Piece) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
+    def number_slabs(self, stored: np.ndarray, piece: StridedPiece) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
         """Yield the scales of a piece in float32, in slabs.
 
         Raises:
@@ -37,7 +37,7 @@ class StoredScales(ComputedTensor, frozen=True, gc=False):
             yield part, scales
 
 
-def _number_in_tensor(piece: Piece, part: tuple[slice, ...], shape: Shape, index: int) -> int:
+def _number_in_tensor(piece: StridedPiece, part: tuple[slice, ...], shape: Shape, index: int) -> int:
     """Return the number of an element in the tensor of a piece.
 
     Args:

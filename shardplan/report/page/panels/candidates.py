@@ -20,7 +20,7 @@ HEADROOM = 1.08
 
 
 @dataclass(frozen=True)
-class Point:
+class CandidatePoint:
     """One candidate on the chart."""
 
     kind: str
@@ -48,7 +48,7 @@ class CandidateRow:
 class CandidatesPanel:
     """Candidates by time and memory."""
 
-    points: list[Point]
+    points: list[CandidatePoint]
     x_ticks: list[Tick]
     y_ticks: list[Tick]
     limit: float
@@ -81,9 +81,9 @@ def candidates_panel(plan: Plan, judgements: Sequence[Judgement]) -> CandidatesP
         [plan.memory.peak, plan.memory.usable, *(c.peak for c in evaluated), *(e.peak for _, e in drawn)]
     )
 
-    def point(kind: str, seconds: float, peak: int, name: str) -> Point:
+    def point(kind: str, seconds: float, peak: int, name: str) -> CandidatePoint:
         tip = f"{name}: {seconds_text(seconds)} a step, {gib_text(peak)}"
-        return Point(kind, x_axis.at(seconds), 100 - 100 * peak / top, tip)
+        return CandidatePoint(kind, x_axis.at(seconds), 100 - 100 * peak / top, tip)
 
     points = [
         point(_kind(plan, each), each.step_seconds, each.peak, _candidate_text(plan, each))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from shardplan.plan.details import ChangedSetting
 from shardplan.plan.plan import MemoryVerdict, Plan
 from shardplan.report.page.judgement import Judgement
-from shardplan.report.page.panels.timeline import Cost, costs_of_step
+from shardplan.report.page.panels.timeline import TimelineCost, costs_of_step
 from shardplan.report.page.units import gib_text, seconds_text
 from shardplan.verify.verdict import Outcome
 
@@ -36,7 +36,7 @@ class Headline:
     sentence: str
     reason: str
     figures: list[Figures]
-    costs: list[Cost]
+    costs: list[TimelineCost]
     settings: list[ChangedSetting]
     """All settings that were planned."""
     better: list[tuple[str, str]]

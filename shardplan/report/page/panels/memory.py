@@ -26,7 +26,7 @@ HEADROOM = 1.05
 
 
 @dataclass(frozen=True)
-class Band:
+class MemoryBand:
     """The memory of one role of buffers over the step, as a path of the chart, x and y from 0 to 100."""
 
     part: str
@@ -37,7 +37,7 @@ class Band:
 
 
 @dataclass(frozen=True)
-class Mark:
+class PointMark:
     """A point of the step, and the text that is shown under the pointer there."""
 
     x: float
@@ -46,7 +46,7 @@ class Mark:
 
 
 @dataclass(frozen=True)
-class Repeat:
+class LoopRepeat:
     """Points that a loop runs several times."""
 
     x: float
@@ -54,7 +54,7 @@ class Repeat:
     text: str
 
     @classmethod
-    def over(cls, start: float, end: float, times: int) -> "Repeat":
+    def over(cls, start: float, end: float, times: int) -> "LoopRepeat":
         """The points from `start` to `end`, both in percent of the width; without text if that has no room."""
         return cls(start, end - start, f"{times} times" if end - start >= MIN_WIDTH else "")
 
@@ -64,9 +64,9 @@ class LiveChart:
     """Live bytes over the step."""
 
     title: str
-    bands: list[Band]
-    marks: list[Mark]
-    repeats: list[Repeat]
+    bands: list[MemoryBand]
+    marks: list[PointMark]
+    repeats: list[LoopRepeat]
     peak_x: float
     """Percent of the width at which the peak is."""
     ticks: list[Tick]
@@ -141,14 +141,14 @@ def _estimated_chart(title: str, live: list[LivePoint], top: float, limits: list
         if not any(sizes):
             continue
         above = [low + size for low, size in zip(below, sizes, strict=True)]
-        bands.append(Band(part, name, _band_path(below, above, width, top), sizes[peak]))
+        bands.append(MemoryBand(part, name, _band_path(below, above, width, top), sizes[peak]))
         below = above
     marks = [
-        Mark(i * width, width, f"{short_label(point.label)}: {gib_text(total)}\n" + _parts_text(point))
+        PointMark(i * width, width, f"{short_label(point.label)}: {gib_text(total)}\n" + _parts_text(point))
         for i, (point, total) in enumerate(zip(live, totals, strict=True))
     ]
     repeats = [
-        Repeat.over(first * width, (last + 1) * width, executions)
+        LoopRepeat.over(first * width, (last + 1) * width, executions)
         for first, last, executions in repeated_runs([point.executions for point in live])
     ]
     return LiveChart(title, bands, marks, repeats, (peak + 0.5) * width, linear_ticks(top / GIB), limits)
@@ -167,12 +167,12 @@ def _compiled_chart(memory: CompiledMemory, top: float, limits: list[tuple[float
     arguments = [float(min(memory.arguments, each.bytes)) for each in memory.live]
     totals = [float(each.bytes) for each in memory.live]
     peak = max(range(len(totals)), key=totals.__getitem__)
+    stored, temporary = _band_path(zero, arguments, width, top), _band_path(arguments, totals, width, top)
     bands = [
-        Band("parameters", "arguments of the program", _band_path(zero, arguments, width, top), int(arguments[peak])),
-        Band("activations", "temporaries", _band_path(arguments, totals, width, top),
-             int(totals[peak] - arguments[peak])),
-    ]  # fmt: skip
-    marks = [Mark(i * width, width, f"{each.op}: {gib_text(each.bytes)}") for i, each in enumerate(memory.live)]
+        MemoryBand("parameters", "arguments of the program", stored, int(arguments[peak])),
+        MemoryBand("activations", "temporaries", temporary, int(totals[peak] - arguments[peak])),
+    ]
+    marks = [PointMark(i * width, width, f"{each.op}: {gib_text(each.bytes)}") for i, each in enumerate(memory.live)]
     title = f"TPU compiler: what is live in the compiled program; its peak with padding is {gib_text(memory.peak)}"
     return LiveChart(title, bands, marks, [], (peak + 0.5) * width, linear_ticks(top / GIB), limits)
 

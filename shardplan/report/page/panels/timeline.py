@@ -8,7 +8,7 @@ from shardplan.plan.details import TimedTask
 from shardplan.plan.plan import Plan
 from shardplan.report.page.judgement import Judgement
 from shardplan.report.page.labels import NO_DETAILS, kind_text, repeated_runs, short_cause, short_label, task_label
-from shardplan.report.page.panels.memory import Repeat
+from shardplan.report.page.panels.memory import LoopRepeat
 from shardplan.report.page.units import Tick, gib_text, linear_ticks, seconds_text
 
 COMPUTE = "compute"
@@ -28,7 +28,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Cost:
+class TimelineCost:
     """Seconds of a step: the compute of one operation, or the collectives of one cause."""
 
     what: str
@@ -65,11 +65,11 @@ class TimelinePanel:
     """What the device does: compute, and waiting for collectives."""
     links: list[Block]
     """Collectives that overlap with the compute above them."""
-    repeats: list[Repeat]
+    repeats: list[LoopRepeat]
     compiled: CompiledBar | None
     key: list[tuple[str, str]]
     """Kind of tasks or of collectives, and the name of its colour."""
-    costs: list[Cost]
+    costs: list[TimelineCost]
     missing: str
 
 
@@ -104,7 +104,7 @@ def timeline_panel(plan: Plan, judgement: Judgement | None) -> TimelinePanel:
         core=core,
         links=links,
         repeats=[
-            Repeat.over(100 * starts[i] / length, 100 * starts[j + 1] / length, times)
+            LoopRepeat.over(100 * starts[i] / length, 100 * starts[j + 1] / length, times)
             for i, j, times in repeated_runs([task.executions for task in tasks])
         ],
         compiled=None
@@ -121,7 +121,7 @@ def timeline_panel(plan: Plan, judgement: Judgement | None) -> TimelinePanel:
     )
 
 
-def costs_of_step(plan: Plan) -> list[Cost]:
+def costs_of_step(plan: Plan) -> list[TimelineCost]:
     """Return the costs of a step, the largest first; their exposed seconds add up to the step's.
 
     A Plan of an older version says of its collectives only how long they take, not how much of that is exposed.
@@ -132,7 +132,7 @@ def costs_of_step(plan: Plan) -> list[Cost]:
     return sorted(costs, key=lambda cost: (-cost.exposed_seconds, -cost.seconds))
 
 
-def _task_costs(tasks: list[TimedTask], step: float) -> Iterator[Cost]:
+def _task_costs(tasks: list[TimedTask], step: float) -> Iterator[TimelineCost]:
     compute: defaultdict[tuple[str, str], float] = defaultdict(float)
     transfers: defaultdict[tuple[str, str, str], list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
     for task in tasks:
@@ -144,20 +144,20 @@ def _task_costs(tasks: list[TimedTask], step: float) -> Iterator[Cost]:
             sums[2] += each.exposed_seconds
     for (what, kind), seconds in compute.items():
         if seconds:
-            yield Cost(what, kind, False, "", 0, seconds, seconds, 100 * seconds / step)
+            yield TimelineCost(what, kind, False, "", 0, seconds, seconds, 100 * seconds / step)
     for (what, kind, axes), (size, seconds, exposed) in transfers.items():
-        yield Cost(what, kind, True, axes, int(size), seconds, exposed, 100 * exposed / step)
+        yield TimelineCost(what, kind, True, axes, int(size), seconds, exposed, 100 * exposed / step)
 
 
-def _summed_costs(plan: Plan, step: float) -> Iterator[Cost]:
+def _summed_costs(plan: Plan, step: float) -> Iterator[TimelineCost]:
     """Yield all compute and all waiting as one cost each, then collectives by cause, without exposed seconds."""
     computing = plan.cost.compute_seconds
     waiting = plan.cost.step_seconds - computing
-    yield Cost("all operations", COMPUTE, False, "", 0, computing, computing, 100 * computing / step)
+    yield TimelineCost("all operations", COMPUTE, False, "", 0, computing, computing, 100 * computing / step)
     if waiting:
-        yield Cost("all causes", "collectives", True, "", 0, waiting, waiting, 100 * waiting / step)
+        yield TimelineCost("all causes", "collectives", True, "", 0, waiting, waiting, 100 * waiting / step)
     for each in plan.cost.collectives:
-        yield Cost(
+        yield TimelineCost(
             short_cause(each.cause), each.kind, True, " x ".join(each.mesh_axes), each.bytes, each.seconds, 0.0, 0.0
         )
 

@@ -50,7 +50,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Layer:
+class ChipLayer:
     """The chips of one slice that have the same third coordinate."""
 
     title: str
@@ -67,7 +67,7 @@ class Drawing:
     """Each torus dimension in words: how it is drawn, its size, and the mesh axes on it."""
     axes: list[tuple[str, int, str]]
     """Mesh axis, size, and where it lies on the torus, in words."""
-    layers: list[Layer]
+    layers: list[ChipLayer]
     drawn: int
     devices: int
     locations: list[str]
@@ -209,7 +209,7 @@ def _lies_on(placement: MeshPlacement, axis: str) -> str:
 
 def _layers(
     placement: MeshPlacement, coordinates: list[tuple[int, tuple[int, ...]]], order: list[int]
-) -> Iterator[Layer]:
+) -> Iterator[ChipLayer]:
     """Yield the layers of the slices, each with x to the right and y down."""
     sizes = [dimension.size for dimension in placement.dimensions]
     chip_dims = len(placement.hardware.torus) if not placement.hardware.is_cpu else len(sizes)
@@ -226,5 +226,5 @@ def _layers(
     for (slice_index, z), cells in by_layer.items():
         parts = [f"slice {slice_index}"] if placement.hardware.slices > 1 else []
         parts += [f"{names[2]} = {z}"] if chip_dims > 2 else []
-        yield Layer(", ".join(parts) or f"{names[0]} and {names[1]}" if chip_dims > 1 else names[0],
+        yield ChipLayer(", ".join(parts) or f"{names[0]} and {names[1]}" if chip_dims > 1 else names[0],
                     columns * CELL, rows * CELL, cells)  # fmt: skip

@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
-from shardplan.runtime.processes.hub.messages import Kind, Message
+from shardplan.runtime.processes.hub.messages import Message, MessageKind
 
-Answer = tuple[Kind, Mapping[str, Any]]
+Answer = tuple[MessageKind, Mapping[str, Any]]
 
 
 class Exchanges:
@@ -27,7 +27,7 @@ class Exchanges:
         name, kind = message["name"], message["kind"]
         given = self._messages.setdefault(name, {})
         answers: Mapping[int, Answer] = {}
-        if kind is Kind.BROADCAST:
+        if kind is MessageKind.BROADCAST:
             is_waiting = process != 0 and 0 not in given
             given[process] = {}
             if process == 0:
@@ -47,15 +47,15 @@ class Exchanges:
         return answers
 
 
-def _answer_all(name: str, kind: Kind, messages: Mapping[int, Message]) -> Mapping[int, Answer]:
+def _answer_all(name: str, kind: MessageKind, messages: Mapping[int, Message]) -> Mapping[int, Answer]:
     """Return what each process gets once all have given their values."""
-    if kind is Kind.EXCHANGE:
+    if kind is MessageKind.EXCHANGE:
         return dict(_sort_by_receiver(name, messages))
-    if kind is Kind.AGREE:
+    if kind is MessageKind.AGREE:
         values: Mapping[str, Any] = _disagreement(messages)
     else:
         given = [each["value"] for each in messages.values()]
-        values = {"value": max(given)} if kind is Kind.MAXIMUM else {"values": given}
+        values = {"value": max(given)} if kind is MessageKind.MAXIMUM else {"values": given}
     return dict.fromkeys(messages, (kind, {"name": name, **values}))
 
 
@@ -66,7 +66,7 @@ def _sort_by_receiver(name: str, messages: Mapping[int, Message]) -> Iterator[tu
         for receiver, value in message["values"].items():
             received[receiver][sender] = value
     for process in messages:
-        yield process, (Kind.EXCHANGE, {"name": name, "values": received[str(process)]})
+        yield process, (MessageKind.EXCHANGE, {"name": name, "values": received[str(process)]})
 
 
 def _disagreement(messages: Mapping[int, Message]) -> dict[str, Any]:

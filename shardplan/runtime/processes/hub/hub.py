@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 from shardplan.errors import ConfigError, PeerError, ShardplanError
 from shardplan.runtime.environment import ADDRESS, PROCESS_COUNT, PROCESS_ID
 from shardplan.runtime.processes.hub.exchanges import Exchanges
-from shardplan.runtime.processes.hub.messages import Kind, Message, problem_values
+from shardplan.runtime.processes.hub.messages import Message, MessageKind, problem_values
 from shardplan.runtime.processes.timing import TIMING, ProcessTiming
-from shardplan.runtime.processes.watch.activity import Activity, Place, describe_stall, is_stalled, names_of
+from shardplan.runtime.processes.watch.activity import Activity, CodeLocation, describe_stall, is_stalled, names_of
 
 OWN_WORK = "working on its own"
 """What a process does that the others wait for: words that follow `while`."""
@@ -46,7 +46,7 @@ class Reply(NamedTuple):
     """A message to a connection."""
 
     to: int
-    kind: Kind
+    kind: MessageKind
     values: Mapping[str, Any]
 
 
@@ -119,7 +119,7 @@ class Hub:
         self._has_failed = False
         """Whether processes have been told of a problem: that they end then is none."""
         self._exchanges = Exchanges(count)
-        self._places: dict[int, Place] | None = None
+        self._places: dict[int, CodeLocation] | None = None
         """Where processes are, once one is stuck."""
         self._places_due = 0.0
         self._alive_due = now
@@ -144,7 +144,7 @@ class Hub:
 
     def receive(self, connection: int, message: Message, now: float) -> list[Reply]:
         """Return the answers to a message."""
-        if message["kind"] is Kind.HELLO:
+        if message["kind"] is MessageKind.HELLO:
             member = Member(**{name: message[name] for name in Member.__dataclass_fields__})
             return self._greet(connection, member, now)
         index = self._connections.get(connection)
@@ -153,21 +153,21 @@ class Hub:
         peer = self._peers[index]
         peer.heard = now
         match message["kind"]:
-            case Kind.BEAT:
+            case MessageKind.BEAT:
                 peer.activity = peer.activity.updated(message["activity"], now)
                 return [self._progress(connection, peer.activity)] if index == 0 else []
-            case Kind.ENTER:
+            case MessageKind.ENTER:
                 peer.progress(now)
                 return self._enter(connection, peer, message["is_end"], now)
-            case Kind.LEAVE:
+            case MessageKind.LEAVE:
                 peer.progress(now)
                 peer.depth -= 1
                 if message["problem"] is None:
                     return []
                 return self._tell_others(index, f"process {index} of {self._count} failed: {message['problem']}")
-            case Kind.PLACE:
+            case MessageKind.PLACE:
                 if self._places is not None:
-                    self._places[index] = Place(**message["place"])
+                    self._places[index] = CodeLocation(**message["place"])
                 return []
             case _:
                 peer.progress(now)
@@ -201,9 +201,9 @@ class Hub:
             PeerError(f"{peer.member} of {self._count} has ended, and does not take part; {AGAIN}")
         )
         if self._has_failed:
-            return [Reply(to, Kind.PROBLEM, problem)]
+            return [Reply(to, MessageKind.PROBLEM, problem)]
         self._has_failed = True
-        return self._to_all(Kind.PROBLEM, problem)
+        return self._to_all(MessageKind.PROBLEM, problem)
 
     def tick(self, now: float) -> list[Reply]:
         """Return what processes are told because of the time."""
@@ -213,7 +213,7 @@ class Hub:
             return []
         alive: list[Reply] = []
         if now >= self._alive_due:
-            self._alive_due, alive = now + self.timing.hub_beat_s, self._to_all(Kind.ALIVE, {})
+            self._alive_due, alive = now + self.timing.hub_beat_s, self._to_all(MessageKind.ALIVE, {})
         return alive + self._watch(now)
 
     @property
@@ -224,7 +224,7 @@ class Hub:
         """Take a process into the run, or say why it does not belong there."""
         if self._state is _State.REFUSED:
             assert self._problem is not None
-            return [Reply(connection, Kind.PROBLEM, problem_values(self._problem))]
+            return [Reply(connection, MessageKind.PROBLEM, problem_values(self._problem))]
         present = self._peers.get(member.index)
         if self._state is _State.RUNNING:
             first = present.member if present else f"process {member.index}"
@@ -232,10 +232,10 @@ class Hub:
                 f"a run of {self._count} processes has started already, with {first}: this one has the {PROCESS_ID} of "
                 f"another, or is of another run; give it a number of its own, or set another port in {ADDRESS}"
             )
-            return [Reply(connection, Kind.PROBLEM, problem_values(error))]
+            return [Reply(connection, MessageKind.PROBLEM, problem_values(error))]
         problem = self._find_problem(member, present.member if present else None)
         if problem is not None:
-            return [Reply(connection, Kind.PROBLEM, problem_values(problem)), *self._refuse(problem, now)]
+            return [Reply(connection, MessageKind.PROBLEM, problem_values(problem)), *self._refuse(problem, now)]
         self._connections[connection] = member.index
         self._peers[member.index] = _Peer(member, Activity(since=now), now)
         if len(self._peers) < self._count:
@@ -243,7 +243,7 @@ class Hub:
         self._state = _State.RUNNING
         for peer in self._peers.values():
             peer.heard = now
-        return self._to_all(Kind.GO, {"address": self._start_service()})
+        return self._to_all(MessageKind.GO, {"address": self._start_service()})
 
     def _find_problem(self, member: Member, present: Member | None) -> ShardplanError | None:
         """Return why a process cannot take part; None if it can."""
@@ -270,7 +270,7 @@ class Hub:
 
     def _refuse(self, problem: ShardplanError, now: float) -> list[Reply]:
         self._state, self._problem, self._ends = _State.REFUSED, problem, now + self.timing.late_s
-        return self._to_all(Kind.PROBLEM, problem_values(problem))
+        return self._to_all(MessageKind.PROBLEM, problem_values(problem))
 
     def _remind(self, now: float) -> list[Reply]:
         """Tell all who are there, from time to time, who is missing."""
@@ -287,7 +287,7 @@ class Hub:
         text = f"waiting for {names_of(missing)} ({len(missing)} of {self._count} missing), {seconds:.0f} s"
         if seconds >= self.timing.remedy_after_s:
             text = f"{text}; {self._remedy}"
-        return self._to_all(Kind.WAITING, {"text": text})
+        return self._to_all(MessageKind.WAITING, {"text": text})
 
     @property
     def _remedy(self) -> str:
@@ -318,7 +318,7 @@ class Hub:
             f"process {ended} of {self._count} has come to its end, and process {other} begins work that needs all of "
             f"them; call the same functions of shardplan in every process, and {AGAIN}"
         )
-        return self._to_all(Kind.PROBLEM, problem_values(error))
+        return self._to_all(MessageKind.PROBLEM, problem_values(error))
 
     def _exchange(self, index: int, message: Message, now: float) -> list[Reply]:
         """Keep the value of a process, and return the answers that can be given now."""
@@ -333,7 +333,7 @@ class Hub:
         """Return the total progress in the phase of process 0, and the slowest process."""
         done = {index: each.activity.done for index, each in self._peers.items() if each.activity.number == own.number}
         return Reply(
-            connection, Kind.PROGRESS, {"done": sum(done.values()), "slowest": min(done, key=lambda i: done[i])}
+            connection, MessageKind.PROGRESS, {"done": sum(done.values()), "slowest": min(done, key=lambda i: done[i])}
         )
 
     def _watch(self, now: float) -> list[Reply]:
@@ -356,12 +356,12 @@ class Hub:
             return []
         if self._places is None:
             self._places, self._places_due = {}, now + self.timing.locate_s
-            return self._to_all(Kind.LOCATE, {})
+            return self._to_all(MessageKind.LOCATE, {})
         if not activities.keys() <= self._places.keys() and now < self._places_due:
             return []
         stall = describe_stall(activities, waiting, self._places, now)
         self._has_failed = True
-        return self._to_all(Kind.PROBLEM, problem_values(PeerError(f"{stall}; {AGAIN}")))
+        return self._to_all(MessageKind.PROBLEM, problem_values(PeerError(f"{stall}; {AGAIN}")))
 
     def _expected(self, working: Mapping[int, _Peer]) -> dict[int, Activity]:
         """Return the activities of the processes that others wait for in work that they have not begun.
@@ -380,9 +380,9 @@ class Hub:
         """Tell all but one process of a problem."""
         self._has_failed = True
         values = problem_values(PeerError(f"{text}; {AGAIN}"))
-        return [Reply(to, Kind.PROBLEM, values) for to, process in self._connections.items() if process != index]
+        return [Reply(to, MessageKind.PROBLEM, values) for to, process in self._connections.items() if process != index]
 
-    def _to_all(self, kind: Kind, values: Mapping[str, Any]) -> list[Reply]:
+    def _to_all(self, kind: MessageKind, values: Mapping[str, Any]) -> list[Reply]:
         return [Reply(connection, kind, values) for connection in self._connections]
 
 

@@ -18,7 +18,15 @@ from collections import deque
 
 from shardplan.errors import PeerError, one_line
 from shardplan.runtime.processes.hub.hub import Hub, Reply
-from shardplan.runtime.processes.hub.messages import Kind, Lines, decode, encode, listen, problem_values, set_options
+from shardplan.runtime.processes.hub.messages import (
+    Lines,
+    MessageKind,
+    decode,
+    encode,
+    listen,
+    problem_values,
+    set_options,
+)
 from shardplan.runtime.processes.timing import ProcessTiming
 
 READ_BYTES = 2**20
@@ -108,7 +116,7 @@ class HubServer:
         """Tell all processes that the hub cannot go on."""
         problem = problem_values(PeerError(f"the hub of the run failed: {type(error).__name__}: {one_line(error)}"))
         for connection in self._connections.values():
-            connection.put(encode(Kind.PROBLEM, **problem))
+            connection.put(encode(MessageKind.PROBLEM, **problem))
             connection.send_all()
 
     def _tick(self) -> None:
@@ -152,7 +160,7 @@ class HubServer:
 
     def _send(self, replies: list[Reply]) -> None:
         """Send messages; what goes to all is encoded once."""
-        encoded: dict[tuple[Kind, int], bytes] = {}
+        encoded: dict[tuple[MessageKind, int], bytes] = {}
         for to, kind, values in replies:
             connection = self._connections.get(to)
             if connection is None:

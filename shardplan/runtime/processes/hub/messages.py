@@ -11,7 +11,7 @@ LINE_BYTES = 2**30
 """Most bytes of a message; a program that sends more without a line break is another one."""
 
 
-class Kind(StrEnum):
+class MessageKind(StrEnum):
     """The kinds of messages, in their element `kind`."""
 
     HELLO = "hello"
@@ -29,7 +29,7 @@ class Kind(StrEnum):
     LOCATE = "locate"
     """A process is stuck: the hub asks each of them where it is."""
     PLACE = "place"
-    """Where a process is: the fields of `Place`."""
+    """Where a process is: the fields of `CodeLocation`."""
     PROGRESS = "progress"
     """For process 0: `done` of all processes in its phase, and the `slowest` of them."""
     GATHER = "gather"
@@ -48,7 +48,7 @@ class Kind(StrEnum):
     """A process has ended that work: `problem` if it failed."""
 
 
-def encode(kind: Kind, **values: Any) -> bytes:
+def encode(kind: MessageKind, **values: Any) -> bytes:
     """Encode a message as a line of bytes."""
     return json.dumps({"kind": kind, **values}).encode() + b"\n"
 
@@ -57,7 +57,7 @@ def decode(line: bytes) -> Message | None:
     """Return a message; None for the line of another program."""
     try:
         message = json.loads(line)
-        message["kind"] = Kind(message["kind"])
+        message["kind"] = MessageKind(message["kind"])
     except (ValueError, KeyError, TypeError):
         return None
     return message

@@ -44,7 +44,7 @@ class Activity:
 
 
 @dataclass(frozen=True)
-class Place:
+class CodeLocation:
     """The lines of code at which a process's threads are."""
 
     text: str
@@ -65,7 +65,7 @@ def is_stalled(activities: Mapping[int, Activity], waiting: Set[int], now: float
 
 
 def describe_stall(
-    activities: Mapping[int, Activity], waiting: Set[int], places: Mapping[int, Place], now: float
+    activities: Mapping[int, Activity], waiting: Set[int], places: Mapping[int, CodeLocation], now: float
 ) -> str:
     """Return who is stuck, in which phase, where and since when, and who only waits for it.
 
@@ -101,7 +101,7 @@ def _busy(activities: Mapping[int, Activity], waiting: Set[int]) -> Mapping[int,
     return {index: each for index, each in activities.items() if index not in waiting} or activities
 
 
-def _place_text(stuck: Sequence[int], places: Mapping[int, Place]) -> str:
+def _place_text(stuck: Sequence[int], places: Mapping[int, CodeLocation]) -> str:
     """Return where the first of the processes is that are stuck."""
     place = places.get(stuck[0])
     if place is None:

@@ -6,7 +6,7 @@ import threading
 from pathlib import Path
 from types import FrameType
 
-from shardplan.runtime.processes.watch.activity import Place
+from shardplan.runtime.processes.watch.activity import CodeLocation
 
 PACKAGE = str(Path(__file__).parents[3])
 LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
@@ -16,18 +16,18 @@ THREAD_PREFIX = "shardplan-"
 """Begins the names of the threads that watch a run, and are left out."""
 
 
-def find_place() -> Place:
+def find_place() -> CodeLocation:
     """Find where this process is: in the main thread, or in a callback of a program, which runs in a thread of JAX."""
     frames = sys._current_frames()
     main = frames.pop(threading.main_thread().ident or 0)
     if not _is_in_jax(main):
-        return Place(_text_of(main), False)
+        return CodeLocation(_text_of(main), False)
     for thread in threading.enumerate():
         if thread.name.startswith(THREAD_PREFIX):
             frames.pop(thread.ident or 0, None)
     # threads of libraries wait for work all the time, but for one that is in own code somebody waits
     busy = [frame for frame in frames.values() if _is_own(frame)]
-    return Place(_text_of(busy[0] if busy else main), not busy)
+    return CodeLocation(_text_of(busy[0] if busy else main), not busy)
 
 
 def _is_in_jax(frame: FrameType) -> bool:
