@@ -76,6 +76,12 @@ class AxisSelectors(NamedTuple):
 def resolve_axis_roles(selectors: AxisSelectors, query: NamedArray, key: NamedArray, value: NamedArray) -> AxisRoles:
     """Assign a role to every axis of query, key and value.
 
+    >>> Pos, KPos, Head, Size = hax.make_axes(position=8, key_position=8, kv_head=2, head_size=4)
+    >>> query, key = hax.ones((Head, Pos, Size)), hax.ones((Head, KPos, Size))
+    >>> roles = resolve_axis_roles(AxisSelectors("position", "key_position", "head_size", None), query, key, key)
+    >>> [axis.name for axis in roles.query]
+    ['kv_head', 'position', 'head_size']
+
     Raises:
         ConfigError: query and key positions have one name, queries or values miss an axis of keys, or keys miss one of
             heads.
@@ -230,7 +236,11 @@ def _mesh_axes(axis: Axis, mapping: ResourceMapping, mesh: Mapping[str, int]) ->
 
 
 def pad_axes(x: NamedArray, lengths: Mapping[str, int]) -> NamedArray:
-    """Pad `x` with zeros at the end of axes, to the lengths given by axis name."""
+    """Pad `x` with zeros at the end of axes, to the lengths given by axis name.
+
+    >>> pad_axes(hax.ones(Axis("kv_head", 3)), {"kv_head": 4}).array.tolist()
+    [1.0, 1.0, 1.0, 0.0]
+    """
     added = [lengths.get(axis.name, axis.size) - axis.size for axis in x.axes]
     axes = [axis.resize(axis.size + more) for axis, more in zip(x.axes, added, strict=True)]
     return hax.named(jnp.pad(x.array, [(0, more) for more in added]), axes) if any(added) else x
@@ -240,6 +250,11 @@ def merge_axes(x: Array, axes: Sequence[Axis], groups: Sequence[Sequence[Axis]],
     """Merge the axes of `x` into one dimension per group.
 
     A group of which `x` has some axes is broadcast to all of its axes; a group of which it has none gets size 1.
+
+    >>> Batch, Head, Size = Axis("batch", 2), Axis("head", 3), Axis("head_size", 4)
+    >>> groups, sizes = ([Batch], [Head, Size]), {"batch": 2, "head": 3, "head_size": 4}
+    >>> merge_axes(jnp.ones((3, 2, 4)), [Head, Batch, Size], groups, sizes).shape
+    (2, 12)
 
     Args:
         axes: the axes of `x`, in order.

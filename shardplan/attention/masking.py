@@ -91,6 +91,9 @@ def make_mask_spec(
 ) -> MaskSpec:
     """Divide the mask of an attention into a static pattern, known while tracing, and arrays.
 
+    >>> make_mask_spec(AttentionMask.causal(sliding_window=128)).pattern.window
+    128
+
     Args:
         prefix: with a causal mask, the number of first positions that all queries may attend to.
         documents: lengths of the documents of every sequence, if they are known while tracing.

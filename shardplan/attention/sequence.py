@@ -46,6 +46,11 @@ def shard_sequence(example: LmExample, layout: SequenceLayout) -> ShardedSequenc
 
     Targets are taken before reordering, because afterwards the next element may be another token, or on another device.
 
+    >>> example = LmExample.causal(hax.arange(hax.Axis("position", 8)))
+    >>> sharded = shard_sequence(example, SequenceLayout(8, ring=2, kind="zigzag"))
+    >>> sharded.tokens.array.tolist()
+    [0, 1, 6, 7, 2, 3, 4, 5]
+
     Raises:
         ConfigError: the example has another length than the layout, other documents than the layout, or documents that
             are traced although the layout has some.
@@ -87,7 +92,13 @@ def shard_sequence(example: LmExample, layout: SequenceLayout) -> ShardedSequenc
 
 
 def restore_order(x: NamedArray, sequence: ShardedSequence) -> NamedArray:
-    """Reorder an array [..., position, ...] from the layout of `sequence` to text order, and remove padding."""
+    """Reorder an array [..., position, ...] from the layout of `sequence` to text order, and remove padding.
+
+    >>> example = LmExample.causal(hax.arange(hax.Axis("position", 8)))
+    >>> sequence = shard_sequence(example, SequenceLayout(8, ring=2, kind="zigzag"))
+    >>> restore_order(sequence.tokens, sequence).array.tolist()
+    [0, 1, 2, 3, 4, 5, 6, 7]
+    """
     indices = hax.named(jnp.asarray(sequence.layout.array_indices()), sequence.position)
     return x.take(sequence.position, indices)
 

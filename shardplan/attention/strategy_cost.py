@@ -73,6 +73,9 @@ def enumerate_layouts(
 ) -> list[SequenceLayout]:
     """Return every layout of a sequence sharded over `degree` devices, for every Ulysses degree.
 
+    >>> [(each.ring, each.ulysses, each.kind.value) for each in enumerate_layouts(4096, 2)]
+    [(2, 1, 'contiguous'), (2, 1, 'zigzag'), (2, 1, 'striped'), (1, 2, 'contiguous')]
+
     Args:
         documents: their lengths, if they are known.
     """
@@ -85,7 +88,13 @@ def enumerate_layouts(
 
 
 def strategies_of(layout: SequenceLayout) -> tuple[Strategy, ...]:
-    """Return the strategies that a layout is for."""
+    """Return the strategies that a layout is for.
+
+    >>> strategies_of(SequenceLayout(4096, ring=4))
+    (<Strategy.ALL_GATHER: 'all_gather'>, <Strategy.RING: 'ring'>)
+    >>> strategies_of(SequenceLayout(4096, ring=2, ulysses=4))
+    (<Strategy.HYBRID: 'hybrid'>,)
+    """
     if layout.ulysses == 1:
         return Strategy.ALL_GATHER, Strategy.RING
     return (Strategy.ULYSSES,) if layout.ring == 1 else (Strategy.HYBRID,)

@@ -18,6 +18,12 @@ def best_effort_sharding(shape: Sequence[int], mesh: Mesh | AbstractMesh) -> Nam
     one whose shards are the fewest contiguous pieces on disk (row-major) wins, then the one on the leftmost dimensions.
     There are no size thresholds.
 
+    >>> mesh = AbstractMesh((2, 4), ("data", "model"))
+    >>> best_effort_sharding((4096, 128), mesh).spec
+    P(('data', 'model'), None)
+    >>> best_effort_sharding((2, 3, 4), mesh).spec
+    P('data', None, 'model')
+
     Args:
         shape: the array's dimensions, or an array.
         mesh: any axis names and sizes.

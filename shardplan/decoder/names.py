@@ -84,7 +84,13 @@ class Operations[T](Protocol):
 
 
 def evaluate[T](rule: Rule, read: Callable[[StoredTensor], T], operations: Operations[T]) -> T:
-    """Compute a rule from the values of its tensors."""
+    """Compute a rule from the values of its tensors.
+
+    >>> import numpy as np
+    >>> rule = Transposed(Reshaped(StoredTensor("qkv", (4,)), (2, 2)), (1, 0))
+    >>> evaluate(rule, lambda tensor: np.arange(4), np).tolist()
+    [[0, 2], [1, 3]]
+    """
     match rule:
         case StoredTensor():
             return read(rule)
@@ -103,7 +109,12 @@ def evaluate[T](rule: Rule, read: Callable[[StoredTensor], T], operations: Opera
 
 
 def stored_tensors(rule: Rule) -> Iterator[StoredTensor]:
-    """Yield the tensors that a rule reads."""
+    """Yield the tensors that a rule reads.
+
+    >>> gate, up = StoredTensor("gate_proj.weight", (8, 4)), StoredTensor("up_proj.weight", (8, 4))
+    >>> [tensor.name for tensor in stored_tensors(Concatenated((gate, up), 0))]
+    ['gate_proj.weight', 'up_proj.weight']
+    """
     match rule:
         case StoredTensor():
             yield rule

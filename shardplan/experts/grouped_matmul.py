@@ -29,6 +29,11 @@ TO_MATRICES = jax.lax.RaggedDotDimensionNumbers(
 def grouped_matmul(rows: Array, matrices: Array, sizes: Array, generation: Generation | None = None) -> Array:
     """Multiply consecutive groups of rows by a matrix each.
 
+    >>> import jax.numpy as jnp
+    >>> rows, matrices = jnp.ones((3, 2)), jnp.stack([jnp.eye(2), 10 * jnp.eye(2)])
+    >>> grouped_matmul(rows, matrices, jnp.array([1, 2])).tolist()
+    [[1.0, 1.0], [10.0, 10.0], [10.0, 10.0]]
+
     Args:
         rows: [rows, inputs]; those of group 0 first.
         matrices: [groups, inputs, outputs].

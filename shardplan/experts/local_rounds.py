@@ -57,6 +57,9 @@ class LocalRounds:
 def take_rows(tokens: Array, index: Array, receiver: Array) -> Array:
     """Return the rows `tokens[index]`, [rows, embed].
 
+    >>> take_rows(jnp.array([[1.0], [2.0]]), jnp.array([1, 0, 1]), jnp.array([1, 0, 1])).tolist()
+    [[2.0], [1.0], [2.0]]
+
     Args:
         index: int32[rows].
         receiver: int32[rows], the token that the gradient of each row is added to; none where it is out of bounds.
@@ -78,7 +81,11 @@ take_rows.defvjp(_take_rows_forward, _take_rows_backward)
 
 
 def add_rows(rows: Array, receiver: Array, count: int) -> Array:
-    """Return [count, embed]: the sums of the rows for each token; a row without a receiver may have any values."""
+    """Return [count, embed]: the sums of the rows for each token; a row without a receiver may have any values.
+
+    >>> add_rows(jnp.array([[1.0], [2.0], [5.0]]), jnp.array([0, 0, 2]), count=2).tolist()
+    [[3.0], [0.0]]
+    """
     return jnp.zeros((count, rows.shape[1]), rows.dtype).at[receiver].add(rows, mode="drop")
 
 

@@ -22,6 +22,9 @@ Round = Callable[[int | Array, Any, Any], Any]
 def sum_rounds(compute: Round, count: Array, integers: Any, operands: Any) -> Any:
     """Return `compute(0, integers, operands) + compute(1, integers, operands) + ...`, of `count` rounds, at least one.
 
+    >>> sum_rounds(lambda index, integers, x: x * (index + 1), jnp.int32(3), (), jnp.float32(1.0)).item()
+    6.0
+
     Args:
         compute: its results have the same shapes and dtypes in every round.
         count: int32[]; the same on all devices, if rounds have collectives.

@@ -30,6 +30,10 @@ class RowWindow(NamedTuple):
 def sort_by_expert(chosen: Array, first: int | Array, experts: int) -> RowOrder:
     """Sort the rows of tokens by expert.
 
+    >>> order = sort_by_expert(jnp.array([[1, 0], [0, 3]]), first=0, experts=2)
+    >>> order.rows.tolist(), order.sizes.tolist()
+    ([1, 2, 0, 3], [2, 1])
+
     Args:
         chosen: int32[tokens, k], the experts of each token.
         first: the first of the experts; rows for others come last.
@@ -44,7 +48,13 @@ def sort_by_expert(chosen: Array, first: int | Array, experts: int) -> RowOrder:
 
 
 def take_window(order: RowOrder, start: int | Array, size: int) -> RowWindow:
-    """Return `size` rows of `order` from `start` on; unused rows may have the index of any row."""
+    """Return `size` rows of `order` from `start` on; unused rows may have the index of any row.
+
+    >>> order = RowOrder(jnp.array([1, 2, 0, 3]), jnp.array([2, 1]))
+    >>> window = take_window(order, start=1, size=2)
+    >>> window.rows.tolist(), window.sizes.tolist()
+    ([2, 0], [1, 1])
+    """
     padded = jnp.pad(order.rows, (0, size))
     rows = jax.lax.dynamic_slice(padded, (start,), (size,))
     return RowWindow(rows, start + jnp.arange(size) < order.sizes.sum(), window_sizes(order.sizes, start, size))
@@ -52,6 +62,9 @@ def take_window(order: RowOrder, start: int | Array, size: int) -> RowWindow:
 
 def window_sizes(sizes: Array, start: int | Array, size: int) -> Array:
     """int32 of the shape of `sizes`: the rows of consecutive segments of these sizes that are in a window.
+
+    >>> window_sizes(jnp.array([2, 3, 1]), start=1, size=3).tolist()
+    [1, 2, 0]
 
     Args:
         sizes: int32[..., segments], whose segments follow each other along the last dimension.

@@ -124,5 +124,9 @@ def _possible_sides(size: int) -> list[int]:
 
 
 def buffer_rows(balanced_rows: float, factor: float) -> int:
-    """Return the rows of a receive buffer: `factor` times a balanced load, as a multiple of `BUFFER_MULTIPLE`."""
+    """Return the rows of a receive buffer: `factor` times a balanced load, as a multiple of `BUFFER_MULTIPLE`.
+
+    >>> buffer_rows(balanced_rows=1000, factor=1.25)
+    1536
+    """
     return math.ceil(balanced_rows * factor / BUFFER_MULTIPLE) * BUFFER_MULTIPLE

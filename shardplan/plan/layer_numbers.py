@@ -11,7 +11,14 @@ MAX_RUNS = 4
 
 
 def layers_by_kind(costs: Sequence[AttentionCost]) -> dict[str, str]:
-    """Return kind of attention -> its layers in words, or its number of calls if the layers are unknown."""
+    """Return kind of attention -> its layers in words, or its number of calls if the layers are unknown.
+
+    >>> from types import SimpleNamespace
+    >>> local = SimpleNamespace(kind="window 512", layers=4, layer_numbers=[0, 1, 3, 4])
+    >>> full = SimpleNamespace(kind="full", layers=2, layer_numbers=[2, 5])
+    >>> layers_by_kind([local, full])
+    {'window 512': 'layers 0-1, 3-4 (4 of 6)', 'full': 'layers 2, 5 (2 of 6)'}
+    """
     total = sum(each.layers for each in costs)
     return {
         each.kind: layers_text(each.layer_numbers, total) if each.layer_numbers else f"{each.layers} of {total} calls"
@@ -59,7 +66,11 @@ def runs_of(numbers: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def run_text(first: int, last: int) -> str:
-    """Return a run of numbers as `0-5`, or a single one as `5`."""
+    """Return a run of numbers as `0-5`, or a single one as `5`.
+
+    >>> run_text(0, 5), run_text(5, 5)
+    ('0-5', '5')
+    """
     return f"{first}-{last}" if last > first else str(first)
 
 

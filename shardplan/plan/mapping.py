@@ -12,12 +12,19 @@ MeshShape = Mapping[str, int]
 
 
 def mesh_size(mesh: MeshShape, axes: Iterable[str]) -> int:
-    """The number of devices along the mesh axes `axes` together."""
+    """The number of devices along the mesh axes `axes` together.
+
+    >>> mesh_size({"replica": 2, "data": 8, "model": 4}, ("data", "model"))
+    32
+    """
     return math.prod(map(mesh.__getitem__, axes))
 
 
 def shard_count(mesh: MeshShape, spec: Iterable[Iterable[str] | None]) -> int:
     """The number of different shards of an array.
+
+    >>> shard_count({"data": 8, "model": 4}, [("data",), None, ("model",)])
+    32
 
     Args:
         spec: mesh axes of each dimension; None for a dimension that is not sharded.
@@ -26,21 +33,37 @@ def shard_count(mesh: MeshShape, spec: Iterable[Iterable[str] | None]) -> int:
 
 
 def mesh_text(mesh: MeshShape) -> str:
-    """`replica 2 x data 16 x model 4`."""
+    """`replica 2 x data 16 x model 4`.
+
+    >>> mesh_text({"replica": 1, "data": 8, "model": 4})
+    'replica 1 x data 8 x model 4'
+    """
     return " x ".join(f"{axis} {size}" for axis, size in mesh.items())
 
 
 def axes_text(axes: Mapping[str, int]) -> str:
-    """`layer 126, mlp 53248, embed 16384`."""
+    """`layer 126, mlp 53248, embed 16384`.
+
+    >>> axes_text({"embed": 4096, "mlp": 14336})
+    'embed 4096, mlp 14336'
+    """
     return ", ".join(f"{axis} {size}" for axis, size in axes.items())
 
 
 def mapping_text(mapping: Mapping[str, Iterable[str]]) -> str:
-    """`mlp -> model x data, embed -> data`; `all replicated` for a mapping without mesh axes."""
+    """`mlp -> model x data, embed -> data`; `all replicated` for a mapping without mesh axes.
+
+    >>> mapping_text({"batch": ["replica", "data"], "mlp": ["model"], "embed": []})
+    'batch -> replica x data, mlp -> model'
+    """
     sharded = [f"{axis} -> {' x '.join(mesh_axes)}" for axis, mesh_axes in mapping.items() if mesh_axes]
     return ", ".join(sharded) or "all replicated"
 
 
 def as_tuples(mapping: Mapping[str, Iterable[str]]) -> dict[str, MeshAxes]:
-    """Convert a mapping of lists, as Plans hold it, to one of tuples, as JAX and Haliax take it."""
+    """Convert a mapping of lists, as Plans hold it, to one of tuples, as JAX and Haliax take it.
+
+    >>> as_tuples({"batch": ["replica", "data"], "mlp": ["model"]})
+    {'batch': ('replica', 'data'), 'mlp': ('model',)}
+    """
     return {axis: tuple(mesh_axes) for axis, mesh_axes in mapping.items()}

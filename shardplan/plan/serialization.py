@@ -17,6 +17,10 @@ T = TypeVar("T")
 def decode[T](cls: type[T], values: dict[str, Any]) -> T:
     """The instance of the dataclass `cls` that nested `values` describe.
 
+    >>> from shardplan.plan.attention_plan import AttentionPlan
+    >>> decode(AttentionPlan, {"strategy": "ring"}).strategy
+    <Strategy.RING: 'ring'>
+
     Raises:
         ConfigError: a value that `cls` does not accept, an unknown key or a missing one.
     """
@@ -35,6 +39,13 @@ def decode[T](cls: type[T], values: dict[str, Any]) -> T:
 def json_bytes(value: Mapping[str, Any]) -> bytes:
     """Return the content of a JSON file.
 
+    >>> print(json_bytes({"mesh": {"data": 8}}).decode(), end="")
+    {
+     "mesh": {
+      "data": 8
+     }
+    }
+
     Raises:
         ValueError: a number is not finite, which JSON has no text for.
     """
@@ -42,7 +53,11 @@ def json_bytes(value: Mapping[str, Any]) -> bytes:
 
 
 def value_kind(value: Any) -> str:
-    """Name the type of a value of JSON or YAML for a message: `a list`, or `nothing` for null and an empty file."""
+    """Name the type of a value of JSON or YAML for a message: `a list`, or `nothing` for null and an empty file.
+
+    >>> value_kind(None), value_kind([1]), value_kind(True)
+    ('nothing', 'a list', 'true or false')
+    """
     kinds: dict[type, str] = {
         type(None): "nothing", bool: "true or false", int: "a number", float: "a number", str: "text", list: "a list",
         dict: "keys and values",
@@ -51,7 +66,11 @@ def value_kind(value: Any) -> str:
 
 
 def checksum(values: Any) -> str:
-    """Return a checksum of JSON values, the same for 1 and 1.0, which other programs write for each other."""
+    """Return a checksum of JSON values, the same for 1 and 1.0, which other programs write for each other.
+
+    >>> checksum({"batch": 8}) == checksum({"batch": 8.0}) != checksum({"batch": 9})
+    True
+    """
     canonical = json.dumps(_with_float_numbers(values), sort_keys=True)
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
@@ -69,7 +88,11 @@ def _with_float_numbers(value: Any) -> Any:
 
 
 def flatten(sections: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted key -> value of nested mappings: `{"a": {"b": 1}}` becomes `{"a.b": 1}`."""
+    """Dotted key -> value of nested mappings: `{"a": {"b": 1}}` becomes `{"a.b": 1}`.
+
+    >>> flatten({"trainer": {"mesh": {"axes": {"data": 8}}, "seed": 0}})
+    {'trainer.mesh.axes.data': 8, 'trainer.seed': 0}
+    """
     values: dict[str, Any] = {}
     for key, value in sections.items():
         if isinstance(value, Mapping):

@@ -45,6 +45,12 @@ def cast_for_compute(module: Any, dtype: str) -> Any:
     """Cast the floating-point arrays of the module to the compute type, and switch its dropout off.
 
     Parameters that stay float32 are computed with in float32.
+
+    >>> from haliax import Axis, nn
+    >>> from jax.random import key
+    >>> linear = nn.Linear.init(Axis("embed", 2), Axis("mlp", 4), key=key(0))
+    >>> str(cast_for_compute(linear, "bfloat16").weight.dtype)
+    'bfloat16'
     """
     return cast_arrays(inference_mode(module, True), dtype, lambda array, own: array.astype(own))
 

@@ -12,5 +12,9 @@ STEP_KINDS: dict[str, StepKind] = {kind.name: kind for kind in (LossStep(), Pref
 
 
 def step_of(workload: Workload) -> StepKind:
-    """Return the kind of step of a workload."""
+    """Return the kind of step of a workload.
+
+    >>> type(step_of(Workload(kind="train"))).__name__
+    'TrainStep'
+    """
     return STEP_KINDS[workload.kind]

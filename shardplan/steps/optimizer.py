@@ -27,6 +27,14 @@ MOMENT_OPTIONS = {f"mu_{dtype}": dtype for dtype in DTYPES}
 def make_optimizer(name: str) -> optax.GradientTransformation:
     """Return the optax optimizer of a name and its options, with a constant learning rate.
 
+    >>> import numpy as np
+    >>> make_optimizer("adamw").init(np.ones(2))[0]._fields
+    ('count', 'mu', 'nu')
+    >>> make_optimizer("adamm")
+    Traceback (most recent call last):
+        ...
+    shardplan.errors.ConfigError: workload.optimizer 'adamm' is not an optimizer of optax; did you mean 'adam'?
+
     Raises:
         ConfigError: optax has no optimizer of this name that needs only a learning rate, or the optimizer has no such
             option.
@@ -51,7 +59,14 @@ def make_optimizer(name: str) -> optax.GradientTransformation:
 
 
 def with_average(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Add to `optimizer`'s state a moving average of the parameters after each update."""
+    """Add to `optimizer`'s state a moving average of the parameters after each update.
+
+    >>> import numpy as np
+    >>> optimizer = with_average(optax.sgd(1.0))
+    >>> updates, (_, average) = optimizer.update(np.ones(2), optimizer.init(np.ones(2)), np.ones(2))
+    >>> updates.tolist(), [round(each, 4) for each in average.tolist()]
+    ([-1.0, -1.0], [0.999, 0.999])
+    """
 
     def init(parameters: Any) -> tuple[Any, Any]:
         return optimizer.init(parameters), parameters

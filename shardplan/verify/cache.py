@@ -119,7 +119,11 @@ def code_digest(patterns: tuple[str, ...]) -> str:
 
 
 def normalize_code(code: str) -> str:
-    """The syntax tree of a module, without comments, docstrings and imports."""
+    """The syntax tree of a module, without comments, docstrings and imports.
+
+    >>> normalize_code("x = 1  # one") == normalize_code("x=1")
+    True
+    """
     tree = ast.parse(code)
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.If):

@@ -8,12 +8,20 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SLOW = {
+    "shardplan.attention.axes",
     "shardplan.attention.block_sparse",
+    "shardplan.attention.sequence",
     "shardplan.decoder.parts.attention.sparse.branches.selection",
+    "shardplan.decoder.parts.attention.sparse.gates",
     "shardplan.decoder.parts.attention.sparse.native_sparse_attention",
+    "shardplan.experts.grouped_matmul",
     "shardplan.experts.levanter",
+    "shardplan.experts.local_rounds",
+    "shardplan.experts.sorting",
+    "shardplan.experts.strategies.exchange_tokens",
     "shardplan.explain.rank_slices",
     "shardplan.model.attention.chunked_mask",
+    "shardplan.steps.forward",
 }
 """Modules whose examples build models or compile programs."""
 

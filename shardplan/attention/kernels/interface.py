@@ -80,7 +80,13 @@ class AttentionKernel(Protocol):
 
 
 def merge_attention(first: tuple[Array, Array], second: tuple[Array, Array]) -> tuple[Array, Array]:
-    """Combine (output, lse) over two disjoint sets of keys into (output, lse) over their union."""
+    """Combine (output, lse) over two disjoint sets of keys into (output, lse) over their union.
+
+    >>> one, other = (jnp.array([[1.0]]), jnp.array([0.0])), (jnp.array([[3.0]]), jnp.array([0.0]))
+    >>> output, lse = merge_attention(one, other)
+    >>> output.tolist(), round(float(lse[0]), 4)
+    ([[2.0]], 0.6931)
+    """
     lse = jnp.logaddexp(first[1], second[1])
     base = jnp.where(lse == NEG_INF, 0.0, lse)
     one, other = (out * jnp.exp(part - base)[..., None] for out, part in (first, second))

@@ -53,6 +53,9 @@ class BlockGrids:
 def block_size(length: int) -> int:
     """Return the side of the kernels' blocks: the largest multiple of `KERNEL_LANES` that divides `length`.
 
+    >>> block_size(4096), block_size(384)
+    (512, 384)
+
     Args:
         length: positions of a ring index.
 

@@ -18,6 +18,9 @@ from shardplan.plan.workload.dtypes import DTYPE_SYNONYMS, DTYPES
 def float_dtype(function: str, dtype: Any) -> np.dtype | None:
     """Return the floating-point type that a caller names, as a name such as bf16, or as a type; None for None.
 
+    >>> float_dtype("load_pretrained", "bf16")
+    dtype(bfloat16)
+
     Args:
         function: public function whose argument it is, for the message.
 

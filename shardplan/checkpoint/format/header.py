@@ -96,7 +96,11 @@ def bytes_of(bits: int) -> int:
 
 
 def header_end(start: bytes | bytearray | memoryview) -> int:
-    """Return the byte at which the header of a file ends, from the first 8 or more bytes of the file."""
+    """Return the byte at which the header of a file ends, from the first 8 or more bytes of the file.
+
+    >>> header_end((512).to_bytes(8, "little") + b"{")
+    520
+    """
     return 8 + int.from_bytes(start[:8], "little")
 
 

@@ -34,7 +34,7 @@ def parse_header(text: bytes) -> dict[str, HeaderEntry]:
     """Parse a header: tensor name -> its entry.
 
     >>> parse_header(b'{"a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}}')
-    {'a': Entry(dtype='F32', shape=(2, 3), data_offsets=(0, 24))}
+    {'a': HeaderEntry(dtype='F32', shape=(2, 3), data_offsets=(0, 24))}
 
     Raises:
         ValueError: it is not JSON, a key occurs twice, or an entry lacks its type, shape or offsets, or has something

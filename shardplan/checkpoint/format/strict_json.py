@@ -8,6 +8,9 @@ from typing import Any
 def parse_json(text: str) -> Any:
     """Parse JSON, and refuse keys that occur twice in an object.
 
+    >>> parse_json('{"a": {"b": 1}}')
+    {'a': {'b': 1}}
+
     Raises:
         ValueError: it is not JSON, or a key occurs twice or is not valid Unicode.
     """

@@ -20,7 +20,12 @@ UPLOAD_MESSAGE = "Upload checkpoint from Levanter"
 
 
 def find_repository(converter: Any, upload_to_hf: bool | str | RepoRef | None) -> RepoRef | None:
-    """Return the repository to upload to, if any."""
+    """Return the repository to upload to, if any.
+
+    >>> find_repository(None, False)
+    >>> find_repository(None, "org/model@main")
+    RemoteRev('org/model', 'main')
+    """
     if upload_to_hf is True:
         upload_to_hf = converter.reference_checkpoint
         if upload_to_hf is None:

@@ -35,6 +35,10 @@ class Scales(NamedTuple):
 def find_blocks(view: View, scales: Mapping[str, Scales]) -> Shape | None:
     """Return how many codes share a scale along each dimension of a view, in blocks as large as all its pieces allow.
 
+    >>> from shardplan.checkpoint.mapping.views import tensor_view
+    >>> find_blocks(tensor_view("w", (256, 512)), {"w": Scales((256, 512), (128, 128), (4, 1))})
+    (128, 128)
+
     Args:
         scales: tensor name -> where its scales are.
 
@@ -83,6 +87,10 @@ def _blocks_of_piece(offset: int, shape: Shape, strides: Shape, scales: Scales) 
 def first_of_blocks(view: View, counts: Shape) -> View:
     """Return the first element of each block of a view.
 
+    >>> from shardplan.checkpoint.mapping.views import tensor_view
+    >>> [(each.shape, each.strides) for each in first_of_blocks(tensor_view("w", (256, 512)), (2, 4)).pieces]
+    [((2, 4), (65536, 128))]
+
     Args:
         counts: number of blocks along each dimension.
     """
@@ -110,6 +118,11 @@ def _first_of_divided_blocks(view: View, blocks: Shape) -> View:
 
 def view_of_scales(view: View, scales: Mapping[str, Scales], max_pieces: float = math.inf) -> View | None:
     """Return the scale of every element of a view of codes, with the names of the tensors of codes.
+
+    >>> from shardplan.checkpoint.mapping.views import tensor_view
+    >>> scales = view_of_scales(tensor_view("w", (256, 128)), {"w": Scales((256, 128), (128, 128), (1, 1))})
+    >>> [(each.start, each.shape, each.offset, each.strides) for each in scales.pieces]
+    [((0, 0), (128, 128), 0, (0, 0)), ((128, 0), (128, 128), 1, (0, 0))]
 
     Args:
         scales: tensor name -> where its scales are.

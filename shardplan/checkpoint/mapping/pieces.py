@@ -114,7 +114,12 @@ class PieceGroup(NamedTuple):
 
 
 def group_pieces(pieces: Iterable[StridedPiece]) -> Iterator[PieceGroup]:
-    """Group pieces by shape, strides and scale, and yield each group as one object."""
+    """Group pieces by shape, strides and scale, and yield each group as one object.
+
+    >>> rows = [StridedPiece((i, 0), (1, 4), f"layers.{i}", 0, (4, 1)) for i in range(3)]
+    >>> [(group.tensors, group.starts.tolist()) for group in group_pieces(rows)]
+    [(('layers.0', 'layers.1', 'layers.2'), [[0, 0], [1, 0], [2, 0]])]
+    """
     groups: defaultdict[tuple[Shape, Shape, float], list[StridedPiece]] = defaultdict(list)
     for piece in pieces:
         groups[piece.shape, piece.strides, piece.scale].append(piece)

@@ -143,7 +143,11 @@ class View:
 
 
 def tensor_view(name: str, shape: Shape) -> View:
-    """View all of a checkpoint tensor, row-major."""
+    """View all of a checkpoint tensor, row-major.
+
+    >>> [(each.tensor, each.shape, each.strides) for each in tensor_view("w", (4, 2)).pieces]
+    [('w', (4, 2), (2, 1))]
+    """
     return View(shape, (PieceGroup(shape, row_major_strides(shape), 1.0, (name,), *_origin(len(shape))),))
 
 
@@ -154,7 +158,12 @@ def _origin(rank: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def concatenate(views: Sequence[View], dimension: int) -> View:
-    """Concatenate views as `numpy.concatenate` does."""
+    """Concatenate views as `numpy.concatenate` does.
+
+    >>> both = concatenate([tensor_view("gate", (4, 2)), tensor_view("up", (4, 2))], 0)
+    >>> both.shape, [(each.tensor, each.start) for each in both.pieces]
+    ((8, 2), [('gate', (0, 0)), ('up', (4, 0))])
+    """
     parts: list[PieceGroup] = []
     position = 0
     for view in views:
@@ -165,7 +174,12 @@ def concatenate(views: Sequence[View], dimension: int) -> View:
 
 
 def stack(views: Sequence[View], dimension: int) -> View:
-    """Stack views as `numpy.stack` does."""
+    """Stack views as `numpy.stack` does.
+
+    >>> layers = stack([tensor_view("layers.0.norm", (8,)), tensor_view("layers.1.norm", (8,))], 0)
+    >>> layers.shape, [each.tensor for each in layers.pieces_in((1, 0), (2, 8))]
+    ((2, 8), ['layers.1.norm'])
+    """
 
     def insert(values: Shape, value: int) -> Shape:
         return (*values[:dimension], value, *values[dimension:])
@@ -180,7 +194,11 @@ def stack(views: Sequence[View], dimension: int) -> View:
 
 @lru_cache(maxsize=4096)  # of the few shapes of a hundred thousand tensors
 def row_major_strides(shape: Shape) -> Shape:
-    """Elements between neighbours along each dimension of a row-major array."""
+    """Elements between neighbours along each dimension of a row-major array.
+
+    >>> row_major_strides((2, 3, 4))
+    (12, 4, 1)
+    """
     return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
@@ -267,6 +285,9 @@ def _uniform_stride(shape: Shape, strides: Shape, old: Shape) -> int | None:
 
 def split_range(first: int, count: int, shape: Shape) -> list[tuple[Shape, Shape, int]]:
     """Split the row-major range `[first, first + count)` of an array of `shape` into boxes.
+
+    >>> split_range(1, 4, (2, 3))
+    [((0, 1), (1, 2), 0), ((1, 0), (1, 2), 2)]
 
     Returns:
         Start and shape of each box, and the number of elements of the range before it.

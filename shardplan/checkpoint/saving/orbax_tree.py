@@ -20,7 +20,12 @@ PREFIX = ("params", "params")
 
 
 def make_tree(model: Any) -> dict[str, Any]:
-    """Return the arrays of a model as nested dictionaries; nothing is copied."""
+    """Return the arrays of a model as nested dictionaries; nothing is copied.
+
+    >>> from jax import numpy as jnp
+    >>> make_tree({"norm": {"weight": jnp.ones(2)}})
+    {'params': {'params': {'norm': {'weight': Array([1., 1.], dtype=float32)}}}}
+    """
     tree: dict[str, Any] = {}
     for path, leaf in named_leaves(model):
         node, keys = tree, [*PREFIX, *split_path(path)]

@@ -43,6 +43,9 @@ class TensorKind(Protocol):
 def assign_files(sizes: Mapping[str, int], processes: int, max_bytes: int | None = None) -> dict[str, list[str]]:
     """Assign tensors to files of about equal size, the same number of files for each process.
 
+    >>> assign_files({"embed": 4, "mlp": 3, "norm": 1}, processes=2)
+    {'model-00001-of-00002.safetensors': ['embed'], 'model-00002-of-00002.safetensors': ['mlp', 'norm']}
+
     Args:
         sizes: tensor name -> bytes.
         max_bytes: most bytes of a file that has more than one tensor; default: MAX_FILE_BYTES.
@@ -73,7 +76,16 @@ def _divide(sizes: Mapping[str, int], total: int, count: int) -> list[list[str]]
 
 
 def encode_header(tensors: Mapping[str, TensorKind]) -> bytes:
-    """Encode the header of a safetensors file with these tensors."""
+    """Encode the header of a safetensors file with these tensors.
+
+    >>> from types import SimpleNamespace
+    >>> tensor = SimpleNamespace(shape=(8,), dtype=np.dtype(np.float16), nbytes=16)
+    >>> header = encode_header({"norm": tensor})
+    >>> int.from_bytes(header[:8], "little") == len(header[8:])
+    True
+    >>> header[8:].rstrip()
+    b'{"__metadata__":{"format":"pt"},"norm":{"dtype":"F16","shape":[8],"data_offsets":[0,16]}}'
+    """
     entries: dict[str, Any] = {METADATA: {"format": "pt"}}
     offset = 0
     for name, tensor in tensors.items():

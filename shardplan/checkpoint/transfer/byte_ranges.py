@@ -78,7 +78,11 @@ def find_runs(piece: StridedPiece, bits: int) -> Runs:
 
 @lru_cache(maxsize=4096)
 def runs_of_box(shape: Shape, strides: Shape, bits: int) -> Runs:
-    """Find the runs of a box of `shape`, with `strides` between neighbouring elements of `bits` bits."""
+    """Find the runs of a box of `shape`, with `strides` between neighbouring elements of `bits` bits.
+
+    >>> runs_of_box((4, 1024), (10**6, 1), bits=16)
+    Runs(elements=1024, dimensions=((1000000, 4),))
+    """
     dimensions = sorted((k, n) for n, k in zip(shape, strides, strict=True) if n > 1 and k)
     run = 1
     while dimensions and (dimensions[0][0] - run) * bits <= 8 * GAP_BYTES:
@@ -95,12 +99,20 @@ def find_byte_ranges(
 
 
 def sum_ranges(ranges: Sequence[ByteRange]) -> ReadVolume:
-    """Sum up the bytes of ranges, and their number."""
+    """Sum up the bytes of ranges, and their number.
+
+    >>> sum_ranges([("file", 0, 4096), ("file", 8192, 12288)])
+    ReadVolume(bytes=8192, count=2)
+    """
     return ReadVolume(sum(high - low for _, low, high in ranges), len(ranges))
 
 
 def merge_boxes(boxes: Iterable[Box]) -> list[Box]:
-    """Merge boxes that touch along one dimension and agree in all others."""
+    """Merge boxes that touch along one dimension and agree in all others.
+
+    >>> merge_boxes([((0, 0), (2, 4)), ((2, 0), (2, 4)), ((0, 4), (4, 4))])
+    [((0, 0), (2, 4)), ((0, 4), (4, 4))]
+    """
     merged = sorted(set(boxes))
     for d in range(len(merged[0][0]) if merged else 0):
         merged.sort(key=lambda box: (box[0][:d], box[0][d + 1 :], box[1][:d], box[1][d + 1 :], box[0][d]))

@@ -64,7 +64,12 @@ def with_codes(
 
 
 def codes_view(view: View) -> View:
-    """Return the codes of the tensors of a view."""
+    """Return the codes of the tensors of a view.
+
+    >>> from shardplan.checkpoint.mapping.views import tensor_view
+    >>> codes_view(tensor_view("mlp.up_proj.weight", (8, 4))).tensors
+    ('mlp.up_proj.weight.codes',)
+    """
     return view.rename(lambda name: name + CODES)
 
 

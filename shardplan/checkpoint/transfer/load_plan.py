@@ -73,6 +73,9 @@ def transfer_limits(budget: int, zero_copy: bool) -> TransferLimits:
     """Return the largest size of a transfer if several share three quarters of `budget` bytes of host memory.
 
     The last quarter is for reads. How much of it a host needs does not matter here: all have the same schedule.
+
+    >>> transfer_limits(2**30, zero_copy=True)
+    TransferLimits(read=67108864, placed=67108864)
     """
     read = min(MAX_READ_BYTES, budget * 3 // 16)
     return TransferLimits(read, read if zero_copy else MAX_PLACED_BYTES)

@@ -114,6 +114,13 @@ def exchange_strategies(shape: Shape, spec: Sequence[MeshAxes], mesh: DeviceMesh
     """Yield the strategies with collectives for an array of `shape` with the parameter sharding `spec`.
 
     Each makes an all-to-all shard the dimensions from one of the sharded dimensions on; the last makes it shard none.
+
+    >>> from shardplan.checkpoint.transfer.transfer import DeviceMesh
+    >>> mesh = DeviceMesh((("data", 2), ("model", 4)), processes=(0, 0, 0, 0, 1, 1, 1, 1))
+    >>> for strategy in exchange_strategies((4096, 1024), [(), ("model",)], mesh):
+    ...     print(strategy.local, strategy.all_to_all, strategy.all_gather)
+    ((), ()) ((1, ('model',)),) ('data',)
+    ((), ('model',)) () ('data',)
     """
     used = {axis for axes in spec for axis in axes}
     gathered = tuple(axis for axis, n in mesh.axes if axis not in used and n > 1)

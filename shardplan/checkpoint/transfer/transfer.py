@@ -189,6 +189,11 @@ def make_transfers(
 ) -> Iterator[Transfer]:
     """Split an array of `shape` into transfers within `limits`.
 
+    >>> mesh, strategy = DeviceMesh((("model", 2),), processes=(0, 1)), ReadStrategy((("model",), ()))
+    >>> limits = TransferLimits(read=2048, placed=2048)
+    >>> [(each.start, each.shape) for each in make_transfers("w", (64, 64), strategy, 2, mesh, limits)]
+    [((0, 0), (16, 64)), ((16, 0), (16, 64))]
+
     Args:
         itemsize: bytes of an element in transit.
         placed_bytes: bytes of an element on its device; default: the same.

@@ -155,6 +155,9 @@ def union_of_ranges(low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.n
 
     Before the i-th lowest first byte is a gap, if all of the i ranges that begin before it have ended by then.
 
+    >>> union_of_ranges(np.array([0, 100, 300]), np.array([100, 200, 400]))
+    (np.int64(300), np.int64(2))
+
     Args:
         low: first byte of each range; -1 of one that is empty.
         high: one past the last byte; -1 of one that is empty.

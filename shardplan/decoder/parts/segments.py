@@ -29,7 +29,12 @@ class Segment:
 
 
 def number_layers(segments: Sequence[Segment], is_meant: Callable[[LayerConfig], bool]) -> list[list[range]]:
-    """Return, for each segment and each layer in its block that is meant, the numbers of that layer's repetitions."""
+    """Return, for each segment and each layer in its block that is meant, the numbers of that layer's repetitions.
+
+    >>> segments = [Segment(("dense",), 2), Segment(("windowed", "dense"), 3)]
+    >>> number_layers(segments, lambda layer: layer == "dense")
+    [[range(0, 2)], [range(3, 8, 2)]]
+    """
     numbers, first = [], 0
     for segment in segments:
         size, end = len(segment.layers), first + segment.num_layers
@@ -39,7 +44,12 @@ def number_layers(segments: Sequence[Segment], is_meant: Callable[[LayerConfig],
 
 
 def divide_layers(layers: Sequence[LayerConfig]) -> tuple[Segment, ...]:
-    """Divide layers into segments with the fewest layers in blocks; of equal divisions, take the fewest segments."""
+    """Divide layers into segments with the fewest layers in blocks; of equal divisions, take the fewest segments.
+
+    >>> dense, windowed = "dense", "windowed"  # any values that compare as layers do
+    >>> [(segment.layers, segment.repeats) for segment in divide_layers([windowed, windowed, dense] * 4)]
+    [(('windowed', 'windowed', 'dense'), 4)]
+    """
     numbers: dict[LayerConfig, int] = {}
     kinds = [numbers.setdefault(layer, len(numbers)) for layer in layers]  # numbers are faster to compare than layers
     best: list[tuple[Segment, ...]] = [()]

@@ -73,6 +73,11 @@ def pack_requests(requests: Sequence[Request], max_length: int, position: int) -
     A window has at most `max_length` tokens and the one that is predicted last; what is too long loses its beginning,
     as in the `hf` model of lm_eval. A window that another one begins with is computed once, with that one.
 
+    >>> requests = [Request([1, 2, 3], [4, 5]), Request([1, 2, 3], [4])]
+    >>> packed = pack_requests(requests, max_length=6, position=8)
+    >>> [window.tolist() for window in packed.tokens]
+    [[1, 2, 3, 4, 5]]
+
     Args:
         max_length: less than `position`.
 

@@ -50,7 +50,13 @@ class LayerRecord(NamedTuple):
 
 
 def add_records(first: LayerRecord, second: LayerRecord) -> LayerRecord:
-    """Return the record of the steps of two records of one layer."""
+    """Return the record of the steps of two records of one layer.
+
+    >>> step = LayerRecord(*map(np.asarray, ([3, 1], 2, 0.5, 3, 2.0, 0.75, 0, 0)))
+    >>> both = add_records(step, step._replace(buffer_use=np.asarray(1.25)))
+    >>> both.load.tolist(), both.tokens.item(), both.buffer_use.item()
+    ([6, 2], 4, 1.25)
+    """
     added = LayerRecord(*(one + other for one, other in zip(first, second, strict=True)))
     return added._replace(buffer_use=np.maximum(first.buffer_use, second.buffer_use))
 
@@ -94,5 +100,9 @@ def layer_figures(record: LayerRecord, xp: ModuleType = np) -> dict[str, Any]:
 
 
 def expert_loads(record: LayerRecord, xp: ModuleType = np) -> Any:
-    """Return float[experts]: the part of all rows that each expert gets."""
+    """Return float[experts]: the part of all rows that each expert gets.
+
+    >>> expert_loads(LayerRecord(*map(np.asarray, ([3, 1], 2, 0.5, 3, 2.0, 0.75, 0, 0)))).tolist()
+    [0.75, 0.25]
+    """
     return record.load / xp.maximum(record.load.sum(), 1)

@@ -17,6 +17,11 @@ def layer_metrics(records: Mapping[int, LayerRecord], xp: ModuleType = np) -> di
 
     Of models with few experts, `moe/layer_00/expert_000_load` is the part of all rows that an expert gets.
 
+    >>> record = LayerRecord(*map(np.asarray, ([3, 1], 2, 0.5, 3, 2.0, 0.75, 0, 0)))
+    >>> metrics = layer_metrics({0: record})
+    >>> metrics["moe/layer_00/load_max_over_mean"].item(), metrics["moe/layer_00/expert_000_load"].item()
+    (1.5, 0.75)
+
     Args:
         records: number of a layer -> its record.
         xp: the module with functions for the arrays of records, `numpy` or `jax.numpy`.

@@ -116,6 +116,11 @@ def exchange_tokens(
 def find_slices(sizes: Array, device: Array, start: int | Array, size: int) -> Exchange:
     """Compute the slices that a device sends and receives in one round.
 
+    >>> sizes = jnp.array([[1, 2], [3, 0]])
+    >>> there = find_slices(sizes, jnp.int32(0), start=0, size=8).there
+    >>> there.send_sizes.tolist(), there.recv_sizes.tolist()
+    ([1, 2], [1, 3])
+
     Args:
         sizes: int32[devices, experts], the rows that each device has for each expert; experts are those of device 0
             first.

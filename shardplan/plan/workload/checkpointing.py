@@ -101,7 +101,12 @@ class CheckpointPolicy:
 
 
 def checkpointing_problem(key: str, text: str) -> str | None:
-    """Return what is wrong with the text of a policy, if anything."""
+    """Return what is wrong with the text of a policy, if anything.
+
+    >>> checkpointing_problem("workload.gradient_checkpointing", "nested:4")
+    >>> checkpointing_problem("workload.gradient_checkpointing", "ofload")
+    "workload.gradient_checkpointing is 'ofload'; did you mean 'offload'?"
+    """
     if text == OPEN_CHECKPOINTING:
         return None
     policy = CheckpointPolicy.parse(text)

@@ -11,5 +11,9 @@ DTYPE_SYNONYMS = {
 
 
 def itemsize(dtype: str) -> int:
-    """Bytes per element of a type in `DTYPES`."""
+    """Bytes per element of a type in `DTYPES`.
+
+    >>> itemsize("bfloat16"), itemsize("float32")
+    (2, 4)
+    """
     return ITEMSIZES[dtype]

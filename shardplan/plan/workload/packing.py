@@ -10,6 +10,9 @@ def packed_length(window: int) -> int:
     """Return the length of sequences that windows of `window` tokens fill best: a multiple of the kernel's block.
 
     Of lengths that are filled equally well it is the shortest.
+
+    >>> packed_length(100), packed_length(512), packed_length(700)
+    (512, 512, 1536)
     """
     shortest = -(-window // KERNEL_BLOCK)
     lengths = [KERNEL_BLOCK * n for n in range(shortest, max(shortest, MAX_BLOCKS) + 1)]

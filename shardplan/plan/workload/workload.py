@@ -190,7 +190,11 @@ class Workload:
 
 
 def temperature_problem(key: str, value: float) -> str:
-    """Return what is wrong with a temperature that is too low, too high or no number."""
+    """Return what is wrong with a temperature that is too low, too high or no number.
+
+    >>> temperature_problem("task.temperature", -1.0)
+    'task.temperature is -1; it must be 0.01 to 100 (ranks say what greedy decoding produces, the limit of 0)'
+    """
     return (
         f"{key} is {value:g}; it must be {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g} (ranks say what greedy decoding "
         "produces, the limit of 0)"
@@ -199,6 +203,12 @@ def temperature_problem(key: str, value: float) -> str:
 
 def raise_first(problems: Iterator[str]) -> None:
     """Raise the first of some problems.
+
+    >>> raise_first(iter([]))
+    >>> raise_first(iter(["workload.batch is 0; it must be at least 1"]))
+    Traceback (most recent call last):
+        ...
+    shardplan.errors.ConfigError: workload.batch is 0; it must be at least 1
 
     Raises:
         ConfigError: there is one.

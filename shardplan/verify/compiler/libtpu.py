@@ -13,6 +13,10 @@ INSTALL_LIBTPU = f"pip install 'libtpu=={LIBTPU_RELEASE}.*'"
 def libtpu_environment(hardware: Slice) -> dict[str, str]:
     """Environment variables to set before a process first uses libtpu, so that it prints nothing and uses no network.
 
+    >>> from shardplan.hardware import parse_slice
+    >>> libtpu_environment(parse_slice("v5e-4"))["JAX_PLATFORMS"]
+    'cpu'
+
     Raises:
         ConfigError: `hardware` is not a TPU slice.
     """
@@ -34,6 +38,14 @@ def libtpu_environment(hardware: Slice) -> dict[str, str]:
 
 def check_is_tpu(hardware: Slice) -> Slice:
     """Return `hardware`, after checking that it is a TPU slice.
+
+    >>> from shardplan.hardware import parse_slice
+    >>> check_is_tpu(parse_slice("v5e-4")).name
+    'v5e-4'
+    >>> check_is_tpu(parse_slice("cpu-8"))
+    Traceback (most recent call last):
+        ...
+    shardplan.errors.ConfigError: hardware.slice cpu-8 has no TPU compiler; plan for a TPU slice, such as v4-8
 
     Raises:
         ConfigError: it is not.

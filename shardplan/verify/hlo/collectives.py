@@ -147,7 +147,11 @@ def is_collective(instruction: Instruction) -> bool:
 
 
 def short_op(op_name: str) -> str:
-    """The end of an operation's path: modules and Haliax's contraction, without the wrappers of JAX."""
+    """The end of an operation's path: modules and Haliax's contraction, without the wrappers of JAX.
+
+    >>> short_op("jit(step)/jit(main)/transformer/layers/mlp/dot_general")
+    'layers/mlp/dot_general'
+    """
     parts = [part for part in op_name.split("/") if part and not part.startswith(_WRAPPERS)]
     # Haliax's contraction is followed by dimension numbers and a primitive
     for i, part in enumerate(parts):

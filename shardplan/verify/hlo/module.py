@@ -141,10 +141,18 @@ class Module:
 
 
 def split_names(text: str) -> list[str]:
-    """The names in `{%a, %b}` or `%a`, without the percent signs."""
+    """The names in `{%a, %b}` or `%a`, without the percent signs.
+
+    >>> split_names("%fusion.1, %copy.2")
+    ['fusion.1', 'copy.2']
+    """
     return [name.strip().removeprefix("%") for name in text.strip("{}").split(",") if name.strip()]
 
 
 def split_integers(text: str) -> tuple[int, ...]:
-    """The integers of a comma-separated list."""
+    """The integers of a comma-separated list.
+
+    >>> split_integers("0,2,1")
+    (0, 2, 1)
+    """
     return tuple(int(part) for part in text.split(",") if part.strip())

@@ -16,9 +16,12 @@ _SCHEDULED = re.compile(r"^    (\d+):(\S+)$", re.MULTILINE)
 
 
 def parse_live_at_peak(text: str) -> list[tuple[str, tuple[int, ...], int]]:
-    """Name, tuple index and bytes of every value that is live at the peak, from the compiler's live-range report.
+    r"""Name, tuple index and bytes of every value that is live at the peak, from the compiler's live-range report.
 
     The report has a section `Live ranges at T (peak):` with lines `name{1}: 123 bytes (cumulative: 456 bytes)`.
+
+    >>> parse_live_at_peak("Live ranges at 7 (peak):\nfusion.1{}: 512 bytes (cumulative: 512 bytes)\n")
+    [('fusion.1', (), 512)]
     """
     _, _, section = text.partition("(peak):\n")
     values = []

@@ -9,6 +9,13 @@ def parse_replica_groups(text: str, devices: int) -> list[tuple[int, ...]] | Non
     """Groups of partition numbers: `{{0,1},{2,3}}`, `[2,4]<=[8]`, `[4,2]<=[2,4]T(1,0)`, `mesh['a'=2,'b'=4] {'b'}`.
 
     Empty text means one group of all `devices`; None if the notation is not understood.
+
+    >>> parse_replica_groups("{{0,1},{2,3}}", devices=4)
+    [(0, 1), (2, 3)]
+    >>> parse_replica_groups("[2,2]<=[4]", devices=4)
+    [(0, 1), (2, 3)]
+    >>> parse_replica_groups("[2,2]<=[2,2]T(1,0)", devices=4)
+    [(0, 2), (1, 3)]
     """
     text = text.strip()
     if text in ("", "{}"):
@@ -26,7 +33,11 @@ def parse_replica_groups(text: str, devices: int) -> list[tuple[int, ...]] | Non
 
 
 def parse_source_target_pairs(text: str) -> list[tuple[int, int]]:
-    """The (source, target) partition numbers of `{{0,1},{1,0}}`."""
+    """The (source, target) partition numbers of `{{0,1},{1,0}}`.
+
+    >>> parse_source_target_pairs("{{0,1},{1,0}}")
+    [(0, 1), (1, 0)]
+    """
     return [(pair[0], pair[1]) for pair in map(split_integers, text.strip("{}").split("},{"))]
 
 

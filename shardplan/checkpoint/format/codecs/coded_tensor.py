@@ -312,7 +312,11 @@ def slabs(piece: StridedPiece, groups: list[np.ndarray]) -> Iterator[tuple[slice
 
 
 def part_of(groups: np.ndarray, part: tuple[slice, ...]) -> np.ndarray:
-    """Return a part of an array that broadcasts."""
+    """Return a part of an array that broadcasts.
+
+    >>> part_of(np.array([[1, 2, 3]]), (slice(5, 9), slice(1, 3)))
+    array([[2, 3]])
+    """
     return groups[tuple(each if n > 1 else slice(None) for each, n in zip(part, groups.shape, strict=False))]
 
 
@@ -393,7 +397,7 @@ def _table(dtype: np.dtype) -> np.ndarray:
 def element_coordinates(shape: Shape, piece: StridedPiece) -> list[np.ndarray]:
     """Return the index of every element of a piece along each dimension of its tensor; the arrays broadcast.
 
-    >>> rows, columns = element_coordinates((4, 6), Piece((0, 0), (2, 3), "t", 8, (6, 1)))
+    >>> rows, columns = element_coordinates((4, 6), StridedPiece((0, 0), (2, 3), "t", 8, (6, 1)))
     >>> rows.tolist(), columns.tolist()
     ([[1], [2]], [[2, 3, 4]])
     """

@@ -70,6 +70,10 @@ def read_counts(
 ) -> tuple[int, int]:
     """Read the number of experts, and the number that each token chooses.
 
+    >>> keys = ConfigKeys({"num_local_experts": 8, "num_experts_per_tok": 2}, "config.json")
+    >>> read_counts(keys, ("num_local_experts",), ("num_experts_per_tok",), (None, None))
+    (8, 2)
+
     Args:
         experts, per_token: names of the two keys.
 
@@ -133,6 +137,9 @@ def read_kinds_of_mlp(keys: ConfigKeys, first: int) -> list[bool]:
 
     `mlp_layer_types` says it, or else layers have experts from `first_k_dense_replace` on, all or those whose number is
     a multiple of `moe_layer_freq`.
+
+    >>> read_kinds_of_mlp(ConfigKeys({"num_hidden_layers": 4}, "config.json"), first=1)
+    [False, True, True, True]
 
     Args:
         first: default of `first_k_dense_replace`.

@@ -34,6 +34,11 @@ WINDOW_PERIOD = ("sliding_window_pattern", "_sliding_window_pattern")
 def read_heads(keys: ConfigKeys, head_size: int | None = None, kv_heads: int | None = None) -> GroupedAttention:
     """Read the number and the size of attention heads; the caller adds biases and rotary embeddings.
 
+    >>> keys = ConfigKeys({"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 2}, "config.json")
+    >>> attention = read_heads(keys)
+    >>> attention.heads, attention.kv_heads, attention.head_size
+    (8, 2, 8)
+
     Args:
         head_size: default of `head_dim`; None for hidden_size / num_attention_heads.
         kv_heads: default of `num_key_value_heads`; None for num_attention_heads.
@@ -50,19 +55,32 @@ def read_heads(keys: ConfigKeys, head_size: int | None = None, kv_heads: int | N
 
 
 def read_attention(keys: ConfigKeys, head_size: int | None = None, kv_heads: int | None = None) -> GroupedAttention:
-    """Read attention heads as `read_heads` does, and whether all projections have biases."""
+    """Read attention heads as `read_heads` does, and whether all projections have biases.
+
+    >>> keys = ConfigKeys({"hidden_size": 64, "num_attention_heads": 8, "attention_bias": True}, "config.json")
+    >>> read_attention(keys).has_bias
+    True
+    """
     bias = keys.flag("attention_bias", default=False)
     return replace(read_heads(keys, head_size, kv_heads), has_bias=bias, has_output_bias=bias)
 
 
 def read_gated_mlp(keys: ConfigKeys, has_bias: bool = False) -> MlpConfig:
-    """Read the size and the activation of a gated MLP."""
+    """Read the size and the activation of a gated MLP.
+
+    >>> keys = ConfigKeys({"hidden_act": "silu", "intermediate_size": 128}, "config.json")
+    >>> read_gated_mlp(keys)
+    MlpConfig(size=128, activation='silu', has_bias=False, is_gated=True, axis='mlp')
+    """
     activation = keys.choice("hidden_act", choices=ACTIVATIONS, default="silu")
     return MlpConfig(keys.integer("intermediate_size"), activation, has_bias, is_gated=True)
 
 
 def read_rms_norm(keys: ConfigKeys, epsilon: float = 1e-6, is_around_one: bool = False) -> NormConfig:
     """Read the settings of RMS norms.
+
+    >>> read_rms_norm(ConfigKeys({"rms_norm_eps": 1e-5}, "config.json")).epsilon
+    1e-05
 
     Args:
         epsilon: default of `rms_norm_eps`.
@@ -72,6 +90,10 @@ def read_rms_norm(keys: ConfigKeys, epsilon: float = 1e-6, is_around_one: bool =
 
 def read_windows(keys: ConfigKeys, is_full: Callable[[int], bool], window: int | None = None) -> list[int | None]:
     """Read the window of every layer; None for a layer that attends to all earlier positions.
+
+    >>> keys = ConfigKeys({"num_hidden_layers": 4, "sliding_window": 128}, "config.json")
+    >>> read_windows(keys, every(4))
+    [128, 128, 128, None]
 
     Args:
         is_full: number of a layer, from 0 -> whether it has no window; used if `layer_types` is absent.
@@ -90,6 +112,9 @@ def read_windows(keys: ConfigKeys, is_full: Callable[[int], bool], window: int |
 
 def read_uniform_window(keys: ConfigKeys, window: int | None) -> int | None:
     """Read the window that all layers share; None if they attend to all earlier positions.
+
+    >>> read_uniform_window(ConfigKeys({"num_hidden_layers": 2, "sliding_window": 4096}, "config.json"), None)
+    4096
 
     Args:
         window: default of `sliding_window`.
@@ -144,6 +169,13 @@ def architecture(
 
 
 def only(keys: ConfigKeys, values: Mapping[str, Any]) -> None:
-    """Check that every key is absent or null, or has the one value that the decoder supports."""
+    """Check that every key is absent or null, or has the one value that the decoder supports.
+
+    >>> only(ConfigKeys({"pretraining_tp": 1}, "config.json"), {"pretraining_tp": 1})
+    >>> only(ConfigKeys({"pretraining_tp": 2}, "config.json"), {"pretraining_tp": 1})
+    Traceback (most recent call last):
+        ...
+    shardplan.errors.ConfigError: config.json: pretraining_tp is 2; it must be 1
+    """
     for name, value in values.items():
         keys.only(name, [value])

@@ -46,6 +46,10 @@ def read_rotary(
 ) -> Rotary:
     """Read the rotary embeddings of heads of `head_size` channels.
 
+    >>> keys = ConfigKeys({"model_type": "llama", "rope_theta": 500000.0}, "config.json")
+    >>> [round(each, 6) for each in read_rotary(keys, head_size=4).frequencies.short]
+    [1.0, 0.001414]
+
     Args:
         theta: default base of the frequencies.
         partial: default fraction of a head's channels that is rotated; None if the family always rotates all.
@@ -95,6 +99,9 @@ def require_rope(keys: ConfigKeys) -> None:
 
 def read_rotated_layers(keys: ConfigKeys) -> list[bool]:
     """Read which layers have rotary embeddings; by default three of four.
+
+    >>> read_rotated_layers(ConfigKeys({"num_hidden_layers": 5}, "config.json"))
+    [True, True, True, False, True]
 
     Raises:
         ConfigError: `no_rope_layers` does not have a 1, for rotary embeddings, or a 0 for each layer.

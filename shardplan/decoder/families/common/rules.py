@@ -127,6 +127,10 @@ def mlp_rules(
 ) -> Rules:
     """Return the rules of an MLP, if every projection is a tensor of its own.
 
+    >>> mlp = MlpConfig(size=128, activation="silu", is_gated=True)
+    >>> [(rule.name, rule.shape) for rule in mlp_rules(mlp, "mlp", embed=64).values()]
+    [('mlp.gate_proj.weight', (128, 64)), ('mlp.up_proj.weight', (128, 64)), ('mlp.down_proj.weight', (64, 128))]
+
     Args:
         name: prefix of the MLP.
         projections: names of the gate, up and down projections after the prefix.
@@ -138,7 +142,13 @@ def mlp_rules(
 
 
 def gate_and_up_rules(mlp: MlpConfig, name: str, embed: int) -> Rules:
-    """Return the rules of the gate and up projections, if one tensor holds both, the gate first."""
+    """Return the rules of the gate and up projections, if one tensor holds both, the gate first.
+
+    >>> mlp = MlpConfig(size=128, activation="silu", is_gated=True)
+    >>> rules = gate_and_up_rules(mlp, "mlp.gate_up_proj", embed=64)
+    >>> [(path, rule.start, rule.stop) for path, rule in rules.items()]
+    [('mlp.gate_proj.weight', 0, 128), ('mlp.up_proj.weight', 128, 256)]
+    """
     both = StoredTensor(f"{name}.weight", (2 * mlp.size, embed))
     return {
         "mlp.gate_proj.weight": Sliced(both, 0, 0, mlp.size),
@@ -159,7 +169,12 @@ def linear_rules(path: str, name: str, outputs: int, inputs: int, has_bias: bool
 
 
 def norm_rules(path: str, name: str, norm: NormConfig, size: int) -> Rules:
-    """Return the rules of a norm over the residual stream."""
+    """Return the rules of a norm over the residual stream.
+
+    >>> from shardplan.decoder.parts.norm import NormKind
+    >>> norm_rules("norm", "model.norm", NormConfig(NormKind.RMS, 1e-5), 64)
+    {'norm.weight': StoredTensor(name='model.norm.weight', shape=(64,))}
+    """
     found: Rules = {f"{path}.weight": StoredTensor(f"{name}.weight", (size,))}
     if norm.has_bias:
         found[f"{path}.bias"] = StoredTensor(f"{name}.bias", (size,))
@@ -202,6 +217,11 @@ def _halves_of_heads(rule: Rule, heads: int, size: int, rotated: int, inputs: Sh
 
 def pairs_to_halves(rule: Rule, shape: Shape) -> Rule:
     """Reorder channels from neighbouring pairs (0, 1), (2, 3), ... to halves: 0, 2, ..., 1, 3, ...
+
+    >>> from shardplan.decoder.names import StoredTensor
+    >>> rule = pairs_to_halves(StoredTensor("q_proj.bias", (2, 4)), (2, 4))
+    >>> rule.rule.permutation, rule.rule.rule.shape
+    ((0, 2, 1), (2, 2, 2))
 
     Args:
         rule: an array of `shape`.

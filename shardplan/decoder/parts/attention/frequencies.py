@@ -44,6 +44,9 @@ def unscaled(theta: float, channels: int) -> Frequencies:
 def scaled(theta: float, channels: int, scaling: Mapping[str, Any] | None) -> Frequencies:
     """Return the frequencies of `unscaled`, scaled as a config.json says.
 
+    >>> [round(each, 4) for each in scaled(10000.0, 4, {"rope_type": "linear", "factor": 4.0}).short]
+    [0.25, 0.0025]
+
     Args:
         scaling: `rope_scaling` with all its values (`shardplan.decoder.families.common.rotary_keys`); None for none.
     """

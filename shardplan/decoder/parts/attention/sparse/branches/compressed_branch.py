@@ -45,6 +45,13 @@ def attend_to_compressed(
 def importance_of(config: NativeSparseConfig, weights: jax.Array, selection_blocks: int) -> jax.Array:
     """Return sum over c of weights[c] * (tokens that blocks c and j share) / stride, for every selection block j.
 
+    >>> sizes = {"embed": 8, "groups": 1, "heads_per_group": 1, "key_size": 2, "value_size": 2, "window": 4}
+    >>> config = NativeSparseConfig(**sizes, block=4, stride=2, selection_block=4, selected=3)
+    >>> importance_of(config, jnp.array([1.0, 0.0, 0.0]), 2).tolist()
+    [2.0, 0.0]
+    >>> importance_of(config, jnp.array([0.0, 1.0, 0.0]), 2).tolist()
+    [1.0, 1.0]
+
     Args:
         weights: float32[..., c].
 

@@ -38,6 +38,11 @@ def blocks_of(config: NativeSparseConfig, x: jax.Array) -> jax.Array:
     """Return the tokens of every complete block: [b, s, g, d] -> [b, c, l, g, d], where l is the position in the block.
 
     Strides are joined to blocks by slices, whose gradient needs no scatter.
+
+    >>> sizes = {"embed": 8, "groups": 1, "heads_per_group": 1, "key_size": 2, "value_size": 2, "window": 4}
+    >>> config = NativeSparseConfig(**sizes, block=4, stride=2, selection_block=4, selected=3)
+    >>> blocks_of(config, jnp.arange(8.0).reshape(1, 8, 1, 1))[0, :, :, 0, 0].astype(int).tolist()
+    [[0, 1, 2, 3], [2, 3, 4, 5], [4, 5, 6, 7]]
     """
     blocks, per_block = config.compressed_blocks(x.shape[1]), config.strides_per_block
     strides = blocks + per_block - 1

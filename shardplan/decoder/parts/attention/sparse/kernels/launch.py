@@ -74,17 +74,29 @@ def vmem_bytes() -> int:
 
 
 def multiply(x: jax.Array, y: jax.Array) -> jax.Array:
-    """Return x y in float32: [i, k], [k, j] -> [i, j]."""
+    """Return x y in float32: [i, k], [k, j] -> [i, j].
+
+    >>> multiply(jnp.array([[1.0, 2.0]]), jnp.array([[3.0, 4.0], [5.0, 6.0]])).tolist()
+    [[13.0, 16.0]]
+    """
     return jax.lax.dot_general(x, y, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
 
 
 def multiply_transposed(x: jax.Array, y: jax.Array) -> jax.Array:
-    """Return x y^T in float32: [i, k], [j, k] -> [i, j]."""
+    """Return x y^T in float32: [i, k], [j, k] -> [i, j].
+
+    >>> multiply_transposed(jnp.array([[1.0, 2.0]]), jnp.array([[3.0, 4.0], [5.0, 6.0]])).tolist()
+    [[11.0, 17.0]]
+    """
     return jax.lax.dot_general(x, y, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
 
 
 def transpose_multiply(x: jax.Array, y: jax.Array) -> jax.Array:
-    """Return x^T y in float32: [k, i], [k, j] -> [i, j]."""
+    """Return x^T y in float32: [k, i], [k, j] -> [i, j].
+
+    >>> transpose_multiply(jnp.array([[1.0], [2.0]]), jnp.array([[3.0, 4.0], [5.0, 6.0]])).tolist()
+    [[13.0, 16.0]]
+    """
     return jax.lax.dot_general(x, y, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
 
 
@@ -99,12 +111,20 @@ def indices(shape: tuple[int, int], axis: int) -> jax.Array:
 
 
 def quotient(x: jax.Array, divisor: int) -> jax.Array:
-    """Return x // divisor of an int32 scalar that is at least 0; `//` takes the sign, which kernels cannot compute."""
+    """Return x // divisor of an int32 scalar that is at least 0; `//` takes the sign, which kernels cannot compute.
+
+    >>> quotient(jnp.array([0, 7, 8]), 8).tolist()
+    [0, 0, 1]
+    """
     return jax.lax.div(x, jnp.int32(divisor))
 
 
 def remainder(x: jax.Array, divisor: int) -> jax.Array:
-    """Return x % divisor of an int32 scalar that is at least 0."""
+    """Return x % divisor of an int32 scalar that is at least 0.
+
+    >>> remainder(jnp.array([0, 7, 9]), 8).tolist()
+    [0, 7, 1]
+    """
     return jax.lax.rem(x, jnp.int32(divisor))
 
 
