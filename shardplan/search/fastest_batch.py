@@ -82,6 +82,10 @@ def batches(devices: int, position: int, tokens: TokenRange = ANY_TOKENS) -> Ite
 
     With a floor, three times these are considered as well, so that a range whose end is twice its beginning has one.
     Without a floor, a batch of one sequence is considered even if it exceeds the ceiling.
+
+    >>> from itertools import islice
+    >>> list(islice(batches(devices=24, position=4096), 8))
+    [1, 2, 3, 4, 6, 8, 12, 16]
     """
     odd = devices
     while odd % 2 == 0:

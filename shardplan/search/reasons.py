@@ -114,6 +114,11 @@ def caveats_of(assignment: ShardingAssignment) -> list[Caveat]:
 def describe_choice(*, fits: bool, evaluated: int, has_kernel: bool) -> str:
     """Why the search chose the plan.
 
+    >>> describe_choice(fits=False, evaluated=751, has_kernel=True)
+    'no plan fits; of 751 candidates this one needs the least memory'
+    >>> describe_choice(fits=True, evaluated=751, has_kernel=True)
+    'fastest of 751 candidates (ties within 0.1 %: smallest memory); attention runs in a kernel'
+
     Args:
         evaluated: the number of candidates.
         has_kernel: whether a kernel can run attention.
@@ -129,6 +134,11 @@ def describe_time(
 ) -> str:
     """Describe the parts of a step's time, all in seconds; transfers include their overlapped part.
 
+    >>> describe_time(step=1.2, compute=1.0, weight_gathers=0.3, other_collectives=0.1)
+    'step 1.2 s: compute 1 s, other collectives 0.1 s, weight gathers 0.3 s, 0.1 s not overlapped'
+    >>> describe_time(step=1.1, compute=1.0, weight_gathers=0.3, other_collectives=0.1)
+    'step 1.1 s: compute 1 s, other collectives 0.1 s, weight gathers 0.3 s, fully overlapped'
+
     Args:
         exposed_host_copies: what nothing hides of the copies between devices and hosts.
     """
@@ -141,6 +151,9 @@ def describe_time(
 
 def describe_host_copies(host_bytes: float, seconds: float, exposed: float) -> str:
     """Describe the host memory of a device's arrays, and the seconds of copies.
+
+    >>> describe_host_copies(host_bytes=2**31, seconds=0.5, exposed=0.0)
+    'memory of the host: 2.00 GiB for each device, copies 0.5 s, fully overlapped'
 
     Args:
         seconds: of all copies to the host and back, in a step.
@@ -207,7 +220,11 @@ def describe_attention(
 
 
 def describe_unsharded_heads(axes: Iterable[str]) -> list[str]:
-    """Why axes of Native Sparse Attention are never sharded in computations."""
+    """Why axes of Native Sparse Attention are never sharded in computations.
+
+    >>> describe_unsharded_heads(["q_heads_per_group"])
+    ['excluded: q_heads_per_group in computations: the heads of a group select blocks by one sum, on one device']
+    """
     named = ", ".join(sorted(axes))
     if not named:
         return []
@@ -253,13 +270,21 @@ def describe_other_form(best: Candidate, other: OtherForm, param_dtype: str) -> 
 
 
 def describe_indivisible(example: Indivisible) -> str:
-    """List the logical axes that cannot be sharded over a mesh axis."""
+    """List the logical axes that cannot be sharded over a mesh axis.
+
+    >>> describe_indivisible(Indivisible("kv_head", 8, ("model",), 16))
+    'kv_head (8) is not divisible by model = 16'
+    """
     mesh_axes = " x ".join(example.mesh_axes)
     return f"{example.axis} ({example.size}) is not divisible by {mesh_axes} = {example.devices}"
 
 
 def describe_unknown_axis(axis: str, known: Iterable[str]) -> str:
-    """That the model does not have a logical axis of a given mapping."""
+    """That the model does not have a logical axis of a given mapping.
+
+    >>> describe_unknown_axis("mpl", ["embed", "mlp"])
+    "the model has no axis 'mpl', so that mapping it does nothing; did you mean 'mlp'?"
+    """
     return f"the model has no axis {axis!r}, so that mapping it does nothing; {nearest(axis, known)}"
 
 

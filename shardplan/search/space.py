@@ -412,6 +412,10 @@ def _attention_plan(kinds: tuple[str, ...], methods: KindMethods, sizes: tuple[i
 def mesh_shapes(hardware: Slice, pinned: dict[str, int | None]) -> list[dict[str, int]]:
     """Every mesh with the pinned sizes whose product is the number of devices.
 
+    >>> from shardplan.hardware import parse_slice
+    >>> [tuple(shape.values()) for shape in mesh_shapes(parse_slice("v5e-4"), {"replica": 1})]
+    [(1, 1, 4), (1, 2, 2), (1, 4, 1)]
+
     Raises:
         ConfigError: no such mesh exists, or in every such mesh an axis that must not spans several slices.
     """

@@ -11,6 +11,11 @@ def describe_experts(records: Mapping[int, LayerRecord], windows: int, all_windo
 
     The figures are those of `shardplan.experts.statistics.layer_record.layer_figures`.
 
+    >>> import numpy as np
+    >>> record = LayerRecord(*map(np.asarray, ([3, 1], 2, 0.5, 3, 2.0, 0.75, 0, 0)))
+    >>> describe_experts({4: record}, windows=8, all_windows=8)["layers"][0]["load"]
+    [3, 1]
+
     Args:
         records: number of a layer -> the record of all steps.
         windows: those that were recorded.

@@ -25,6 +25,9 @@ def range_maximum(first: np.ndarray, last: np.ndarray, values: np.ndarray, size:
     Each range is the union of two overlapping blocks whose length is a power of two; every block passes its maximum on
     to its halves.
 
+    >>> range_maximum(np.array([0, 1]), np.array([2, 4]), np.array([-1.0, -3.0]), size=5)
+    array([ -1.,  -1.,  -3.,  -3., -inf])
+
     Args:
         first, last: int64[range]: the first position of each range, and the one after its last.
         values: float64[range].

@@ -23,13 +23,21 @@ CURVE_LOG_THRESHOLDS = np.linspace(np.log(1e-4), 0, 161)
 
 
 def suffix_log_probs(log_prob: np.ndarray) -> np.ndarray:
-    """Return log p_z, float64[window], of float[window, suffix token] log-probabilities."""
+    """Return log p_z, float64[window], of float[window, suffix token] log-probabilities.
+
+    >>> suffix_log_probs(np.log(np.array([[0.5, 0.5]], np.float32))).round(4).tolist()
+    [-1.3863]
+    """
     total: np.ndarray = log_prob.astype(np.float64).sum(axis=1)
     return total
 
 
 def top_k_log_probs(log_prob: np.ndarray, rank: np.ndarray, top_log_prob: np.ndarray, top_k: int) -> np.ndarray:
     """Return log p_z, float64[window], under top-k sampling; minus infinity for suffixes with other tokens.
+
+    >>> log_prob, rank = np.log([[0.5, 0.25]]), np.array([[0, 2]])
+    >>> top_k_log_probs(log_prob, rank, np.log([[0.8, 0.75]]), top_k=2).tolist()
+    [-inf]
 
     Args:
         log_prob, rank, top_log_prob: [window, suffix token], as `TokenScores`.
@@ -181,7 +189,12 @@ def total_of(summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def read_matrix(table: pa.Table, name: str) -> np.ndarray:
-    """Return a column of lists of equal length as an array [row, element]."""
+    """Return a column of lists of equal length as an array [row, element].
+
+    >>> table = pa.table({"rank": pa.array([[0, 3], [1, 0]], pa.list_(pa.int32(), 2))})
+    >>> read_matrix(table, "rank").tolist()
+    [[0, 3], [1, 0]]
+    """
     column = table[name].combine_chunks()
     values: np.ndarray = column.flatten().to_numpy().reshape(len(column), column.type.list_size)
     return values

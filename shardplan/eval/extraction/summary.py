@@ -55,7 +55,12 @@ def summarize(tables: Iterable[pa.Table], texts: Sequence[Text], top_k: int) -> 
 
 
 def split_by_text(tables: Iterable[pa.Table]) -> Iterator[tuple[str, pa.Table]]:
-    """Yield the id of a text and consecutive windows of it."""
+    """Yield the id of a text and consecutive windows of it.
+
+    >>> table = pa.table({"text": ["a", "a", "b"], "window": [0, 1, 2]})
+    >>> [(text, part["window"].to_pylist()) for text, part in split_by_text([table])]
+    [('a', [0, 1]), ('b', [2])]
+    """
     for table in tables:
         if table.num_rows == 0:
             continue

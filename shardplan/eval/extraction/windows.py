@@ -54,7 +54,11 @@ class Protocol:
 
 
 def result_schema(suffix: int) -> pa.Schema:
-    """Return the columns of the results for suffixes of `suffix` tokens."""
+    """Return the columns of the results for suffixes of `suffix` tokens.
+
+    >>> result_schema(50).names[-3:], result_schema(50).field("rank").type
+    (['log_prob', 'rank', 'top_log_prob'], FixedSizeListType(fixed_size_list<item: int32>[50]))
+    """
     return pa.schema(
         [
             ("window", pa.int64()),
@@ -274,5 +278,9 @@ def divide_texts(
 
 
 def no_window_error(protocol: Protocol) -> ConfigError:
-    """Return the error that the texts are too short."""
+    """Return the error that the texts are too short.
+
+    >>> str(no_window_error(Protocol(prefix=50, suffix=50, stride=10)))
+    'data.path holds no text of 100 tokens, the length of a window'
+    """
     return ConfigError(f"data.path holds no text of {protocol.length} tokens, the length of a window")

@@ -126,6 +126,9 @@ def _check_argument(name: str, value: Any) -> None:
 def read_text_arguments(arguments: Mapping[str, Any]) -> TextArguments:
     """Return the arguments that decide how texts become tokens.
 
+    >>> read_text_arguments({"chat_template_args": '{"reasoning_effort": "low"}', "enable_thinking": False})
+    TextArguments(tokenizer=None, chat_template_args={'reasoning_effort': 'low', 'enable_thinking': False})
+
     Raises:
         ConfigError: variables of the chat template that are none, or are for generated text.
     """

@@ -115,6 +115,11 @@ def sum_scores(
 
     Ranges are summed one by one, so that a score that is not finite changes the sums of its own ranges only.
 
+    >>> log_prob, rank = np.array([[-1.0, -2.0, -0.5]]), np.array([[0, 1, 0]])
+    >>> sums, is_greedy = sum_scores(log_prob, rank, np.array([0, 2]), np.array([2, 3]))
+    >>> sums.tolist(), is_greedy.tolist()
+    ([-3.0, -0.5], [False, True])
+
     Args:
         log_prob, rank: [row, position].
         start, end: int64[range]: the range's first index in the rows one after the other, and that after its last.

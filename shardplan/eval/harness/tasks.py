@@ -126,7 +126,11 @@ def _makes_requests_itself(task: Any) -> bool:
 
 
 def left_out_text(tasks: dict[str, str]) -> str:
-    """Return tasks and what each would need: `gsm8k and humaneval (generate_until), chartqa (images or audio)`."""
+    """Return tasks and what each would need: `gsm8k and humaneval (generate_until), chartqa (images or audio)`.
+
+    >>> left_out_text({"gsm8k": "generate_until", "humaneval": "generate_until", "chartqa": "images or audio"})
+    'gsm8k and humaneval (generate_until), chartqa (images or audio)'
+    """
     by_need: dict[str, list[str]] = {}
     for name, need in tasks.items():
         by_need.setdefault(need, []).append(name)

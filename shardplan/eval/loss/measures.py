@@ -16,6 +16,11 @@ def summarize(ids: Sequence[str], results: Iterable[pa.Table]) -> dict[str, Any]
     The measures are `tokens` (predicted ones), `bytes` (in UTF-8, of the characters of these tokens), `loss_per_token`
     (nats), `perplexity` and `bits_per_byte`; None where nothing is predicted, or the loss is not finite.
 
+    >>> table = {"text": ["a", "b"], "tokens": [3, 1], "bytes": [12, 4], "loss": [3.0, 2.0]}
+    >>> result = summarize(["a", "b"], [pa.table(table)])
+    >>> result["total"]["loss_per_token"], result["texts"]["b"]["loss_per_token"]
+    (1.25, 2.0)
+
     Args:
         ids: id of every text.
         results: tables with the columns of `shardplan.eval.loss.windows.SCHEMA`.
@@ -35,7 +40,11 @@ def summarize(ids: Sequence[str], results: Iterable[pa.Table]) -> dict[str, Any]
 
 
 def measures(sums: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the measures of a text of `tokens` tokens and `bytes` bytes, whose `loss` is given in nats."""
+    """Return the measures of a text of `tokens` tokens and `bytes` bytes, whose `loss` is given in nats.
+
+    >>> measures({"tokens": 4, "bytes": 16, "loss": 4 * math.log(2)})
+    {'tokens': 4, 'bytes': 16, 'loss_per_token': 0.6931471805599453, 'perplexity': 2.0, 'bits_per_byte': 0.25}
+    """
     tokens, text_bytes, nats = int(sums["tokens"]), int(sums["bytes"]), float(sums["loss"])
     # of a text of one token nothing is predicted, and JSON has no number for a loss that is not finite
     if tokens == 0 or not math.isfinite(nats):

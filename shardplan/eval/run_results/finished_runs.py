@@ -24,7 +24,12 @@ NAMES = {EvaluationKind.EXTRACTION: "an extraction", EvaluationKind.LOSS: "a los
 
 
 def model_name(summary: Mapping[str, Any]) -> str:
-    """Return the last part of a run's model reference, with the last part of its adapter's."""
+    """Return the last part of a run's model reference, with the last part of its adapter's.
+
+    >>> plan = {"model": {"ref": "org/llama", "config": None, "adapter": "org/llama-lora"}}
+    >>> model_name({"plan": plan})
+    'llama + llama-lora'
+    """
     model = summary["plan"]["model"]
     refs = [model["ref"] or model["config"], model.get("adapter")]
     return " + ".join(str(ref).rstrip("/").rpartition("/")[2] for ref in refs if ref)

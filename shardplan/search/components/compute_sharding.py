@@ -38,6 +38,9 @@ KindMethods = tuple[AttentionMethod, ...]
 def sparse_methods(is_sharded: bool, order: SequenceOrder, has_kernel: bool) -> list[AttentionMethod]:
     """Return the methods of Native Sparse Attention for an order of positions.
 
+    >>> [str(each.sparse_kernel) for each in sparse_methods(True, SequenceOrder.ZIGZAG, has_kernel=False)]
+    ['dense_mask', 'gathered_blocks']
+
     Args:
         is_sharded: whether positions are sharded, so that keys and values are gathered.
         has_kernel: whether kernels can compute it.
