@@ -13,8 +13,8 @@ from shardplan.report.page.colours import tile_colour
 from shardplan.report.page.labels import short_label
 from shardplan.report.page.panels.memory import LiveChart, memory_panel
 from shardplan.report.page.panels.torus import (
+    ChipLayer,
     Drawing,
-    Layer,
     Tiling,
     default_tiling,
     draw_slice,
@@ -90,7 +90,7 @@ def _title(plan: Plan) -> str:
     return f"{model} on {plan.hardware.slice}: {kind}, {plan.workload.batch} x {plan.workload.position:,} tokens"
 
 
-def _place_layers(drawing: Drawing, top: int) -> tuple[list[tuple[Layer, int, int]], int]:
+def _place_layers(drawing: Drawing, top: int) -> tuple[list[tuple[ChipLayer, int, int]], int]:
     """Place layers in rows; return each with its place, and the height of the picture."""
     widest, tallest = max(each.width for each in drawing.layers), max(each.height for each in drawing.layers)
     most = max(1, (TORUS_WIDTH - 2 * MARGIN + LAYER_GAP) // (widest + LAYER_GAP))

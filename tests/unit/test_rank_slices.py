@@ -161,12 +161,12 @@ def test_times_that_are_guesses_are_named(evaluation, monkeypatch):
 def test_headline_and_table_name_what_was_planned(training, monkeypatch):
     """Of what was chosen for each slice the headline has the range; no table is wider than 80 columns."""
     slices = [
-        ranked(training, "4xv6e-256", 1024, 9.0, 2.7, microbatches=2),
+        ranked(training, "4xv6e-256", 1024, 9.0, 2.7, microbatches=2, gradient_checkpointing="default"),
         ranked(training, "tpu7x-4096", 4096, 30.0, 12.0, microbatches=16, gradient_checkpointing="nested"),
     ]
     text = text_of(SliceRanking(slices, [], []), monkeypatch)
     assert (
-        "train, batch 128 x 4096 tokens, float32 parameters, bfloat16 compute, adamw, 2 to 16 microbatches, gradient "
+        "train, batch 128 x 8192 tokens, float32 parameters, bfloat16 compute, adamw, 2 to 16 microbatches, gradient "
         "checkpointing default or nested"
     ) in " ".join(text.split())
     assert max(map(len, text.splitlines())) <= 80 and "replica x data x model" in text
