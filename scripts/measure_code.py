@@ -5,7 +5,7 @@ git, the same of that revision, so that a change is measured by two calls.
 
 Lines of code are those with code on them: no blank lines, comments or docstrings. A comprehension is dense if it has
 more than one `for` or `if`, or takes more than three lines. A public function is one of a module (no method) without
-an underscore; it has an example if its docstring has a `>>>`, which tests/unit/test_docstring_examples.py runs.
+an underscore; it has an example if its docstring has a `>>>` (tests/documentation/test_docstring_examples.py).
 """
 
 import ast

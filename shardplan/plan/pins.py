@@ -119,6 +119,12 @@ def parse_rules(pins: Sequence[str], forbidden: Sequence[str], axes: ModelAxes) 
 def parse_pin(text: str, axes: ModelAxes, key: str = "pin") -> list[Rule | MeshSize]:
     """Parse one pin.
 
+    >>> from shardplan.model.axes import Parameter
+    >>> parameters = (Parameter("mlp.up_proj.weight", {"mlp": 64, "embed": 32}, "float32"),)
+    >>> axes = ModelAxes("llama", parameters, "embed", "position", "vocab")
+    >>> [(rule.axis, rule.mesh_axes) for rule in parse_pin("mlp=model", axes)]
+    [('mlp', ('model',))]
+
     Args:
         key: the configuration key that it comes from, for messages.
 

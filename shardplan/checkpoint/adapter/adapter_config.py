@@ -140,6 +140,11 @@ def _is_named(module: str, names: str | tuple[str, ...]) -> bool:
 def parse_adapter_config(data: bytes, where: str) -> AdapterConfig:
     """Parse the content of an adapter_config.json.
 
+    >>> text = b'{"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}'
+    >>> config = parse_adapter_config(text, "here")
+    >>> config.rank, config.alpha, config.targets
+    (8, 16.0, ('q_proj',))
+
     Args:
         where: name of the file, for messages.
 

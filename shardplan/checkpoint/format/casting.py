@@ -43,6 +43,15 @@ def float_dtype(function: str, dtype: Any) -> np.dtype | None:
 def copy_cast(target: np.ndarray, values: np.ndarray, piece: StridedPiece, shape: Shape) -> None:
     """Copy `values` into `target`, an array of the same shape, and cast them if its type differs.
 
+    >>> piece, target = StridedPiece((0,), (2,), "w", 0, (1,)), np.zeros(2, np.float16)
+    >>> copy_cast(target, np.array([1.0, 2.0], np.float32), piece, (2,))
+    >>> target.tolist()
+    [1.0, 2.0]
+    >>> copy_cast(target, np.array([1.0, 1e6], np.float32), piece, (2,))
+    Traceback (most recent call last):
+        ...
+    shardplan.errors.ConfigError: w[1] is 1e+06, which float16 cannot hold (at most 65504); use bfloat16 or float32
+
     Args:
         piece: the elements of a tensor that the values are, for the message.
         shape: that of the tensor.

@@ -202,6 +202,11 @@ def check_tensors(
 ) -> tuple[str, ...]:
     """Compare the names and shapes of stored tensors with the expected ones, and report all differences at once.
 
+    >>> from types import SimpleNamespace
+    >>> stored = {"model.norm.weight": SimpleNamespace(shape=(8,))}
+    >>> check_tensors(stored, {"model.norm.weight": (8,)}, "here")
+    ()
+
     Args:
         tensors: stored tensors by name.
         expected: shapes that the model needs, by tensor name.

@@ -130,7 +130,13 @@ def group_pieces(pieces: Iterable[StridedPiece]) -> Iterator[PieceGroup]:
 
 
 def join_alike(parts: Sequence[PieceGroup]) -> Iterator[tuple[PieceGroup, np.ndarray]]:
-    """Join parts whose pieces are alike; yield each joined part, and the old part of each of its pieces."""
+    """Join parts whose pieces are alike; yield each joined part, and the old part of each of its pieces.
+
+    >>> rows = [StridedPiece((i, 0), (1, 4), f"layers.{i}", 0, (4, 1)) for i in range(3)]
+    >>> parts = [*group_pieces(rows[:2]), *group_pieces(rows[2:])]
+    >>> [(joined.tensors, of_piece.tolist()) for joined, of_piece in join_alike(parts)]
+    [(('layers.0', 'layers.1', 'layers.2'), [0, 0, 1])]
+    """
     groups: defaultdict[tuple[Shape, Shape, float], list[int]] = defaultdict(list)
     for number, part in enumerate(parts):
         groups[part.shape, part.strides, part.scale].append(number)

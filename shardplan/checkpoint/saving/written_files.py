@@ -98,7 +98,16 @@ def encode_header(tensors: Mapping[str, TensorKind]) -> bytes:
 
 
 def encode_index(files: Mapping[str, list[str]], tensors: Mapping[str, TensorKind]) -> dict[str, bytes]:
-    """Return the index as file name -> content; empty for a single safetensors file."""
+    """Return the index as file name -> content; empty for a single safetensors file.
+
+    >>> from types import SimpleNamespace
+    >>> files = {"one.safetensors": ["embed"], "two.safetensors": ["norm"]}
+    >>> tensor = SimpleNamespace(nbytes=8)
+    >>> list(encode_index(files, {"embed": tensor, "norm": tensor}))
+    ['model.safetensors.index.json']
+    >>> encode_index({"model.safetensors": ["embed", "norm"]}, {"embed": tensor, "norm": tensor})
+    {}
+    """
     if SINGLE in files:
         return {}
     index = {

@@ -72,7 +72,11 @@ class Runs:
 
 
 def find_runs(piece: StridedPiece, bits: int) -> Runs:
-    """Find the runs of a piece of a tensor with elements of `bits` bits."""
+    """Find the runs of a piece of a tensor with elements of `bits` bits.
+
+    >>> find_runs(StridedPiece((0, 0), (4, 1024), "w", 0, (10**6, 1)), bits=16)
+    Runs(elements=1024, dimensions=((1000000, 4),))
+    """
     return runs_of_box(piece.shape, piece.strides, bits)
 
 
