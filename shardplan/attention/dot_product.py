@@ -229,6 +229,7 @@ def _ulysses_degree(strategy: Strategy, requested: int | None, sharding: Attenti
     """
     axes, degree = sharding.axes, sharding.degree
     query_heads = sharding.local_size((*axes.key_heads, *axes.query_groups))
+    # by default a hybrid exchanges as many heads as divide evenly: others would be padded with heads that waste compute
     ulysses = {
         Strategy.NONE: 1,
         Strategy.ALL_GATHER: 1,
@@ -289,6 +290,7 @@ def _make_ring(
 ) -> Ring:
     """The ring of a strategy; gathered keys are a ring of one index."""
     mesh_axes, (queries, keys) = sharding.position_mesh_axes, layouts
+    # a device has all keys after the all-gather, so that nothing travels along the ring
     if strategy == Strategy.ALL_GATHER:
         return Ring(mesh_axes, 1, keys.positions()[None], save_lse=save_lse)
     distances = ring_distances(queries, keys, pattern)
@@ -317,6 +319,7 @@ def _check_splash_mask(mask: MaskSpec) -> None:
     Raises:
         ConfigError: it has another part.
     """
+    # the kernel skips blocks by a grid that is computed while tracing, which arrays cannot decide
     unsupported = {
         "explicit masks": mask.explicit,
         "causal offsets that are traced, or not one number": mask.causal_offset,

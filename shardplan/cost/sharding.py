@@ -88,11 +88,12 @@ class ShardingAssignment:
         Devices along them repeat the same work. The compiler does not gather these parameters: it slices activations
         and adds partial sums, which no cost here describes.
         """
-        tokens = {mesh_axis for axis in self.activation_axes for mesh_axis in self.compute.get(axis, ())}
-        further = {
-            m for axis, mesh_axes in self.params.items() for m in mesh_axes if m not in self.compute.get(axis, ())
-        }
-        return tuple(axis for axis in self.mesh if axis in further - tokens and self.mesh[axis] > 1)
+        sliced = set[str]()
+        for axis, mesh_axes in self.params.items():
+            sliced.update(set(mesh_axes).difference(self.compute.get(axis, ())))
+        for axis in self.activation_axes:
+            sliced.difference_update(self.compute.get(axis, ()))
+        return tuple(axis for axis, size in self.mesh.items() if size > 1 and axis in sliced)
 
     def attention_of(self, kind: AttentionKind) -> AttentionPlan:
         """Return how a kind of attention is computed."""

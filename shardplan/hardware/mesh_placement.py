@@ -128,14 +128,11 @@ class MeshPlacement:
 
     def coordinates(self) -> list[tuple[int, Coordinates]]:
         """Return (slice, torus coordinates) of every device of the mesh, in row-major order."""
-        steps = [self._steps(axis) for axis in self.mesh]
-        return [
-            (
-                sum(step[0] for step in combination),
-                tuple(map(sum, zip(*(step[1] for step in combination), strict=True))),
-            )
-            for combination in product(*steps)
-        ]
+        coordinates = []
+        for combination in product(*(self._steps(axis) for axis in self.mesh)):
+            slice_indices, torus_coordinates = zip(*combination, strict=True)
+            coordinates.append((sum(slice_indices), tuple(map(sum, zip(*torus_coordinates, strict=True)))))
+        return coordinates
 
     def hosts(self) -> list[int]:
         """Return the host index of every device of the mesh, in row-major order; virtual CPU devices share host 0."""
@@ -293,11 +290,10 @@ def _place_mesh(hardware: Slice, sizes: tuple[tuple[str, int], ...]) -> MeshPlac
     # factors of the axes placed so far, for every placement of these axes that is equally good
     best: list[list[tuple[TorusFactor, ...]]] = [[]]
     for axis in axes:
-        candidates = [
-            [*placed, factors]
-            for placed in best
-            for factors in _factorizations(dimensions, placed, mesh[axis] // slices[axis])
-        ]
+        candidates = []
+        for placed in best:
+            for factors in _factorizations(dimensions, placed, mesh[axis] // slices[axis]):
+                candidates.append([*placed, factors])
         fastest = min(all_gather_time(placed[-1]) for placed in candidates)
         best = [placed for placed in candidates if all_gather_time(placed[-1]) == fastest]
     factors_by_axis = min(best, key=lambda placed: sum(map(len, placed)))
@@ -309,12 +305,11 @@ def _factorizations(
 ) -> Iterator[tuple[TorusFactor, ...]]:
     """Yield every way to lay a mesh axis of `size` on the torus, outside of the factors that are `placed` already."""
     strides = [1] * len(dimensions)
-    for factor in (factor for factors in placed for factor in factors):
+    for factor in itertools.chain.from_iterable(placed):
         strides[factor.dimension] *= factor.size
-    choices = (
-        [TorusFactor(number, part, stride) for part in divisors(dimension.size // stride)]
-        for number, (dimension, stride) in enumerate(zip(dimensions, strides, strict=True))
-    )
+    choices = []
+    for number, (dimension, stride) in enumerate(zip(dimensions, strides, strict=True)):
+        choices.append([TorusFactor(number, part, stride) for part in divisors(dimension.size // stride)])
     for factors in product(*choices):
         if math.prod(factor.size for factor in factors) == size:
             yield tuple(factor for factor in factors if factor.size > 1)

@@ -3,6 +3,7 @@
 import textwrap
 from collections.abc import Iterator
 from collections.abc import Mapping as AnyMapping
+from itertools import chain
 from typing import Any
 
 import yaml
@@ -41,18 +42,24 @@ def mesh_keys(
     """Write a mesh over `slices` slices and its mappings as the section `mesh`."""
     across = dict(zip(mesh, slices_by_axis(slices, mesh), strict=True))
     within = {axis: size // across[axis] for axis, size in mesh.items()}
-    parts = {
-        axis: [name for name, size in ((dcn, across[axis]), (axis, within[axis])) if size > 1] or [axis]
-        for axis, dcn in DCN_AXES.items()
-    }
+    levanter_axes = {axis: [axis] for axis in mesh}
+    """Mesh axis of a plan -> Levanter's mesh axes, which are two where it crosses slices."""
+    for axis, dcn in DCN_AXES.items():
+        if across[axis] > 1:
+            levanter_axes[axis] = [dcn, axis] if within[axis] > 1 else [dcn]
 
     def rename(mapping: Mapping) -> dict[str, str | list[str] | None]:
-        return _yaml_values({axis: [n for m in axes for n in parts.get(m, [m])] for axis, axes in mapping.items()})
+        renamed = {}
+        for axis, mesh_axes in mapping.items():
+            renamed[axis] = [*chain.from_iterable(levanter_axes.get(each, [each]) for each in mesh_axes)]
+        return _yaml_values(renamed)
 
     compute, params = rename(compute_mapping), rename(param_mapping)
     shared = {axis: value for axis, value in compute.items() if axis != batch_axis and params.get(axis) == value}
+    # Levanter shards these axes by default; null replicates them
     replicated = dict.fromkeys(axis for axis in DEFAULT_SHARED_AXES if axis not in shared)
     dcn_sizes = {dcn: across[axis] for axis, dcn in DCN_AXES.items() if across[axis] > 1}
+    # Levanter's data loader refuses a mapping without the batch; a mesh axis of size 1 leaves it unsharded
     if compute.get(batch_axis) is None:
         singles = [dcn for axis, dcn in DCN_AXES.items() if across[axis] == 1]
         unsharded = next(iter((*singles, *(axis for axis in within if within[axis] == 1))), None)
@@ -229,7 +236,13 @@ def _sharding_axes(plan: Plan, mesh_axes: MeshAxes) -> MeshAxes:
 
 def _yaml_values(mapping: Mapping) -> dict[str, str | list[str] | None]:
     """Return the YAML value of each logical axis: a mesh axis, a list of several, or null."""
-    return {
-        axis: list(mesh_axes) if len(mesh_axes) > 1 else next(iter(mesh_axes), None)
-        for axis, mesh_axes in mapping.items()
-    }
+    values: dict[str, str | list[str] | None] = {}
+    for axis, mesh_axes in mapping.items():
+        match mesh_axes:
+            case []:
+                values[axis] = None
+            case [mesh_axis]:
+                values[axis] = mesh_axis
+            case _:
+                values[axis] = list(mesh_axes)
+    return values

@@ -120,10 +120,13 @@ class Subject:
     def stored_bytes(self) -> int:
         """Bytes per device of all stored parameters; a mesh axis on two dimensions of a parameter counts once."""
         width = itemsize(self.workload.param_dtype)
-        return sum(
-            p.size * width // self.devices({m for axis in p.axes for m in self.params.get(axis, ())})
-            for p in self.axes.parameters
-        )
+        total = 0
+        for parameter in self.axes.parameters:
+            mesh_axes = set[str]()
+            for axis in parameter.axes:
+                mesh_axes.update(self.params.get(axis, ()))
+            total += parameter.size * width // self.devices(mesh_axes)
+        return total
 
     def not_sharded_over(self, parameters: Iterable[Parameter], mesh_axes: Iterable[str]) -> list[Parameter]:
         """Return those of `parameters` whose storage no axis of `mesh_axes` shards."""

@@ -145,12 +145,12 @@ def dims_of_spec(spec: Any, shape: Sequence[int]) -> tuple[Dim, ...]:
 
     Logical axes are the mesh axes that `traced_mesh_axis` returns; a dimension with any other has no name.
     """
-    entries = [*spec, *(None,) * (len(shape) - len(spec))]
-    names = (
-        entry.removeprefix(TRACED_PREFIX) if isinstance(entry, str) and entry.startswith(TRACED_PREFIX) else None
-        for entry in entries
-    )
-    return tuple(((name, size),) for name, size in zip(names, shape, strict=True))
+    entries = [*spec, *(None,) * (len(shape) - len(spec))]  # a spec may be shorter than the shape
+    dims: list[Dim] = []
+    for entry, size in zip(entries, shape, strict=True):
+        is_traced = isinstance(entry, str) and entry.startswith(TRACED_PREFIX)
+        dims.append(((entry.removeprefix(TRACED_PREFIX) if is_traced else None, size),))
+    return tuple(dims)
 
 
 def most_named(dims: Sequence[Dim]) -> Dim:

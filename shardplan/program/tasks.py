@@ -276,34 +276,42 @@ class Step:
     @cached_property
     def weight_matmuls(self) -> tuple[tuple[Task, TracedArray], ...]:
         """Matmuls with a parameter, each with that parameter."""
-        return tuple(
-            (task, array)
-            for task in self.tasks
-            if task.kind == TaskKind.CONTRACTION
-            for array in task.operands
-            if array.weight is not None
-        )
+        pairs = []
+        for task in self.tasks:
+            if task.kind == TaskKind.CONTRACTION:
+                pairs += [(task, array) for array in task.operands if array.weight is not None]
+        return tuple(pairs)
 
     @cached_property
     def used_weights(self) -> tuple[TracedArray, ...]:
         """Parameters that matmuls use, including matmuls of single devices in a `shard_map`."""
-        kinds = (TaskKind.CONTRACTION, TaskKind.RESHARD, TaskKind.CONVERSION)
-        operands = (array for task in self.tasks if task.kind in kinds for array in task.operands)
-        return tuple(array for array in operands if array.weight is not None)
+        used = []
+        for task in self.tasks:
+            if task.kind in (TaskKind.CONTRACTION, TaskKind.RESHARD, TaskKind.CONVERSION):
+                used += [array for array in task.operands if array.weight is not None]
+        return tuple(used)
 
     @cached_property
     def computed_axes(self) -> frozenset[str]:
         """Logical axes of the arrays of tasks, except those along which layers are stacked."""
-        arrays = (array for task in self.tasks for array in (*task.operands, *task.results))
-        return frozenset(name for array in arrays for name in array.logical_axes) - self.stacked_axes
+        names = set[str]()
+        for task in self.tasks:
+            for array in (*task.operands, *task.results):
+                names.update(array.logical_axes)
+        return frozenset(names - self.stacked_axes)
 
     @cached_property
     def expert_axes(self) -> frozenset[str]:
         """Logical axes of parameters along which each token is routed to a few elements: experts."""
-        return frozenset(
-            name for task, array in self.weight_matmuls if task.groups > 1 for name, size in array.factors
-            if isinstance(name, str) and size == task.groups and name not in task.results[0].axes
-        )  # fmt: skip
+        names = set[str]()
+        for task, array in self.weight_matmuls:
+            if task.groups == 1:
+                continue
+            # a grouped matmul takes one matrix per group, and its result has no axis of groups
+            for name, size in array.factors:
+                if isinstance(name, str) and size == task.groups and name not in task.results[0].axes:
+                    names.add(name)
+        return frozenset(names)
 
     @property
     def has_experts(self) -> bool:

@@ -193,11 +193,18 @@ def _relative_pieces(
 
 
 def exchanged_bytes(transfer: Transfer, mesh: DeviceMesh) -> float:
-    """Return the bytes that a device receives in the collectives of a transfer."""
+    """Return the bytes that a device receives in the collectives of a transfer.
+
+    >>> from shardplan.checkpoint.transfer.transfer import DeviceMesh, ReadStrategy, Transfer
+    >>> mesh, strategy = DeviceMesh((("data", 4),), (0, 0, 1, 1)), ReadStrategy(((), ()), (), ("data",))
+    >>> exchanged_bytes(Transfer("w", 2, strategy, (64, 8), (0, 0), (64, 8)), mesh)
+    768.0
+    """
     held = transfer.rows_per_device(mesh) * math.prod(transfer.row_shape) * transfer.itemsize
     received = 0.0
     for axis, dimension in transfer.strategy.collectives:
         n = mesh.sizes[axis]
+        # an all-to-all leaves a device as much as it had; an all-gather leaves it the shards of all n devices
         received += held * (n - 1) / n if dimension is not None else held * (n - 1)
         held *= 1 if dimension is not None else n
     return received
@@ -241,6 +248,7 @@ def _cheapest(
     choices: Sequence[Sequence[Transfer]], array: _StoredArray, mesh: DeviceMesh, speeds: Speeds
 ) -> Sequence[Transfer]:
     """Return the cheapest choice of transfers of an array; where two cost the same, the first."""
+    # a cost looks at the reads of a fleet's processes, a bound does not: most choices are excluded by their bound
     bounds = [_lower_bound(transfers, array, mesh, speeds) for transfers in choices]
     best: tuple[_ReadCost, int] | None = None
     for bound, number in sorted(zip(bounds, range(len(choices)), strict=True)):

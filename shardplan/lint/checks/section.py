@@ -87,6 +87,7 @@ def check_heads(subject: Subject) -> Findings:
     """Find a mapping of the axis of all heads, which only the output projection has in grouped-query attention."""
     for attention in subject.step.attention_axes:
         own = (*attention.heads, attention.head_size)
+        # without groups the projections have the axis of all heads too, and a mapping of their own axes shards them
         mesh_axes = [axis for axis in subject.compute.get(attention.flat_heads, ()) if subject.section.mesh[axis] > 1]
         if (
             attention.flat_heads in own

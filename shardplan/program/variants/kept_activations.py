@@ -234,11 +234,8 @@ def _without_repeated_points(kept: KeptActivations) -> KeptActivations:
         key = frozenset(point), tuple(frozenset(option.buffers[i].items()) for option in options)
         first.setdefault(key, i)
     rows = sorted(first.values())
-    return KeptActivations(
-        tuple(kept.points[i] for i in rows),
-        tuple(
-            tuple(replace(option, buffers=tuple(option.buffers[i] for i in rows)) for option in of_activation)
-            for of_activation in kept.activations
-        ),
-        kept.loop_flops,
-    )
+    activations = []
+    for of_activation in kept.activations:
+        at_rows = [replace(option, buffers=tuple(option.buffers[i] for i in rows)) for option in of_activation]
+        activations.append(tuple(at_rows))
+    return KeptActivations(tuple(kept.points[i] for i in rows), tuple(activations), kept.loop_flops)
