@@ -65,21 +65,23 @@ def what_if(config: PlanConfig, model: Model | None = None, report: Callable[[st
 
 def with_settings(plan: Plan, answer: WhatIf) -> Plan:
     """Add the variants to the plan's details, except the first, which changes nothing."""
-    settings = [
-        ChangedSetting(each.change, each.obstacle)
-        if each.plan is None
-        else ChangedSetting(
-            change=each.change,
-            obstacle="",
-            step_seconds=each.plan.cost.step_seconds,
-            tokens_per_second=each.plan.workload.tokens / each.plan.cost.step_seconds,
-            peak=each.plan.memory.peak,
-            available=each.plan.memory.available,
-            devices=each.plan.hardware.devices,
-        )
-        for each in answer.variants[1:]
-    ]
+    settings = [_changed_setting(variant) for variant in answer.variants[1:]]
     return replace(plan, details=replace(plan.details or Details(), settings=settings))
+
+
+def _changed_setting(variant: Variant) -> ChangedSetting:
+    plan = variant.plan
+    if plan is None:
+        return ChangedSetting(variant.change, variant.obstacle)
+    return ChangedSetting(
+        change=variant.change,
+        obstacle="",
+        step_seconds=plan.cost.step_seconds,
+        tokens_per_second=plan.workload.tokens / plan.cost.step_seconds,
+        peak=plan.memory.peak,
+        available=plan.memory.available,
+        devices=plan.hardware.devices,
+    )
 
 
 def summarize_failures(variants: Sequence[Variant]) -> list[str]:
@@ -126,24 +128,23 @@ def _changes(config: PlanConfig, fits: bool) -> Iterator[list[tuple[str, PlanCon
     larger = [work.batch << n for n in range(1, doublings + 1) if n == 1 or work.tokens << n <= MAX_TOKENS]
     batches = [*reversed(halves[:doublings]), *larger] if fits else halves
     parts = work.microbatches
-    yield [
-        (f"workload.batch {batch}", with_work(batch=batch, microbatches=parts and math.gcd(batch, parts)))
-        for batch in batches
-    ]
-    yield [
-        (f"hardware.slice {name}", replace(config, hardware=replace(config.hardware, slice=name)))
-        for name in _other_slices(config.hardware.slice, fits)
-    ]
+    other_batches = []
+    for batch in batches:
+        changed = with_work(batch=batch, microbatches=parts and math.gcd(batch, parts))
+        other_batches.append((f"workload.batch {batch}", changed))
+    yield other_batches
+    other_slices = []
+    for name in _other_slices(config.hardware.slice, fits):
+        other_slices.append((f"hardware.slice {name}", replace(config, hardware=replace(config.hardware, slice=name))))
+    yield other_slices
     other = "bfloat16" if work.param_dtype == "float32" else "float32"
     yield [(f"workload.param_dtype {other}", with_work(param_dtype=other))]
     is_given = work.is_training and parts is not None  # otherwise every number is tried already
     counts = [n for n in range(2, work.batch + 1) if work.batch % n == 0 and n != parts] if is_given else []
     yield [(f"workload.microbatches {n}", with_work(microbatches=n)) for n in (counts[:1] if fits else counts)]
-    yield [
-        (f"workload.gradient_checkpointing {kind}", with_work(gradient_checkpointing=kind))
-        for kind in (AUTO_CHECKPOINTING if work.is_training else ())
-        if kind != work.gradient_checkpointing
-    ]
+    if work.is_training:
+        kinds = [kind for kind in AUTO_CHECKPOINTING if kind != work.gradient_checkpointing]
+        yield [(f"workload.gradient_checkpointing {kind}", with_work(gradient_checkpointing=kind)) for kind in kinds]
 
 
 def _other_slices(name: str, fits: bool) -> list[str]:

@@ -1,6 +1,6 @@
 """Operations of a traced program, as their kinds decide cost and memory."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -8,7 +8,7 @@ from shardplan.hardware import CollectiveKind
 from shardplan.plan.mapping import MeshAxes
 from shardplan.program.marked.attention_kind import AttentionKind
 from shardplan.program.marked.expert_kind import ExpertKind
-from shardplan.program.named_arrays import Dim
+from shardplan.program.named_arrays import Dim, TracedArray
 
 BACKWARD_SCOPE, REMATERIALIZED_SCOPE = "transpose(", "rematted_computation"
 """JAX's named scopes of the backward pass, and of what `jax.checkpoint` computes again in it."""
@@ -94,3 +94,11 @@ def all_operations(operations: Iterable[Operation]) -> Iterator[Operation]:
     for operation in operations:
         yield operation
         yield from all_operations(operation.body)
+
+
+def stacked_axes(operations: Iterable[Operation], arrays: Sequence[TracedArray]) -> Iterator[str]:
+    """Yield the logical axes that loops index, one element per iteration, such as the axis of stacked layers."""
+    for operation in operations:
+        for stacked, each in operation.slices:
+            yield from {*arrays[stacked].logical_axes} - {*arrays[each].logical_axes}
+        yield from stacked_axes(operation.body, arrays)

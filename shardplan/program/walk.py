@@ -14,30 +14,15 @@ from shardplan.program.fusion.siblings import fuse_with_siblings
 from shardplan.program.kept_contexts import log_sums
 from shardplan.program.layer_flops import with_loop_flops
 from shardplan.program.live_buffers import BufferRole, LiveBuffer
-from shardplan.program.marked.attention_kind import UNMARKED, AttentionKind
+from shardplan.program.make_task import attention_kind, make_task
+from shardplan.program.marked.attention_kind import AttentionKind
 from shardplan.program.marked.expert_kind import ExpertKind
-from shardplan.program.marked.marked_attention import kind_of_label, without_mark
+from shardplan.program.marked.marked_attention import without_mark
 from shardplan.program.marked.marked_sparse import SPARSE_GRADIENT
 from shardplan.program.named_arrays import TracedArray, is_scores
-from shardplan.program.naming.primitives import find_primitive
-from shardplan.program.operations import Operation, OperationKind
-from shardplan.program.tasks import PointLabel, Step, Task, TaskKind, sums_over_queries
+from shardplan.program.operations import Operation, OperationKind, stacked_axes
+from shardplan.program.tasks import PointLabel, Step, Task, sums_over_queries
 from shardplan.program.trace import ArrayClass, Trace
-
-TASK_KINDS = {
-    OperationKind.CONTRACTION: TaskKind.CONTRACTION,
-    OperationKind.LOOKUP: TaskKind.LOOKUP,
-    OperationKind.SCATTER_ADD: TaskKind.SCATTER_ADD,
-    OperationKind.ELEMENTWISE: TaskKind.ELEMENTWISE,
-    OperationKind.SELECTION: TaskKind.SELECTION,
-    OperationKind.RESHARD: TaskKind.RESHARD,
-    OperationKind.COLLECTIVE: TaskKind.COLLECTIVE,
-    OperationKind.EXPERTS: TaskKind.EXPERTS,
-    OperationKind.SPARSE_ATTENTION: TaskKind.SPARSE_ATTENTION,
-    OperationKind.CONVERSION: TaskKind.CONVERSION,
-    OperationKind.HOST_COPY: TaskKind.HOST_COPY,
-}
-"""Kind of operation -> kind of task outside of attention. A loop is no task; the operations of its body are."""
 
 
 class PlacedTask(NamedTuple):
@@ -90,14 +75,9 @@ def build_step(trace: Trace) -> Step:
         trace.resized_axes,
         approximations=dict(trace.approximations),
         unpriced=dict(trace.unpriced),
-        stacked_axes=frozenset(_stacked_axes(trace.operations, trace.arrays)),
+        stacked_axes=frozenset(stacked_axes(trace.operations, trace.arrays)),
         point_labels=tuple(labels.values()),
     )
-
-
-def _attention_kind(operation: Operation) -> AttentionKind:
-    """Return the kind of attention that a matmul with scores belongs to."""
-    return kind_of_label(operation.label) or UNMARKED
 
 
 def _made_of_state(trace: Trace) -> set[int]:
@@ -111,20 +91,6 @@ def _made_of_state(trace: Trace) -> set[int]:
         if made.intersection(operation.operands):
             made.update(operation.results)
     return made
-
-
-def _stacked_axes(operations: Iterable[Operation], arrays: Sequence[TracedArray]) -> Iterator[str]:
-    """Yield the logical axes that loops index, one element per iteration."""
-    for operation in operations:
-        for stacked, each in operation.slices:
-            yield from {*arrays[stacked].logical_axes} - {*arrays[each].logical_axes}
-        yield from _stacked_axes(operation.body, arrays)
-
-
-USERS_OF_WEIGHTS = (
-    OperationKind.RESHARD, OperationKind.EXPERTS, OperationKind.SPARSE_ATTENTION, OperationKind.CONVERSION,
-)  # fmt: skip
-"""Kinds of operations besides matmuls before which parameters are gathered."""
 
 
 class _Sequence:
@@ -419,58 +385,15 @@ class _Sequence:
         yield from (make(BufferRole.UNSCATTERED_RESULT, array) for array in results)
         is_attention = any(map(is_scores, (*operands, *results)))
         if is_attention and not sums_over_queries(operation.contracted, results[0]):
-            kind = _attention_kind(operation)
+            kind = attention_kind(operation)
             keys = [array for array in operands if not is_scores(array)][-1]
             yield make(BufferRole.KEYS_OR_VALUES, keys, () if is_scores(results[0]) else results, attention=kind)
 
     def _make_task(self, operation: Operation) -> Task:
-        """Return the task of an operation with all that is fused into it, and note the weights that it uses.
-
-        An elementwise operation reads the inputs of its whole fusion, except those of fused matmuls.
-        """
-        fusion = self.fusion
-        if operation.kind == OperationKind.ELEMENTWISE:
-            matmuls = fusion.fused_matmuls(operation)
-            of_matmuls = {fusion.base_of(operand) for matmul in matmuls for operand in matmul.operands}
-            moved, writes = fusion.moved(operation)
-            reads = sorted(value for value in moved - of_matmuls if self.arrays[value].axes)
-        else:
-            reads, writes = list(operation.operands), list(operation.results)
-        if operation.kind == OperationKind.RESHARD:
-            operands, results = fusion.resharded(operation)
-        else:
-            operands, results = self._arrays(reads), self._arrays(writes)
-        is_matmul = operation.kind == OperationKind.CONTRACTION
-        uses_weights = is_matmul or operation.kind in USERS_OF_WEIGHTS
-        is_attention = is_matmul and any(map(is_scores, (*operands, *results)))
-        weights = [array.weight for array in operands if array.weight is not None]
-        first_used = tuple(weight for weight in weights if weight not in self.used_weights)
-        self.used_weights |= set(weights) if uses_weights else set()
-        return Task(
-            kind=TaskKind.ATTENTION if is_attention else TASK_KINDS[operation.kind],
-            operands=operands,
-            results=results,
-            contracted=operation.contracted,
-            batched=operation.batched,
-            groups=operation.groups,
-            executions=self.outer_executions if self.hoisted.intersection(operation.results) else self.executions,
-            first_used_weights=first_used,
-            reduces_partial_sums=not is_matmul
-            or (not operation.is_local and fusion.reduces_partial_sums(operation.results[0])),
-            is_move=operation.kind == OperationKind.ELEMENTWISE and find_primitive(operation.primitive).is_move,
-            is_local=operation.is_local,
-            routed=frozenset(
-                self.arrays[value]
-                for value in (*reads, *writes)
-                if operation.kind != OperationKind.LOOKUP and fusion.is_read_by_grouped_matmuls(value)
-            ),
-            collective=operation.collective,
-            mesh_axes=operation.mesh_axes,
-            is_backward=operation.is_backward,
-            label=weights[0] if weights else without_mark(operation.label),
-            attention=_attention_kind(operation) if is_attention else operation.sparse,
-            experts=operation.experts,
-        )
+        """Return the task of an operation, and note the weights that it uses."""
+        is_hoisted = not self.hoisted.isdisjoint(operation.results)
+        executions = self.outer_executions if is_hoisted else self.executions
+        return make_task(operation, self.fusion, executions, self.used_weights)
 
     def _arrays(self, values: Sequence[int]) -> tuple[TracedArray, ...]:
         return tuple(self.arrays[value] for value in values)

@@ -19,7 +19,8 @@ from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.registry import Model, build_model
 from shardplan.plan.layer_numbers import layers_by_kind
 from shardplan.plan.mapping import mesh_text
-from shardplan.plan.plan import Caveat, Plan, RunnerUp, SearchInfo
+from shardplan.plan.plan import Plan
+from shardplan.plan.sections import Caveat, RunnerUp, SearchInfo
 from shardplan.plan.workload.workload import Workload
 from shardplan.search.fastest_batch import choose_batch
 from shardplan.search.other_form import estimate_other_form
@@ -137,6 +138,7 @@ def _infeasible_error(smallest: RankedCandidate, requested: Workload) -> Infeasi
         return _full_host_error(candidate)
     usable, available = usable_bytes(hardware) / GIB, hardware.generation.hbm_gib
     needed = candidate.peak_bytes / GIB
+    # microbatches that are left open have all been tried
     allows_more = requested.is_training and requested.microbatches is not None
     more = ", more workload.microbatches" if allows_more else ""
     return InfeasibleError(

@@ -15,7 +15,7 @@ from shardplan.experts.method import ExpertStrategy
 from shardplan.hardware import GIB
 from shardplan.plan.attention_plan import SparseKernel, Strategy
 from shardplan.plan.mapping import AxisMapping, MeshAxes, mesh_size, mesh_text
-from shardplan.plan.plan import Caveat
+from shardplan.plan.sections import Caveat
 from shardplan.program.marked.attention_kind import AttentionKind
 from shardplan.program.tasks import Step
 from shardplan.search.components.compute_sharding import AttentionMethod

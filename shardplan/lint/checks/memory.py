@@ -5,7 +5,8 @@ import dataclasses
 from shardplan.hardware import GIB
 from shardplan.lint.findings import Finding, FindingKind, Findings, Severity, sizes_text
 from shardplan.lint.subject import Subject
-from shardplan.plan.plan import MemoryPlan, Plan
+from shardplan.plan.plan import Plan
+from shardplan.plan.sections import MemoryPlan
 
 LARGE_FRACTION = 0.01
 """Fraction of a device's memory from which on a parameter is large."""
@@ -79,11 +80,8 @@ def check_large_parameters(subject: Subject, plan: Plan) -> Findings:
         if not parameters:
             continue
         stored = subject.bytes(parameters)
-        unmapped = [
-            axis
-            for axis in subject.weight_axes
-            if axis not in subject.params and any(axis in p.axes for p in parameters)
-        ]
+        axes_of_parameters = set[str]().union(*(parameter.axes for parameter in parameters))
+        unmapped = [axis for axis in subject.weight_axes if axis in axes_of_parameters - subject.params.keys()]
         yield Finding(
             Severity.WARNING if plan.memory.may_fit else Severity.ERROR,
             kind,

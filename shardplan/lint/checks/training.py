@@ -24,7 +24,8 @@ from shardplan.lint.findings import Finding, FindingKind, Severity
 from shardplan.model.inspect import axes_of, named_leaves
 from shardplan.model.registry import Model
 from shardplan.plan.mapping import as_tuples, mesh_size
-from shardplan.plan.plan import MemoryPlan, Plan
+from shardplan.plan.plan import Plan
+from shardplan.plan.sections import MemoryPlan
 from shardplan.plan.workload.dtypes import itemsize
 from shardplan.plan.workload.workload import Workload
 from shardplan.program.step_trace import plan_step

@@ -6,7 +6,8 @@ from typing import Any
 
 from shardplan.hardware import GIB
 from shardplan.plan.mapping import mesh_text
-from shardplan.plan.plan import MemoryVerdict, Plan
+from shardplan.plan.plan import Plan
+from shardplan.plan.sections import MemoryVerdict
 from shardplan.report.notebook.drawing import draw_numbers, draw_tiles
 from shardplan.report.page.panels.torus import default_tiling, mesh_coordinates, tilings_of
 from shardplan.report.page.units import gib_text, seconds_text

@@ -20,7 +20,8 @@ from shardplan.model.parameter_dtypes import parameter_dtypes
 from shardplan.model.registry import Model
 from shardplan.plan.mapping import AxisMapping, MeshAxes
 from shardplan.plan.parameters import ParameterPlan
-from shardplan.plan.plan import Collective, CostPlan, HardwareInfo, MemoryPlan, ModelInfo, Plan, SearchInfo
+from shardplan.plan.plan import Plan
+from shardplan.plan.sections import Collective, CostPlan, HardwareInfo, MemoryPlan, ModelInfo, SearchInfo
 from shardplan.program.tasks import Step, TaskKind
 from shardplan.search.result.compiler_options import planned_options
 

@@ -1,0 +1,197 @@
+"""The sections of a Plan: its model, hardware, memory, cost and search, as its file has them."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple
+
+from shardplan.model.model_class import LEVANTER
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """Which model was planned."""
+
+    ref: str
+    """The checkpoint, as it was named; empty if the plan was made from a config.json alone."""
+    type: str
+    """The model_type of its config.json."""
+    axes: dict[str, int]
+    """Logical axis -> size."""
+    parameters: int
+    """Number of parameters."""
+    config: str | None = None
+    """The config.json that was planned from, if it was not the checkpoint's."""
+    position: str = "position"
+    """Logical axis of the tokens of a sequence; version 0.1 wrote none, and planned Levanter's models alone."""
+    levanter_class: str | None = None
+    """The configuration class of the model, as package.module:Class; None, in plans of before 0.3, for Levanter's
+    class for the type."""
+    vocab: str = "vocab"
+    """Logical axis of the vocabulary."""
+    unsharded_in_kernels: list[str] = field(default_factory=lambda: ["q_heads_per_group", "head_size"])
+    """Logical axes of attention heads that must be unsharded for Levanter's splash attention to be right."""
+    adapter: str | None = None
+    """The adapter whose changes are added to the weights, as it was named; the plan does not depend on it."""
+    kept_dtype: str | None = None
+    """Type of the weights that stay on the devices as the checkpoint stores them; None if all are loaded as numbers."""
+
+    @property
+    def class_name(self) -> str:
+        """The configuration class of the model, see `shardplan.model.model_class`."""
+        return self.levanter_class or LEVANTER
+
+    @property
+    def name(self) -> str:
+        """The reference of the checkpoint, else the path of the config.json; and that of the adapter."""
+        model = self.ref or str(self.config)
+        return model if self.adapter is None else f"{model} + {self.adapter}"
+
+
+@dataclass(frozen=True)
+class HardwareInfo:
+    """Which slice was planned for."""
+
+    slice: str
+    devices: int
+    hbm_gib: float
+    """Memory available per device, GiB."""
+
+
+class MemoryVerdict(NamedTuple):
+    """Whether a step fits, in words and numbers of one kind of memory."""
+
+    fits: bool
+    bytes: int
+    """What it needs."""
+    limit: int
+    """What the memory has if it fits, and else what is usable."""
+    place: str = "per device"
+    """Which memory, in the words that follow a number of GiB."""
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Predicted memory of a step, bytes per device; `peak` is the largest sum of what is live at once."""
+
+    parameters: int
+    optimizer: int
+    gradients: int
+    activations: int
+    logits: int
+    gathered_weights: int
+    cast_parameters: int
+    load_transient: int
+    peak: int
+    available: int
+    reserved: int = 0
+    """Part of `available` that is kept free for the error of the estimate."""
+    host: int = 0
+    """Largest sum of activations that are in the memory of the host at once, for each of its devices."""
+    host_usable: int = 0
+    """Bytes that `host` may use."""
+
+    @property
+    def usable(self) -> int:
+        """Bytes that the peak may use."""
+        return self.available - self.reserved
+
+    @property
+    def fits_host(self) -> bool:
+        """Whether the host has room for what is moved there."""
+        return self.host <= self.host_usable
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak fits a device's usable memory, and what is moved to the host fits there."""
+        return self.peak <= self.usable and self.fits_host
+
+    @property
+    def verdict(self) -> MemoryVerdict:
+        """The verdict and the bytes that decide it: the host's bytes if only these do not fit."""
+        if self.peak <= self.usable and not self.fits_host:
+            return MemoryVerdict(False, self.host, self.host_usable, "of the host per device")
+        return MemoryVerdict(self.fits, self.peak, self.available if self.fits else self.usable)
+
+    @property
+    def may_fit(self) -> bool:
+        """Whether the peak fits if the estimate is as much too high as it may be."""
+        return self.peak - self.reserved <= self.available
+
+
+@dataclass(frozen=True)
+class Collective:
+    """All executions of one collective operation of a step, on one device."""
+
+    kind: str
+    """all-gather, reduce-scatter, all-reduce, ..."""
+    mesh_axes: list[str]
+    """Mesh axes along which devices exchange."""
+    bytes: int
+    """Bytes that a device receives in one step, over all executions."""
+    count: int
+    """Executions in one step."""
+    seconds: float
+    """Time of all executions in one step, overlapped or not."""
+    cause: str
+    """What requires it, such as the parameter that is gathered."""
+
+
+@dataclass(frozen=True)
+class CostPlan:
+    """Estimated time of one step."""
+
+    step_seconds: float
+    """Time of the step."""
+    compute_seconds: float
+    """Part of it in which devices compute."""
+    collectives: list[Collective]
+    model_flops: float | None = None
+    """FLOPs of one step over all devices that the model needs; None in plans of version 0.1."""
+
+
+@dataclass(frozen=True)
+class RunnerUp:
+    """The second best plan of a search, with its predicted time.
+
+    It differs from the best one in the mesh, in the mesh axes of the batch, of positions or of the stored residual
+    axis, or in what the workload leaves open (gradient checkpointing, microbatches).
+    """
+
+    mesh: dict[str, int]
+    step_seconds: float
+
+
+class Caveat(StrEnum):
+    """A limitation of a plan's estimates that other code acts on; `SearchInfo.reasons` explains it in words."""
+
+    NO_ATTENTION_KERNEL = "no_attention_kernel"
+    """No kernel can run attention under this plan, so the time of attention is a guess."""
+    OFFLOAD_NOT_PRICED = "offload_not_priced"
+    """The step time leaves out the copies of activations to the host and back; in plans of version 0.1 alone."""
+    SLICED_ACTIVATIONS = "sliced_activations"
+    """A mesh axis shards parameters, but neither batch nor positions: memory, bytes and time are not modelled well."""
+    REPEATED_WORK = "repeated_work"
+    """A mesh axis shards no computation, so that devices along it repeat the same work."""
+
+
+@dataclass(frozen=True)
+class SearchInfo:
+    """How the search chose the plan."""
+
+    candidates: int
+    """Combinations of mesh and mappings that were evaluated."""
+    proven_optimal: bool
+    """Whether it is proven that no combination in the search space is better under the cost model.
+
+    False if none fits, for every plan but the fastest, and if numbers of microbatches were left out without a proof.
+    """
+    seconds: float
+    """Duration of the search."""
+    runner_up: RunnerUp | None
+    rejected: dict[str, int]
+    """`shardplan.search.reasons.Rejection` -> how many choices were rejected for it."""
+    reasons: list[str]
+    """Why this plan was chosen and what was impossible, one sentence each, for people to read."""
+    given: bool = False
+    """Whether the mesh and mappings were given by the caller, so that nothing was searched."""
+    caveats: list[Caveat] = field(default_factory=list)
