@@ -148,14 +148,14 @@ def _settings_outside_trainer(plan: Plan) -> Iterator[str]:
         yield from _expert_settings(plan.experts)
     if parse_slice(plan.hardware.slice).is_cpu:
         return  # Levanter's attention on CPUs is no kernel, and correct under any sharding
-    if plan.attention.is_sequence_parallel and is_decoder:
+    if is_decoder and not plan.attention.runs_in_levanter:
         position = plan.model.position
         yield from _wrap(
             f"Levanter's programs gather all keys where {position} is sharded: run shardplan eval instead, or plan "
             f"with --pin {position}="
         )
         return
-    if plan.attention.is_sequence_parallel:
+    if not plan.attention.runs_in_levanter:
         yield from _attention_settings(plan)
         return
     unsharded = plan.model.unsharded_in_kernels

@@ -108,6 +108,15 @@ class AttentionPlan:
         return any(method.strategy != Strategy.NONE for method in self.methods)
 
     @property
+    def runs_in_levanter(self) -> bool:
+        """Whether Levanter's programs compute it: its own attention, or Native Sparse Attention in sequence order."""
+        return all(
+            method.strategy == Strategy.NONE
+            or (isinstance(method.kernel, SparseKernel) and method.layout == SequenceOrder.CONTIGUOUS)
+            for method in self.methods
+        )
+
+    @property
     def gathers_keys(self) -> bool:
         """Whether every device holds all keys while it computes attention."""
         return self.strategy in (Strategy.NONE, Strategy.ALL_GATHER)

@@ -40,6 +40,7 @@ from shardplan.search.reasons import (
     describe_sparse_obstacles,
     describe_time,
     describe_trace,
+    describe_training_order,
     describe_uneven_load,
     describe_unsharded_heads,
 )
@@ -61,7 +62,8 @@ def make_plan(
         config: model, hardware, mesh and workload; see `shardplan.config`.
         model: the model, if it has been built already.
         nearest_miss: if nothing fits, return the plan with the smallest peak memory instead of raising.
-        own_attention: plan for Levanter's own attention, which has no kernel if positions are sharded.
+        own_attention: plan for the model's own attention, as Levanter's programs compute it. Levanter's has no kernel
+            if positions are sharded; Native Sparse Attention shards them itself.
 
     Raises:
         ConfigError: an unusable configuration.
@@ -189,6 +191,9 @@ def _plan(
             *_attention_reasons(candidate, layers_by_kind(attention)),
             *describe_unsharded_heads(space.step.sparse_axes),
             *describe_sparse_obstacles(space.sparse_obstacles),
+            *describe_training_order(
+                ranked.config.workload.is_training, space.position in candidate.compute, space.step.attention_kinds
+            ),
             *_expert_reasons(candidate, model),
             *_form_reasons(ranked, model),
             *describe_trace(space.step),

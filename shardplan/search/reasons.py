@@ -236,6 +236,13 @@ def describe_sparse_obstacles(obstacles: Iterable[str]) -> list[str]:
     return [f"excluded: kernels of native sparse attention: {obstacle}" for obstacle in dict.fromkeys(obstacles)]
 
 
+def describe_training_order(is_training: bool, shards_positions: bool, kinds: Iterable[AttentionKind]) -> list[str]:
+    """Why sharded positions of Native Sparse Attention have one order in training."""
+    if not (is_training and shards_positions and any(kind.sparse is not None for kind in kinds)):
+        return []
+    return ["excluded: zigzag order in training: Levanter's loss takes the next token in the array as the target"]
+
+
 def describe_experts(best: Candidate, alternatives: Iterable[ExpertAlternative]) -> list[str]:
     """Describe how routed experts are computed, then each alternative and its effect in a sentence."""
     sentences = []

@@ -19,7 +19,7 @@ from shardplan.plan.attention_plan import Strategy
 from shardplan.plan.mapping import MeshAxes
 from shardplan.plan.pins import Rules, parse_rules
 from shardplan.plan.workload.checkpointing import DEFAULT, OPEN_CHECKPOINTING
-from shardplan.plan.workload.workload import BATCH_AXIS
+from shardplan.plan.workload.workload import BATCH_AXIS, Workload
 from shardplan.positions.sequence_order import SequenceOrder
 from shardplan.program.marked.attention_kind import AttentionKind
 from shardplan.program.step_trace import plan_kept_activations, plan_step
@@ -33,7 +33,7 @@ from shardplan.search.reasons import SearchStatistics, describe_indivisible
 from shardplan.search.space import Space, mesh_shapes
 
 UNSHARDED_POSITIONS: tuple[MeshAxes, ...] = ((),)
-"""The choice of mesh axes for positions where they stay on one device: in training, and of packed windows."""
+"""The choice of mesh axes for positions where they stay on one device, as those of packed windows."""
 RELAXATIONS: tuple[dict[str, Any], ...] = (
     {"allows_idle": True},
     {"allows_idle": True, "requires_kernel": False, "position_choices": POSITION_CHOICES},
@@ -208,7 +208,7 @@ def _build_space(variant: WorkloadVariant, model: Model, rules: Rules, own_atten
     """
     config = variant.config
     hardware, axes = parse_slice(config.hardware.slice), inspect_model(model)
-    is_training, is_packed = config.workload.is_training, config.workload.window is not None
+    is_training = config.workload.is_training
     step = plan_step(model, config.workload.resolve())
     space = Space(
         step=step,
@@ -222,11 +222,9 @@ def _build_space(variant: WorkloadVariant, model: Model, rules: Rules, own_atten
         available_bytes=usable_bytes(hardware),
         host_available_bytes=usable_host_bytes(hardware, config.hardware.host_gib),
         rules=rules,
-        position_choices=(
-            UNSHARDED_POSITIONS if is_packed or (is_training and not hardware.is_cpu) else POSITION_CHOICES
-        ),
+        position_choices=_position_choices(config.workload, hardware, step.attention_kinds),
         requires_kernel=not hardware.is_cpu,
-        methods=() if own_attention else attention_methods(model, step.attention_kinds, is_training),
+        methods=attention_methods(model, step.attention_kinds, is_training, own_attention),
         kept=_kept_activations(variant, model, hardware) if variant.keeps_open else None,
     )
     for pin in rules.pins:
@@ -242,19 +240,37 @@ def _build_space(variant: WorkloadVariant, model: Model, rules: Rules, own_atten
     return space
 
 
+def _position_choices(workload: Workload, hardware: Slice, kinds: Collection[AttentionKind]) -> tuple[MeshAxes, ...]:
+    """Return the mesh axes that positions may be mapped to, unless they are pinned.
+
+    Trainings for TPUs shard positions of Native Sparse Attention alone, whose layers do so themselves.
+    """
+    shards_itself = any(kind.sparse is not None for kind in kinds)
+    in_training = hardware.is_cpu or shards_itself
+    is_possible = workload.window is None and (in_training or not workload.is_training)
+    return POSITION_CHOICES if is_possible else UNSHARDED_POSITIONS
+
+
 def attention_methods(
-    model: Model, kinds: Collection[AttentionKind], is_training: bool = False
+    model: Model, kinds: Collection[AttentionKind], is_training: bool = False, own_attention: bool = False
 ) -> tuple[AttentionMethod, ...]:
     """Return the methods of attention that a plan can give a model where positions are sharded.
 
+    Trainings have positions in the order of the sequence, because Levanter's loss has the next token as the target of
+    each.
+
     Args:
         kinds: the kinds of attention in the model; they decide for models whose attention is not planned.
+        own_attention: whether only the model's own attention is a choice. Native Sparse Attention shards positions
+            itself.
     """
     contiguous = tuple(method for method in METHODS if method.order == SequenceOrder.CONTIGUOUS)
     if model.is_decoder and selected_method(model.config.segments) is not None:
         # queries select blocks of the whole sequence, so that their keys are gathered
         gathering = tuple(method for method in METHODS if method.strategy == Strategy.ALL_GATHER)
         return gathering[:1] if is_training else gathering
+    if own_attention:
+        return ()
     if model.is_attention_planned:
         return METHODS[:1] if is_training else METHODS
     if not kinds or not all(kind.can_shard_positions for kind in kinds):

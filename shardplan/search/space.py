@@ -4,7 +4,8 @@ It holds every factorisation of the devices into (replica, data, model) and, for
 `shardplan.hardware.mesh_axes`:
 
 - batch: `replica`, `data`, both or none;
-- positions: those of `replica` and `data` that the batch does not use; none in training;
+- positions: those of `replica` and `data` that the batch does not use; in training on TPUs only for Native Sparse
+  Attention;
 - experts that tokens are routed to, and their hidden states, compute sharding: any of the mesh axes;
 - every other logical axis of computations, compute sharding: `model`, `model` and `replica`, or none; beside experts,
   none for axes of small parameters;

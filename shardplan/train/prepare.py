@@ -47,7 +47,7 @@ def build_training_model(config: TrainCommand) -> TrainingModel:
 
 
 def make_training_plan(config: TrainCommand, model: Model) -> Plan:
-    """Return the plan of a training; its attention is Levanter's own, which Levanter's Trainer runs."""
+    """Return the plan of a training; its attention is the model's own, which Levanter's Trainer runs."""
     return make_plan(config, model, own_attention=True)
 
 
@@ -85,10 +85,11 @@ def check_training_plan(plan: Plan, model: Model) -> None:
     check_model(plan, model)
     if not plan.workload.is_training:
         raise ConfigError(f"the plan is for workload.kind {plan.workload.kind}; plan with --workload.kind train")
-    if plan.attention.is_sequence_parallel:
+    if not plan.attention.runs_in_levanter:
         raise ConfigError(
-            f"the plan has {plan.attention.strategy} attention, and Levanter's Trainer computes its own; leave plan "
-            f"out, or plan with --pin {plan.model.position}="
+            f"the plan has {plan.attention.strategy} attention in {plan.attention.layout} order, and Levanter's "
+            f"Trainer computes its own, in the order of the sequence; leave plan out, or plan with --pin "
+            f"{plan.model.position}="
         )
 
 

@@ -18,6 +18,7 @@ from shardplan.decoder.parts.attention.sparse.traffic import backward_traffic, f
 from shardplan.errors import ConfigError, InfeasibleError
 from shardplan.execution import specialize
 from shardplan.hardware import CollectiveKind
+from shardplan.levanter_config.writer import trainer_yaml
 from shardplan.model.registry import build_model
 from shardplan.plan.attention_plan import AttentionPlan, SparseKernel, Strategy
 from shardplan.plan.plan import Plan
@@ -27,7 +28,7 @@ from shardplan.program.step_trace import plan_step
 from shardplan.program.tasks import TaskKind
 from shardplan.search.make_plan import make_plan, model_from_config
 from shardplan.train.levanter_file import TrainingFiles, levanter_sections
-from shardplan.train.prepare import make_training_plan
+from shardplan.train.prepare import check_training_plan, make_training_plan
 
 CONFIG = {**SIZES, "hidden_size": 768, "num_attention_heads": 12, "head_dim": 64, "v_head_dim": 64, "vocab_size": 512,
           "intermediate_size": 1024, "max_position_embeddings": 262144,
@@ -154,6 +155,33 @@ def test_positions_are_sharded_by_whole_blocks():
         plan_of(workload={"batch": 1, "position": 2048}, slice="v5e-64", pin=["position=data", "mesh.data=64"])
 
 
+@pytest.mark.parametrize(("batch", "sharded"), [(1, "position"), (8, "batch")])
+def test_a_training_shards_positions_where_sequences_are_few(batch, sharded):
+    """In sequence order, also for Levanter's Trainer; whatever else the search finds is slower."""
+    workload = {"kind": "train", "batch": batch, "position": 65536}
+    plan = plan_of(workload=workload, slice="v5p-16")
+    assert {*plan.compute_mapping} == {sharded}
+    assert plan.attention.runs_in_levanter
+    devices = 8 if sharded == "position" else 1
+    assert (plan.attention.ring, plan.attention.layout) == (devices, SequenceOrder.CONTIGUOUS)
+    assert any("zigzag order in training" in reason for reason in plan.search.reasons) == (devices > 1)
+    assert "shardplan eval" not in trainer_yaml(plan)
+    config = load_config(model={"config": "x"}, hardware={"slice": "v5p-16"}, workload=workload)
+    by_trainer = make_plan(config, model_of(65536), own_attention=True)
+    assert (by_trainer.attention, by_trainer.compute_mapping) == (plan.attention, plan.compute_mapping)
+    unsharded = plan_of(workload=workload, slice="v5p-16", pin=["position="])
+    assert plan.cost.step_seconds <= unsharded.cost.step_seconds
+
+
+def test_zigzag_order_is_refused_in_training():
+    workload = {"kind": "train", "batch": 1, "position": 2048}
+    plan = plan_of(workload=workload, slice="cpu-8", pin=["position=data", "mesh.data=8"])
+    check_training_plan(plan, model_of())
+    edited = replace(plan, attention=replace(plan.attention, layout=SequenceOrder.ZIGZAG))
+    with pytest.raises(ConfigError, match="all_gather attention in zigzag order, and Levanter's Trainer computes its"):
+        check_training_plan(edited, model_of())
+
+
 def test_a_pin_of_the_heads_of_a_group_is_refused():
     with pytest.raises(ConfigError, match=r"plans never shard q_heads_per_group in computations of native sparse"):
         plan_of(workload={"batch": 8, "position": 2048}, pin=["q_heads_per_group=model"])
@@ -190,7 +218,6 @@ def test_a_training_has_the_method_and_no_packed_documents():
 
     plan, made = sections()
     assert plan.attention.kernel is SparseKernel.DENSE_MASK
-    assert "position" not in plan.compute_mapping
     assert made["model"]["selected_method"] == "dense_mask"
     with pytest.raises(ConfigError, match="block_cross_document_attention is true, as by default"):
         sections("--data.tokenizer=gpt2")
