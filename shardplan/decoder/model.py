@@ -25,6 +25,7 @@ from shardplan.decoder.kept_parameters import keep_weights
 from shardplan.decoder.layers.expert_layers import training_metrics
 from shardplan.decoder.layers.recorded_layers import fold_layers
 from shardplan.decoder.layers.selection_metrics import selection_metrics
+from shardplan.decoder.layers.sparse_layers import sparse_attentions
 from shardplan.decoder.names import Rule, Shape, StoredTensor, evaluate, stored_tensors
 from shardplan.decoder.parameter_rules import parameter_rules, stored_constants
 from shardplan.decoder.parts.attention.grouped_attention import POSITION
@@ -36,6 +37,7 @@ from shardplan.decoder.parts.norm import Norm
 from shardplan.errors import CheckpointError
 from shardplan.experts.statistics.recording import record_routing
 from shardplan.model.attention.chunked_mask import indices_in_documents
+from shardplan.model.kept_selection import keep_selected_blocks
 from shardplan.model.logits.logit_blocks import prepare_head, project_to_vocab
 from shardplan.model.parameter_dtypes import check_has_numbers
 
@@ -79,7 +81,9 @@ class Decoder(ModuleWithStateDictSerialization, LmHeadModel[Architecture]):
         stacks = []
         for i, segment in enumerate(config.segments):
             keys = jax.random.split(jax.random.fold_in(layers, i), segment.repeats)
-            make = Stacked.init(config.Layers[i], RepeatedLayers, gradient_checkpointing=config.gradient_checkpointing)
+            policy, selects = config.gradient_checkpointing, any(sparse_attentions([segment]))
+            policy = keep_selected_blocks(policy) if selects else policy
+            make = Stacked.init(config.Layers[i], RepeatedLayers, gradient_checkpointing=policy)
             stacks.append(make(segment.layers, config.Embed, key=keys))
 
         def random(key: jax.Array, *axes: Axis) -> NamedArray:

@@ -20,6 +20,7 @@ from shardplan.hardware import divisors
 from shardplan.hardware.mesh_axes import MESH_AXES
 from shardplan.model.activation_names import with_activation_names
 from shardplan.model.inspect import axes_of, named_leaves
+from shardplan.model.kept_selection import without_kept_selection
 from shardplan.model.logits.levanter_loss import one_block_of_tokens
 from shardplan.model.parameter_dtypes import with_dtypes
 from shardplan.model.registry import Model
@@ -47,15 +48,19 @@ from shardplan.steps.kind import StepRun
 from shardplan.steps.kinds import step_of
 
 
-def trace_step(model: Model, workload: Workload) -> Trace:
+def trace_step(model: Model, workload: Workload, selects_again: bool = False) -> Trace:
     """Trace the step of `workload`: `compute` of its kind of step, with its state and inputs.
 
     Attention is traced as plain matmuls and softmax, marked with its kind; the plan decides which kernel runs it. A
     block of routed experts is traced as one operation, and so are Native Sparse Attention and the conversion of a
     weight that is kept as stored. Every logical axis is mapped to a mesh axis of its own, of size 1, so that sharding
     constraints carry the names of logical axes.
+
+    Args:
+        selects_again: whether the default policy of gradient checkpointing selects blocks of tokens again, as
+            `with_policy` requires.
     """
-    template = _template(model, workload.checkpoint_policy)
+    template = _template(model, workload.checkpoint_policy, selects_again)
     _check_blocks(workload.checkpoint_policy.blocks, template)
     kind = step_of(workload)
     module = with_dtypes(template, workload.param_dtype)
@@ -124,7 +129,7 @@ def plan_kept_activations(model: Model, workload: Workload, with_host: bool) -> 
 
 @lru_cache(maxsize=8)
 def _kept_activations(model: Model, workload: Workload, with_host: bool) -> KeptActivations | None:
-    trace = _training_trace(model, workload)
+    trace = _training_trace(model, workload, selects_again=True)
     if not is_rewritable(trace, workload.checkpoint_policy):
         return None
     return kept_activations(trace, with_host, lambda tasks: _finished_tasks(trace, tasks))
@@ -134,7 +139,7 @@ def _kept_activations(model: Model, workload: Workload, with_host: bool) -> Kept
 def _training_step(model: Model, workload: Workload) -> Step:
     """Return the step of training with a batch that is traced."""
     policy = workload.checkpoint_policy
-    trace = _training_trace(model, replace(workload, gradient_checkpointing=DEFAULT))
+    trace = _training_trace(model, replace(workload, gradient_checkpointing=DEFAULT), selects_again=True)
     if not is_rewritable(trace, policy):
         return _finished_step(model, _training_trace(model, workload))
     _check_names(policy.names, {operation.activation for operation in all_operations(trace.operations)})
@@ -142,8 +147,8 @@ def _training_step(model: Model, workload: Workload) -> Step:
 
 
 @lru_cache(maxsize=16)
-def _training_trace(model: Model, workload: Workload) -> Trace:
-    return trace_step(model, workload)
+def _training_trace(model: Model, workload: Workload, selects_again: bool = False) -> Trace:
+    return trace_step(model, workload, selects_again)
 
 
 def _with_traced_batch(model: Model, workload: Workload) -> tuple[Workload, Resizer]:
@@ -234,7 +239,7 @@ def _mark_work_on_parameters(task: Task, activation_axes: tuple[str, ...]) -> Ta
 
 
 @lru_cache(maxsize=32)
-def _template(model: Model, checkpointing: CheckpointPolicy) -> Any:
+def _template(model: Model, checkpointing: CheckpointPolicy, selects_again: bool) -> Any:
     """Return the module tree of `model` with a kind of gradient checkpointing, and quick to trace."""
     settings: dict[str, Any] = {"gradient_checkpointing": checkpoint_policy(checkpointing)}
     if isinstance(getattr(model.config, "rope", None), Llama3RotaryEmbeddingsConfig):
@@ -243,7 +248,8 @@ def _template(model: Model, checkpointing: CheckpointPolicy) -> Any:
         settings["rope"] = DefaultRotaryEmbeddingsConfig()
     names = {each.name for each in fields(model.config)}
     config = replace(model.config, **{name: value for name, value in settings.items() if name in names})
-    return with_activation_names(make_module(model, config))
+    module = with_activation_names(make_module(model, config))
+    return without_kept_selection(module) if selects_again else module
 
 
 @contextmanager

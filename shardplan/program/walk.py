@@ -23,6 +23,7 @@ from shardplan.program.named_arrays import TracedArray, is_scores
 from shardplan.program.operations import Operation, OperationKind, stacked_axes
 from shardplan.program.tasks import PointLabel, Step, Task, sums_over_queries
 from shardplan.program.trace import ArrayClass, Trace
+from shardplan.program.unread_blocks import without_unread_blocks
 
 
 class PlacedTask(NamedTuple):
@@ -51,6 +52,7 @@ class Walk(NamedTuple):
 
 def walk(trace: Trace) -> Walk:
     """List the tasks of `trace` and the live buffers at every point."""
+    trace = replace(trace, operations=without_unread_blocks(trace.operations))
     tasks: list[PlacedTask] = []
     # other results than updates are small, or whoever calls the program computes with them at once
     writes_outputs = bool(trace.updates)

@@ -17,7 +17,8 @@ A stage takes the longer of its FLOPs at peak and its bytes at HBM bandwidth. A 
 computes the forward pass again where a device has more than one chunk of queries. XLA computes masked scores too.
 
 By the method of kernels, the three branches are kernels (`shardplan.cost.sparse.kernels`), which compute nothing again
-in chunks. No gradient flows through the choice of blocks.
+in chunks. No gradient flows through the choice of blocks, and a call that is computed again has the blocks of the
+forward pass.
 """
 
 from collections.abc import Iterator
@@ -44,30 +45,37 @@ GRADIENT_PASSES = 2.0
 
 def sparse_stages(task: Task, work: SparseWork) -> tuple[Stage, ...]:
     """Return the stages of all executions of a task."""
-    return tuple(stage.times(task.executions) for stage in call_stages(work, task.is_sparse_gradient))
+    selects = task.is_sparse_gradient or len(task.results) > 1
+    stages = call_stages(work, task.is_sparse_gradient, selects)
+    return tuple(stage.times(task.executions) for stage in stages)
 
 
-def call_stages(work: SparseWork, is_gradient: bool) -> list[Stage]:
-    """Return the stages of one call, or of its gradient."""
+def call_stages(work: SparseWork, is_gradient: bool, selects: bool = True) -> list[Stage]:
+    """Return the stages of one call, or of its gradient.
+
+    Args:
+        selects: whether a call chooses blocks; one that is computed again for gradients attends to those that are kept.
+    """
     if work.method is SparseKernel.KERNEL:
-        return [*_stages_of_kernels(work, is_gradient)]
+        return [*_stages_of_kernels(work, is_gradient, selects)]
     factor = GRADIENT_PASSES + (1.0 if work.has_chunks else 0.0) if is_gradient else 1.0
-    return [stage.times(factor) for stage in _forward_stages(work)]
+    return [stage.times(factor) for stage in _forward_stages(work, selects)]
 
 
-def _forward_stages(work: SparseWork) -> Iterator[Stage]:
+def _forward_stages(work: SparseWork, selects: bool) -> Iterator[Stage]:
     """Yield the stages of the forward pass by XLA."""
     yield _compression_stage(work)
     yield _attention_stage(work, work.compressed_blocks, COMPRESSED_PASSES)
-    yield _choice_stage(work)
+    if selects:
+        yield _choice_stage(work)
     yield _selected_stage(work)
     yield _attention_stage(work, work.window_keys, SELECTED_PASSES)
 
 
-def _stages_of_kernels(work: SparseWork, is_gradient: bool) -> Iterator[Stage]:
+def _stages_of_kernels(work: SparseWork, is_gradient: bool, selects: bool) -> Iterator[Stage]:
     """Yield the stages of a call, or of its gradient, whose branches are kernels."""
     yield _compression_stage(work).times(GRADIENT_PASSES if is_gradient else 1.0)
-    if not is_gradient:
+    if selects and not is_gradient:
         yield _choice_stage(work)
     yield from kernel_stages(work, is_gradient)
 

@@ -14,11 +14,14 @@ more is left out. This is what `jax.checkpoint` makes of such a policy; tests co
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 
+from shardplan.model.activation_names import ActivationName
 from shardplan.plan.workload.checkpointing import DEFAULT, CheckpointPolicy
+from shardplan.program.marked.marked_sparse import SPARSE_ATTENTION
 from shardplan.program.named_arrays import TracedArray
-from shardplan.program.operations import REMATERIALIZED_SCOPE, Operation, OperationKind
+from shardplan.program.operations import REMATERIALIZED_SCOPE, Operation, OperationKind, all_operations
 from shardplan.program.trace import Trace
 
+SELECTED_BLOCKS = ActivationName.SELECTED_BLOCKS.value
 CARRY = "__carry"
 """Ending of the name that Haliax gives the carry of a loop over layers."""
 
@@ -27,14 +30,26 @@ def with_policy(trace: Trace, policy: CheckpointPolicy) -> Trace:
     """Return the trace of a step under `policy`, given its trace under the default one.
 
     Args:
+        trace: one that selects blocks again, too.
         policy: one of which `is_rewritable` is true; names that the trace does not have are ignored.
     """
-    if policy == CheckpointPolicy():
+    always = always_kept(trace.operations)
+    if policy == CheckpointPolicy() and not always:
         return trace
-    on_host = {**dict.fromkeys(policy.kept, False), **dict.fromkeys(policy.offloaded, True)}
+    kept = dict.fromkeys((*always, *policy.kept), False)
+    on_host = {**kept, **dict.fromkeys(policy.offloaded, True)}
     rewriter = _Rewriter(list(trace.arrays), on_host, carries_on_host=policy.kind == "offload_carries")
     operations = _needed(rewriter.rewrite(trace.operations), {*trace.results})
     return replace(trace, arrays=tuple(rewriter.arrays), operations=operations)
+
+
+def always_kept(operations: Iterable[Operation]) -> tuple[str, ...]:
+    """Return the activations that every policy keeps: blocks of Native Sparse Attention.
+
+    Layers see to that themselves (`shardplan.model.kept_selection`).
+    """
+    is_sparse = any(operation.primitive == SPARSE_ATTENTION for operation in all_operations(operations))
+    return (SELECTED_BLOCKS,) if is_sparse else ()
 
 
 def is_rewritable(trace: Trace, policy: CheckpointPolicy) -> bool:
@@ -84,6 +99,7 @@ class _Rewriter:
 
     def _rewrite_pair(self, forward: Operation, backward: Operation) -> tuple[Operation, Operation]:
         """Return a loop over layers and the loop of its gradients with the activations that are kept."""
+        forward = self._name_selections(forward, backward)
         shared = {stack for stack, _ in forward.slices} & {stack for stack, _ in backward.slices}
         carry_stack = next(stack for stack in shared if stack in forward.results)
         stacks = [self._make_stack(each, carry_stack) for each in forward.body if self._is_on_host(each) is not None]
@@ -92,6 +108,21 @@ class _Rewriter:
         read = {stack for stack, _ in backward.slices}
         kept = [stack if stack in read else None for stack in stacks]
         return self._write_stacks(forward, kept, carry_stack), backward
+
+    def _name_selections(self, forward: Operation, backward: Operation) -> Operation:
+        """Return a loop over layers that names the blocks that it selects, as the loop of its gradients does.
+
+        JAX leaves out the names in the forward loop, because nothing reads these blocks by themselves.
+        """
+        names = iter([operation for operation in backward.body if operation.activation == SELECTED_BLOCKS])
+        body: list[Operation] = []
+        for operation in forward.body:
+            body.append(operation)
+            if operation.primitive == SPARSE_ATTENTION:
+                _, blocks = operation.results
+                named = self._add(self.arrays[blocks])
+                body.append(replace(next(names), operands=(blocks,), results=(named,), label=operation.label))
+        return replace(forward, body=tuple(body))
 
     def _make_stack(self, operation: Operation, carry_stack: int) -> int:
         """Return the stack for the activation that an operation names; carries have one already."""
@@ -130,6 +161,8 @@ class _Rewriter:
         if on_host:
             copy = self._add(replace(self.arrays[named], is_on_host=True))
             return copy, [operation, _host_copy(operation, named, copy)]
+        if operation.activation == SELECTED_BLOCKS:
+            return named, [operation]  # integers have one type
         # JAX keeps the compiler from computing it again in a wider type
         before = self._add(self.arrays[named])
         barrier = replace(operation, operands=(before,), results=(named,), primitive="reduce_precision", activation="")

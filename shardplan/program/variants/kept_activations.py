@@ -21,7 +21,7 @@ from shardplan.program.live_buffers import LiveBuffer, ProgramPoint
 from shardplan.program.operations import REMATERIALIZED_SCOPE, Operation, all_operations
 from shardplan.program.tasks import Task, TaskKind
 from shardplan.program.trace import Trace
-from shardplan.program.variants.checkpointed import with_policy
+from shardplan.program.variants.checkpointed import always_kept, with_policy
 from shardplan.program.walk import Walk, walk
 
 TOGETHER = (("key_proj", "value_proj"),)
@@ -92,7 +92,7 @@ def kept_activations(
         with_host: whether activations can be copied to the host.
         finish: completes the tasks of a step, after the walk.
     """
-    base = _Walked(walk(trace), finish)
+    base = _Walked(walk(with_policy(trace, CheckpointPolicy())), finish)
     variants: list[list[_Variant]] = []
     for policies in _policies(trace, with_host):
         of_activation = [_Variant(policy, _Walked(walk(with_policy(trace, policy)), finish)) for policy in policies]
@@ -184,7 +184,8 @@ def _policies(trace: Trace, with_host: bool) -> Iterator[list[CheckpointPolicy]]
     """Yield the policies for each activation that differ from the default one in this activation alone."""
     if with_host:
         yield [CheckpointPolicy("offload_carries")]
-    names = dict.fromkeys(_names(trace.operations))
+    always = always_kept(trace.operations)
+    names = dict.fromkeys(name for name in _names(trace.operations) if name not in always)
     together = {name: group for group in TOGETHER for name in group}
     for group in dict.fromkeys(together.get(name, (name,)) for name in names):
         present = tuple(name for name in group if name in names)

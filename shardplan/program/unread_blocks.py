@@ -1,0 +1,25 @@
+"""Calls of Native Sparse Attention that are computed again, and whose blocks the forward pass has kept.
+
+Such a call attends to the kept blocks, and selects none. Its operation has the sum of the branches as its only result.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from shardplan.program.marked.marked_sparse import SPARSE_ATTENTION
+from shardplan.program.operations import REMATERIALIZED_SCOPE, Operation
+
+
+def without_unread_blocks(operations: Iterable[Operation]) -> tuple[Operation, ...]:
+    """Return operations of which no call that is computed again has blocks as a result that nothing reads."""
+    operations = tuple(
+        replace(each, body=without_unread_blocks(each.body)) if each.body else each for each in operations
+    )
+    read = {operand for operation in operations for operand in operation.operands}
+    changed = []
+    for operation in operations:
+        is_again = operation.primitive == SPARSE_ATTENTION and REMATERIALIZED_SCOPE in operation.label
+        if is_again and operation.results[-1] not in read:
+            operation = replace(operation, results=operation.results[:1])
+        changed.append(operation)
+    return tuple(changed)
