@@ -65,6 +65,8 @@ def test_sharded_as_planned(tmp_path, own_class, setting, pins, mesh):
     )
     plan = make_plan(config)
     assert (plan.attention.strategy != Strategy.NONE) == (own_class is OwnAttentionConfig)
+    is_too_low = any("calls of attend_to_blocks, counted as dense" in reason for reason in plan.search.reasons)
+    assert is_too_low == (own_class is OwnBlockConfig)
     planned = specialize(model_from_config(config), plan)
     plain = planned.config.model_type.init(hax.Axis("vocab", 40), planned.config, key=jax.random.PRNGKey(1))
     program = step_program(planned, plan, make_mesh(plan))
