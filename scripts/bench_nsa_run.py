@@ -63,16 +63,8 @@ REFUSED = {
 }
 """What cannot work -> the arguments of a launch that must be refused."""
 STEPS = {
-    "steps": (
-        "sparse-fsdp-8",
-        "sparse-1",
-        "dense-fsdp-8",
-        "dense-1",
-        "--batch=8",
-        f"--position={LENGTH}",
-        "--rounds=3",
-    ),
-    "steps-2048": ("sparse-positions-4", "sparse-1", "dense-1", "--batch=1", "--position=2048", "--rounds=1"),
+    "steps": f"sparse-fsdp-8 sparse-1 dense-1 --batch=8 --position={LENGTH} --rounds=2",
+    "steps-2048": "sparse-positions-4 sparse-1 dense-1 --batch=1 --position=2048 --rounds=1",
 }
 """Name -> the arguments of a comparison by `nsa_steps.py`."""
 
@@ -87,7 +79,7 @@ def settings_of(name: str) -> dict[str, Any]:
 def make_record(name: str) -> dict[str, Any]:
     """Make a run, a comparison of steps, or launches that are refused."""
     if name in STEPS:
-        command = [sys.executable, "scripts/nsa_steps.py", *STEPS[name]]
+        command = [sys.executable, "scripts/nsa_steps.py", *STEPS[name].split()]
         result = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True)
         return {**settings_of(name), **json.loads(result.stdout)}
     folder = FOLDERS / name
