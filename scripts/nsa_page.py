@@ -95,7 +95,9 @@ def _steps_part(compared: Mapping[str, Any]) -> list[str]:
     parts = [
         "Programs of a training step took turns in one process. Processor time counts all threads and not what else "
         "the machine does; it is the median, and the first round is left out. Dense is the same model with attention "
-        "to all tokens.\n"
+        "to all tokens. With FSDP all weights are copied to every device, and each reads them for its own tokens: work "
+        "that does not grow with the tokens, so that few tokens make the ratio to one device large. How much of the "
+        "difference this is was not measured apart.\n"
     ]
     for steps in compared.values():
         rows = []
