@@ -14,7 +14,7 @@ ABSOLUTE_PATH = re.compile(r"/(work|root|home|Users|tmp)/")
 MAX_BYTES = 300_000
 ADVICE = "is out of date: run python scripts/make_notebooks.py"
 
-LONG = {"extraction", "long_sequences", "plan_405b", "repair_levanter"}
+LONG = {"extraction", "long_sequences", "native_sparse_attention", "plan_405b", "repair_levanter"}
 """Notebooks that plan for large slices, or take more than a minute."""
 each_source = pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
 
