@@ -84,7 +84,7 @@ class StepTimer:
         self._stalls = 0
 
     def start(self) -> None:
-        """Do not time the next step, since no step is before it."""
+        """Begin anew: the next step has no step before it, and is not timed."""
         self._previous = None
 
     def add(self, scored: Count, now: float) -> None:

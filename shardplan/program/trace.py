@@ -97,7 +97,7 @@ class Trace:
     """Text of `Primitive.approximation`, or `EXCHANGES` -> how often it applies."""
 
     def arguments_of(self, array_class: ArrayClass) -> tuple[TracedArray, ...]:
-        """Return the arguments of a class."""
+        """Return the traced arrays of the arguments of one `ArrayClass`."""
         pairs = zip(self.arguments, self.argument_classes, strict=True)
         return tuple(self.arrays[index] for index, each in pairs if each is array_class)
 

@@ -205,7 +205,9 @@ def test_review(target):
     for text in assert_readable(print_review, fine).values():
         first, second, *_ = text.splitlines()
         assert first.startswith("fits v4-16: ") and " tokens/s, MFU " in second
-        assert "limit of the prediction: conv_general_dilated is not priced: counted as elementwise" in " ".join(text.split())
+        assert "limit of the prediction: conv_general_dilated is not priced: counted as elementwise" in " ".join(
+            text.split()
+        )
 
 
 def test_difference(plan):

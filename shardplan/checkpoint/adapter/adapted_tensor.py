@@ -90,7 +90,7 @@ def adapt_tensor(base: Tensor, factors: Factors, digits: Digits | None) -> Adapt
 
 
 def find_digits(layout: View, dims: Shape) -> Digits:
-    """Find where the codes of a matrix are among its numbers.
+    """Return how far one step along each dimension of the stored codes moves in rows, and in columns, of the matrix.
 
     The row of a code is the sum of its indices times the steps along their dimensions, and so is its column: layouts
     only divide, permute and join dimensions. So the codes with one index of 1, and 0 otherwise, show all steps.

@@ -130,7 +130,7 @@ def kept_activations(
 
 
 class _Walked:
-    """A step, prepared for comparison."""
+    """The live buffers, tasks and copies of a step, by place and loop, to compare with those of another policy."""
 
     def __init__(self, walked: Walk, finish: Callable[[Iterable[Task]], tuple[Task, ...]]) -> None:
         self.points = {point.place: point.buffers for point in walked.points}

@@ -49,7 +49,7 @@ class ProcessTiming:
 
     @property
     def meeting_silence_s(self) -> float:
-        """Seconds without a line of the hub, while processes are missing, after which it counts as lost."""
+        """While processes are missing, the hub counts as lost after this many seconds without a line from it."""
         return self.line_interval_s + self.hub_silence_s
 
 

@@ -134,7 +134,7 @@ class QueryTemperature:
     """The number of a text's first position."""
 
     def __call__(self, queries: NamedArray, positions: Positions) -> NamedArray:
-        """Scale queries {..., position, ...}; the result has their dtype."""
+        """Multiply each query {..., position, ...} by the factor of its position; the dtype stays."""
         steps = hax.floor((positions.indices + self.first).astype(jnp.float32) / self.positions)
         return (queries * (1.0 + self.beta * hax.log1p(steps))).astype(queries.dtype)
 

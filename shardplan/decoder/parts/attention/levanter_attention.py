@@ -46,7 +46,7 @@ def dot_product_attention(
 
 
 def _widen(x: NamedArray, Both: Axis) -> NamedArray:
-    """Pad `x` with channels of zeros to the size of the axis `Both`."""
+    """Pad the axis of `x` that has the name of `Both` with zeros to the size of `Both`."""
     missing = Both.size - x.axis_size(Both.name)
     if missing == 0:
         return x
