@@ -110,7 +110,7 @@ def test_the_plan_of_70b_is_a_configuration_of_train(tmp_path):
     values = yaml.safe_load((tmp_path / "r" / "levanter.yaml").read_text())
     assert values["initialize_from_hf"] == values["model"]["reference_checkpoint"] == "meta-llama/Llama-3.1-70B"
     assert values["model"]["gradient_checkpointing"] == "nested" and values["trainer"]["require_accelerator"]
-    assert values["train_seq_len"] == 4096
+    assert values["train_seq_len"] == 8192
 
 
 def test_a_model_that_levanter_does_not_have(tmp_path):
