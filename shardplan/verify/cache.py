@@ -28,7 +28,10 @@ SEQUENCE_CODE = (
     "program/marked/attention_kind", "program/marked/marked_attention",
 )  # fmt: skip
 """Further such modules, used if the plan shards positions, and always by the decoder."""
-DECODER_CODE = ("decoder/**/*", "model/huggingface/kept_codes", "model/kept_weights", "model/parameter_dtypes")
+DECODER_CODE = (
+    "decoder/**/*", "model/huggingface/kept_codes", "model/huggingface/quantization",
+    "model/huggingface/read_quantization", "model/kept_selection", "model/kept_weights", "model/parameter_dtypes",
+)  # fmt: skip
 """Further such modules, used by the decoder."""
 EXPERT_CODE = ("experts/**/*",)
 """Further such modules, used if the plan has a method of experts, and always by the decoder."""

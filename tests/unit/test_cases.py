@@ -1,5 +1,6 @@
 """The cases that a command line selects for the compiler; nothing is compiled."""
 
+import ast
 import json
 from pathlib import Path
 
@@ -97,3 +98,25 @@ def test_normalized_code_has_no_comments_docstrings_and_imports():
 def test_modules_that_decide_a_compile_exist(pattern):
     """A renamed module would otherwise no longer be a part of the digest that names a cached result."""
     assert list(Path(shardplan.__file__).parent.glob(f"{pattern}.py"))
+
+
+READ_BEFORE = {
+    "axes", "bundled_configs", "huggingface/checked_keys", "huggingface/foreign_keys", "huggingface/model_types",
+    "huggingface/support", "huggingface/text_part", "model_class", "own_model",
+}  # fmt: skip
+"""Modules of shardplan/model that check or find what is in the digest itself: config.json and a model's own code."""
+
+
+def test_the_digest_has_every_module_of_models_that_programs_are_made_by():
+    """A verdict of other code would be read from the cache otherwise."""
+    package = Path(shardplan.__file__).parent
+    patterns = (*CODE, *SEQUENCE_CODE, *DECODER_CODE, *EXPERT_CODE)
+    digested = {path for pattern in patterns for path in package.glob(f"{pattern}.py")}
+    imported = set[Path]()
+    for path in digested:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("shardplan.model"):
+                modules = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+                imported.update(package.parent / f"{module.replace('.', '/')}.py" for module in modules)
+    missing = {path for path in imported - digested if path.exists()}
+    assert {path.relative_to(package / "model").with_suffix("").as_posix() for path in missing} == READ_BEFORE
