@@ -147,19 +147,26 @@ def exposed_host_copies(
 ) -> Iterator[float]:
     """Yield the seconds of each copy to or from the host that nothing hides.
 
-    The copies of a loop run one after the other, and hide behind its matmuls as long as these last.
+    The copies of a loop run one after the other, the most urgent first, and each hides behind the matmuls before it is
+    due. What is late of them is shared in proportion to their seconds.
 
     Args:
         copies: each with its seconds.
     """
     copies = [*copies]
-    of_loop: defaultdict[int | None, float] = defaultdict(float)
-    for task, seconds in copies:
-        of_loop[task.loop] += seconds
+    of_loop: defaultdict[int | None, list[tuple[float, float]]] = defaultdict(list)
     for task, seconds in copies:
         flops = 0.0 if task.loop is None else task.executions * task.layer_flops
-        total = of_loop[task.loop]
-        yield seconds * max(0.0, 1 - seconds_beside(flops, hardware, calibration) / total)
+        of_loop[task.loop].append((seconds_beside(flops, hardware, calibration), seconds))
+    exposed_part = {}
+    for loop, members in of_loop.items():
+        total = late = 0.0
+        for due, seconds in sorted(members):
+            total += seconds
+            late = max(late, total - due)
+        exposed_part[loop] = late / total if total else 0.0
+    for task, seconds in copies:
+        yield seconds * exposed_part[task.loop]
 
 
 def exposed_parts(

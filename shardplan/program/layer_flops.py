@@ -1,16 +1,39 @@
 """The compute of a layer that can hide its transfers: weights of routed experts, and copies to and from the host.
 
 Tasks with equally many executions in the same pass belong to the same kind of layer; where a loop's body has several
-such layers, each has its part. Copies to and from the host have the body of their loop, all of them together.
+such layers, each has its part.
+
+A copy from the host hides behind the whole body of its loop. The compiler starts a copy to the host in the iteration
+after that which computes the activation, and ends it before this iteration computes the activation anew, into the same
+memory. So it hides behind the matmuls that come before in any case: those that the activation is computed from.
 """
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
+from shardplan.program.operations import Operation
 from shardplan.program.tasks import Task, TaskKind
 
 MATMULS = (TaskKind.CONTRACTION, TaskKind.ATTENTION)
+
+
+class PlacedTask(NamedTuple):
+    """A task, and the loop that it runs in."""
+
+    task: Task
+    loop: int | None
+    """The first result of the loop whose body the task belongs to; None outside of loops."""
+
+
+class CopyWindow(NamedTuple):
+    """The matmuls of a loop that copies to or from the host can hide behind."""
+
+    loop: int
+    """First result of the loop."""
+    flops: float
+    """FLOPs per step of these matmuls, over all devices."""
 
 
 def with_layer_flops(tasks: Iterable[Task]) -> tuple[Task, ...]:
@@ -27,20 +50,58 @@ def with_layer_flops(tasks: Iterable[Task]) -> tuple[Task, ...]:
     )
 
 
-def with_loop_flops(tasks: Sequence[Task], executions: int, loop: int) -> list[Task]:
-    """Return the tasks of the body of a loop, its copies to and from the host with the FLOPs of its matmuls.
+class MatmulsBefore:
+    """The matmuls of a loop's body that come before each copy to the host in any order of its operations."""
 
-    Args:
-        executions: of the body, in a step.
-        loop: the first result of the loop.
-    """
-    flops = sum(task.executions * task.flops for task in tasks if task.kind in MATMULS) / executions
-    finished = []
-    for task in tasks:
-        if task.kind == TaskKind.HOST_COPY and task.executions == executions:
-            task = replace(task, layer_flops=flops, loop=loop)
-        finished.append(task)
-    return finished
+    def __init__(self, loop: int | None) -> None:
+        self.loop = loop
+        """The first result of the loop; None for operations outside of loops, whose copies nothing hides."""
+        self._of_copy: dict[int, list[int]] = {}
+        """Index of a copy -> indices of the matmuls that its operand is computed from, in the order of the program."""
+        self._of_value: defaultdict[int, frozenset[int]] = defaultdict(frozenset)
+
+    def add(self, first: int, tasks: Sequence[Task], operation: Operation) -> None:
+        """Add an operation of the body.
+
+        Args:
+            first: index of its first task.
+            tasks: what it does; nothing if it is fused into others.
+        """
+        if self.loop is None:
+            return
+        indices = [first + i for i, task in enumerate(tasks) if task.kind in MATMULS]
+        needed = frozenset(indices).union(*(self._of_value[value] for value in operation.operands))
+        for i, task in enumerate(tasks):
+            if task.kind == TaskKind.HOST_COPY:
+                self._of_copy[first + i] = sorted(needed)
+        for result in operation.results:
+            self._of_value[result] = needed
+
+    def finish(self, tasks: list[PlacedTask], first: int, executions: int) -> None:
+        """Complete the copies of the body, in `tasks`, with the loop and the FLOPs that they hide behind.
+
+        Args:
+            first: index of the first task of the body.
+            executions: of the body, in a step.
+        """
+
+        def flops_of(matmuls: Iterable[Task]) -> float:
+            return sum(task.executions * task.flops for task in matmuls) / executions
+
+        total = flops_of(each.task for each in tasks[first:] if each.task.kind in MATMULS)
+        for i, matmuls in self._of_copy.items():
+            flops, copy = total, tasks[i].task
+            if copy.executions != executions:
+                continue  # done once before the loop
+            if copy.is_to_host and matmuls:  # all but the carry, which the iteration before has computed
+                *before, _ = matmuls  # the last one computes it anew
+                flops = flops_of(tasks[j].task for j in before)
+            tasks[i] = tasks[i]._replace(task=replace(copy, layer_flops=flops, loop=self.loop))
+
+
+def copy_window(task: Task) -> CopyWindow | None:
+    """Return what a copy to or from the host hides behind; None for other tasks, and outside of loops."""
+    return None if task.loop is None else CopyWindow(task.loop, task.executions * task.layer_flops)
 
 
 def _layer(task: Task) -> tuple[int, bool]:

@@ -94,10 +94,15 @@ class Task:
     """Of a block of routed experts, and of its gradient: its kind."""
     layer_flops: float = 0.0
     """Of a block of routed experts, and of its gradient: FLOPs of the other matmuls of its layer in one execution, over
-    all devices. Of a copy to or from the host in a loop: FLOPs of the matmuls of the loop's body."""
+    all devices. Of a copy to or from the host in a loop: FLOPs of those matmuls of the loop's body that hide it."""
     loop: int | None = None
     """Of a copy to or from the host: the first result of the loop whose body it is in; None outside of loops. All
-    copies of a loop hide behind its matmuls together."""
+    copies of a loop run one after the other."""
+
+    @property
+    def is_to_host(self) -> bool:
+        """Of a copy between device and host: whether it is to the host."""
+        return self.results[0].is_on_host
 
     @cached_property
     def stored_arrays(self) -> frozenset[TracedArray]:

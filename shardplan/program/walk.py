@@ -12,7 +12,7 @@ from shardplan.program.fusion.held_for_gradients import hold_for_gradients
 from shardplan.program.fusion.hoisting import invariant_copies
 from shardplan.program.fusion.siblings import fuse_with_siblings
 from shardplan.program.kept_contexts import log_sums
-from shardplan.program.layer_flops import with_loop_flops
+from shardplan.program.layer_flops import MatmulsBefore, PlacedTask
 from shardplan.program.live_buffers import BufferRole, LiveBuffer
 from shardplan.program.make_task import attention_kind, make_task
 from shardplan.program.marked.attention_kind import AttentionKind
@@ -24,14 +24,6 @@ from shardplan.program.operations import Operation, OperationKind, stacked_axes
 from shardplan.program.tasks import PointLabel, Step, Task, sums_over_queries
 from shardplan.program.trace import ArrayClass, Trace
 from shardplan.program.unread_blocks import without_unread_blocks
-
-
-class PlacedTask(NamedTuple):
-    """A task, and the loop that it runs in."""
-
-    task: Task
-    loop: int | None
-    """The first result of the loop whose body the task belongs to; None outside of loops."""
 
 
 class PlacedPoint(NamedTuple):
@@ -134,6 +126,7 @@ class _Sequence:
         """Values of a loop's body that are computed before the loop, and are in memory throughout."""
         self.outer_executions = executions
         """How often what is computed before the loop is executed."""
+        self.matmuls_before = MatmulsBefore(loop)
 
     def run(self, carried: Set[int], outside: Counter[LiveBuffer]) -> list[PlacedPoint]:
         """Add the tasks of the sequence; returns the live buffers at each of its program points.
@@ -155,6 +148,7 @@ class _Sequence:
         points: list[PlacedPoint] = []
         for i, operation in enumerate(fusion.operations):
             if not fusion.is_executed(operation):
+                self.matmuls_before.add(len(self.tasks), (), operation)
                 continue
             is_loop = operation.kind == OperationKind.LOOP
             tasks = [] if is_loop else list(map(self._make_task, (*fusion.fused_matmuls(operation), operation)))
@@ -182,6 +176,7 @@ class _Sequence:
                     local_gradients.update(self._local_gradients(operation))
                 while_writing = here + self._while_writing(operation, buffers, gone - new, new)
                 points.append(PlacedPoint((operation.results[0], True), label, while_writing))
+                self.matmuls_before.add(len(self.tasks), tasks, operation)
                 self.tasks += (PlacedTask(task, self.loop) for task in tasks)
             live -= gone
             buffers.subtract(self._buffers_of(gone))
@@ -301,11 +296,9 @@ class _Sequence:
         # gathered once, what the gradients gather again
         hoisted = dict.fromkeys(map(body._live_buffer, sorted(body.hoisted)))
         throughout = Counter([*self._buffers_of(sorted(live - elsewhere)), *self._copied(loop), *hoisted])
-        first_task = len(self.tasks)
+        first = len(self.tasks)
         points = body.run(starts, outside + throughout)
-        placed = self.tasks[first_task:]
-        finished = with_loop_flops([each.task for each in placed], executions, loop.results[0])
-        self.tasks[first_task:] = [each._replace(task=task) for each, task in zip(placed, finished, strict=True)]
+        body.matmuls_before.finish(self.tasks, first, executions)
         return points
 
     def _copied_by_next_loop(self) -> list[list[LiveBuffer]]:

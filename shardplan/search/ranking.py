@@ -39,7 +39,7 @@ class Candidate:
     def complexity(self) -> tuple[int, int]:
         """The number of mechanisms with costs that the estimate does not include: host copies, blocks of logits."""
         chosen = 0 if self.checkpointing is None else self.checkpointing.copied
-        return chosen or bool(self.space.hidden_by_loop), self.space.logit_blocks
+        return chosen or bool(self.space.copy_windows), self.space.logit_blocks
 
     @property
     def assignment(self) -> ShardingAssignment:

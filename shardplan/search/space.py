@@ -42,6 +42,7 @@ from shardplan.plan.attention_plan import AttentionPlan, KernelName, Strategy
 from shardplan.plan.mapping import AxisMapping, MeshAxes, MeshShape, mesh_size
 from shardplan.plan.pins import Rules
 from shardplan.positions.sequence_order import SequenceOrder
+from shardplan.program.layer_flops import CopyWindow, copy_window
 from shardplan.program.live_buffers import ProgramPoint
 from shardplan.program.named_arrays import MajorAxes
 from shardplan.program.tasks import Step, Task, TaskKind
@@ -111,21 +112,24 @@ class Space:
     @cached_property
     def keeping(self) -> Keeping:
         """The combinations of `options`, and what hides copies to and from the host."""
-        flops = tuple(self.hidden_by_loop.values()) if self.kept is None else self.kept.loop_flops
+        loops, flops = tuple(zip(*self.copy_windows, strict=True)) or ((), ())
         saved = [option.saved_flops for option in self.options]
         beside = seconds_beside(1.0, self.hardware, self.calibration)
         return Keeping.of(
             () if self.kept is None else tuple(map(len, self.kept.activations)),
+            loops,
             beside * np.array(flops, float),
             beside * np.array(saved, float).reshape(len(saved), len(flops)),
             np.array([bool(option.copies) for option in self.options], bool),
         )
 
     @cached_property
-    def hidden_by_loop(self) -> dict[int, float]:
-        """For each loop that may copy to or from the host: the FLOPs of its matmuls in a step."""
-        copies = (task for task in self.step.tasks if task.loop is not None)
-        return {task.loop: task.executions * task.layer_flops for task in copies if task.loop is not None}
+    def copy_windows(self) -> tuple[CopyWindow, ...]:
+        """What copies to and from the host can hide behind; those of one loop follow each other, the shortest first."""
+        if self.kept is not None:
+            return self.kept.windows
+        windows = {copy_window(task) for task in self.step.tasks}
+        return tuple(sorted(window for window in windows if window is not None))
 
     @cached_property
     def host_rows(self) -> tuple[int, ...]:
@@ -248,10 +252,9 @@ class Space:
 
     @cached_property
     def _program_costs(self) -> ProgramCosts:
-        loops = tuple(self.hidden_by_loop) if self.kept is None else tuple(range(len(self.kept.loop_flops)))
         return ProgramCosts(
-            self.step, self.points, self.options, self.host_rows, loops, frozenset(self.tensor_axes), self.residual,
-            self.hardware.devices, self.assignment({}, {}, {}).is_stored_like_a_parameter,
+            self.step, self.points, self.options, self.host_rows, self.copy_windows, frozenset(self.tensor_axes),
+            self.residual, self.hardware.devices, self.assignment({}, {}, {}).is_stored_like_a_parameter,
         )  # fmt: skip
 
     @cached_property

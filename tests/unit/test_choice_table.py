@@ -20,7 +20,7 @@ def problems(draw):
     """A few components with a few choices each, and options about up to two activations; numbers are small integers."""
     sizes = draw(st.lists(st.integers(1, 2), max_size=2))
     options = sum(sizes)
-    keeping = Keeping.of(sizes, np.zeros(0), np.zeros((options, 0)), np.zeros(options, bool))
+    keeping = Keeping.of(sizes, (), np.zeros(0), np.zeros((options, 0)), np.zeros(options, bool))
 
     def array(low, high, *shape):
         values = st.integers(low, high)

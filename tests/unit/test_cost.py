@@ -1,10 +1,15 @@
 """Times of collectives, FLOPs of matmuls and blocks under attention masks, against calculations by hand."""
 
+import itertools
+import random
+from types import SimpleNamespace
+
 import pytest
 
+from shardplan.cost.calibration import load_calibration
 from shardplan.cost.collectives import Purpose, Traffic
 from shardplan.cost.matmul import Matmul
-from shardplan.cost.roofline import model_flops, transfer_seconds
+from shardplan.cost.roofline import exposed_host_copies, model_flops, seconds_beside, transfer_seconds
 from shardplan.errors import ConfigError
 from shardplan.hardware import CollectiveKind, parse_slice, place_mesh
 from shardplan.hardware.multislice import slices_by_axis
@@ -50,6 +55,33 @@ def test_model_flops_of_a_step(kind, factor):
     expected = 2 * tokens * weights + 2 * tokens * 4097 * width * layers  # a token attends to itself too
     flops = model_flops(model, Workload(kind, 16, 4096, "bfloat16", "bfloat16"))
     assert flops == pytest.approx(factor * expected, rel=1e-9)
+
+
+def test_late_copies_are_those_of_the_best_order():
+    """Copies of a loop run one after the other; no order makes the last one less late. Loops add up."""
+    hardware, chooser = parse_slice("v5e-16"), random.Random(0)
+    calibration = load_calibration(hardware.generation.name)
+    for _ in range(20):
+        by_loop = {None: [(0.0, chooser.random())]}
+        for loop in (7, 8):
+            by_loop[loop] = [(chooser.choice((0.0, 1e13, 3e14, 6e14)), chooser.random()) for _ in range(4)]
+        copies, expected = [], 0.0
+        for loop, members in by_loop.items():
+            copies += [(SimpleNamespace(loop=loop, executions=1, layer_flops=flops), s) for flops, s in members]
+            orders = itertools.permutations((seconds_beside(flops, hardware, calibration), s) for flops, s in members)
+            expected += min(lateness(order) for order in orders)
+        exposed = [*exposed_host_copies(copies, hardware, calibration)]
+        assert sum(exposed) == pytest.approx(expected, rel=1e-9)
+        assert all(0 <= late <= seconds for late, (_, seconds) in zip(exposed, copies, strict=True))
+
+
+def lateness(order):
+    """Return by how much the latest of transfers is late, each with its deadline and its seconds."""
+    now = late = 0.0
+    for due, seconds in order:
+        now += seconds
+        late = max(late, now - due)
+    return late
 
 
 def test_matmuls_are_padded_to_tiles():

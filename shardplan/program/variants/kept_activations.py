@@ -7,7 +7,8 @@ steps: under a policy that has this option alone (`shardplan.program.variants.ch
 
 The options of several activations add up: what is computed again for one is hardly ever needed for another. The search
 combines them so, and its results are priced anew by the step of their policy. Only copies to and from the host do not
-add up: all those of one loop hide behind the same matmuls, so that an option lists its copies by loop.
+add up: those of one loop run one after the other and hide behind the same matmuls, so that an option lists its copies
+by the matmuls that they hide behind.
 """
 
 from collections import Counter, defaultdict
@@ -16,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from shardplan.plan.workload.checkpointing import CheckpointPolicy
-from shardplan.program.layer_flops import MATMULS
+from shardplan.program.layer_flops import MATMULS, CopyWindow
 from shardplan.program.live_buffers import LiveBuffer, ProgramPoint
 from shardplan.program.operations import REMATERIALIZED_SCOPE, Operation, all_operations
 from shardplan.program.tasks import Task, TaskKind
@@ -37,8 +38,8 @@ Buffers = Mapping[LiveBuffer, int]
 class HostCopies(NamedTuple):
     """The copies to or from the host that one loop makes for an activation."""
 
-    loop: int
-    """Index of the loop in `KeptActivations.loop_flops`."""
+    window: int
+    """Index in `KeptActivations.windows`."""
     task: Task
     """The copy, without the FLOPs that it can hide behind."""
     number: int
@@ -55,7 +56,7 @@ class Option:
     removed: tuple[tuple[Task, int], ...]
     copies: tuple[HostCopies, ...]
     saved_flops: tuple[float, ...]
-    """FLOPs per step, over all devices, of the matmuls that each loop does not need any more."""
+    """FLOPs per step, over all devices, of the matmuls in each of the windows that are not needed any more."""
     buffers: tuple[Buffers, ...]
     """At every point of `KeptActivations.points`: buffers, each with how many more there are than by default."""
 
@@ -68,8 +69,8 @@ class KeptActivations:
     """The live buffers under the default policy, at every point of the program under any option alone."""
     activations: tuple[tuple[Option, ...], ...]
     """The options of each activation. The default policy is always possible beside them."""
-    loop_flops: tuple[float, ...]
-    """FLOPs per step, over all devices, of the matmuls of each loop that copies under any option."""
+    windows: tuple[CopyWindow, ...]
+    """What copies under any option hide behind; those of one loop follow each other, with ascending FLOPs."""
 
     def policy(self, chosen: Iterable[Option]) -> CheckpointPolicy:
         """Return the policy with some options, of different activations."""
@@ -103,20 +104,24 @@ def kept_activations(
     variants = _most_saving(variants, base)
     every = [walked for of_activation in variants for _, walked in of_activation]
     places = _merge_places([base.places, *(walked.places for walked in every)])
-    loops = sorted({loop for walked in every for loop, _ in walked.copies})
+    windows = sorted({_window(base, loop, flops) for walked in every for loop, flops, _ in walked.copies})
     of_base = base.at(places)
     activations = []
     for of_activation in variants:
         options = []
         for policy, walked in of_activation:
             changes = tuple(_difference(here, there) for here, there in zip(walked.at(places), of_base, strict=True))
+            copies = []
+            for (loop, flops, task), number in walked.copies.items():
+                copies.append(HostCopies(windows.index(_window(base, loop, flops)), task, number))
             options.append(
                 Option(
                     policy,
                     tuple((walked.tasks - base.tasks).items()),
                     tuple((base.tasks - walked.tasks).items()),
-                    tuple(HostCopies(loops.index(loop), task, n) for (loop, task), n in walked.copies.items()),
-                    tuple(base.flops[loop] - walked.flops[loop] for loop in loops),
+                    tuple(copies),
+                    # no policy changes the matmuls of the forward pass, which the shorter windows consist of
+                    tuple(base.flops[window.loop] - walked.flops[window.loop] for window in windows),
                     changes,
                 )
             )
@@ -124,9 +129,14 @@ def kept_activations(
     kept = KeptActivations(
         tuple(tuple(buffers.items()) for buffers in of_base),
         tuple(activations),
-        tuple(base.flops[loop] for loop in loops),
+        tuple(windows),
     )
     return _without_repeated_points(kept)
+
+
+def _window(base: "_Walked", loop: int, flops: float | None) -> CopyWindow:
+    """Return the window of copies of a loop, given its FLOPs; None for all those of the loop."""
+    return CopyWindow(loop, base.flops[loop] if flops is None else flops)
 
 
 class _Walked:
@@ -136,14 +146,16 @@ class _Walked:
         self.points = {point.place: point.buffers for point in walked.points}
         self.places = [point.place for point in walked.points]
         self.tasks: Counter[Task] = Counter()
-        self.copies: Counter[tuple[int, Task]] = Counter()
-        """(loop, copy between device and host) -> its number; copies outside of loops count as other tasks."""
+        self.copies: Counter[tuple[int, float | None, Task]] = Counter()
+        """(loop, FLOPs that hide it, copy between device and host) -> its number. None for the FLOPs of all matmuls of
+        the loop. Copies outside of loops count as other tasks."""
         self.flops: defaultdict[int, float] = defaultdict(float)
         """Loop -> FLOPs of its matmuls in a step, over all devices."""
         finished = finish([each.task for each in walked.tasks])
         for (_, loop), task in zip(walked.tasks, finished, strict=True):
             if task.kind == TaskKind.HOST_COPY and loop is not None:
-                self.copies[loop, replace(task.cost_key, layer_flops=0.0, loop=None)] += 1
+                flops = task.executions * task.layer_flops if task.is_to_host else None
+                self.copies[loop, flops, replace(task.cost_key, layer_flops=0.0, loop=None)] += 1
             else:
                 self.tasks[task.cost_key] += 1
             if task.kind in MATMULS and loop is not None:
@@ -239,4 +251,4 @@ def _without_repeated_points(kept: KeptActivations) -> KeptActivations:
     for of_activation in kept.activations:
         at_rows = [replace(option, buffers=tuple(option.buffers[i] for i in rows)) for option in of_activation]
         activations.append(tuple(at_rows))
-    return KeptActivations(tuple(kept.points[i] for i in rows), tuple(activations), kept.loop_flops)
+    return KeptActivations(tuple(kept.points[i] for i in rows), tuple(activations), kept.windows)

@@ -70,7 +70,7 @@ class Resizer:
         return KeptActivations(
             tuple(map(self._point, kept.points)),
             tuple(tuple(map(self._option, options)) for options in kept.activations),
-            tuple(self.per_step * flops for flops in kept.loop_flops),
+            tuple(window._replace(flops=self.per_step * window.flops) for window in kept.windows),
         )
 
     def _option(self, option: Option) -> Option:
@@ -79,7 +79,7 @@ class Resizer:
             option.policy,
             tuple((self._task(task), n) for task, n in option.added),
             tuple((self._task(task), n) for task, n in option.removed),
-            tuple(HostCopies(loop, self._task(task), n) for loop, task, n in option.copies),
+            tuple(HostCopies(window, self._task(task), n) for window, task, n in option.copies),
             tuple(self.per_step * flops for flops in option.saved_flops),
             tuple(buffers),
         )

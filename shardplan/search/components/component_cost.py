@@ -18,6 +18,7 @@ from shardplan.cost.gspmd import depends_on_params
 from shardplan.cost.memory import stored_buffers
 from shardplan.experts.method import ExpertStrategy
 from shardplan.plan.mapping import AxisMapping, MeshAxes
+from shardplan.program.layer_flops import CopyWindow, copy_window
 from shardplan.program.live_buffers import BufferRole, LiveBuffer, ProgramPoint
 from shardplan.program.named_arrays import TracedArray
 from shardplan.program.tasks import ExpertAxes, Step, Task, TaskKind
@@ -83,10 +84,10 @@ class ComponentCost:
     """Each stands for all of equal cost; among them are those that options about activations add."""
     task_groups: tuple[TaskGroup, ...]
     numbers: np.ndarray
-    """[1 + loops, task]: how many there are of a task; then, how many copies to or from the host are in each loop that
-    has some. The latter are not among the former."""
+    """[1 + windows, task]: how many there are of a task; then, how many copies to or from the host hide behind the
+    matmuls of each window. The latter are not among the former."""
     option_numbers: np.ndarray
-    """[option, 1 + loops, task]: how many more there are under an option."""
+    """[option, 1 + windows, task]: how many more there are under an option."""
     buffers: tuple[LiveBuffer, ...]
     buffer_groups: tuple[BufferGroup, ...]
     min_stored_bytes: float
@@ -155,8 +156,8 @@ class ProgramCosts:
     points: tuple[ProgramPoint, ...]
     options: tuple[Option, ...]
     host_rows: tuple[int, ...]
-    loops: tuple[int, ...]
-    """The loops that have copies to or from the host, or numbers of those that have some under an option."""
+    windows: tuple[CopyWindow, ...]
+    """What copies to and from the host hide behind, also those under an option."""
     tensor_axes: frozenset[str]
     residual: str
     devices: int
@@ -179,7 +180,7 @@ def component_cost(program: ProgramCosts, component: tuple[str, ...]) -> Compone
     counted = [_count_tasks(program, step.tasks)]
     counted += [_count_option(program, option) for option in program.options]
     tasks = list(dict.fromkeys(task for each in counted for _, task in each if belongs(*task.operands, *task.results)))
-    tables = np.array([_table(each, tasks, 1 + len(program.loops)) for each in counted])
+    tables = np.array([_table(each, tasks, 1 + len(program.windows)) for each in counted])
 
     stored_here = [buffer for buffer in stored_buffers(step) if belongs(buffer.array)]
 
@@ -219,7 +220,11 @@ def component_cost(program: ProgramCosts, component: tuple[str, ...]) -> Compone
 
 def _count_tasks(program: ProgramCosts, tasks: Iterable[Task]) -> Counter[tuple[int, Task]]:
     """Return (row of `ComponentCost.numbers`, task) -> its number."""
-    return Counter((0 if task.loop is None else 1 + program.loops.index(task.loop), task.cost_key) for task in tasks)
+    counted: Counter[tuple[int, Task]] = Counter()
+    for task in tasks:
+        window = copy_window(task)
+        counted[0 if window is None else 1 + program.windows.index(window), task.cost_key] += 1
+    return counted
 
 
 def _count_option(program: ProgramCosts, option: Option) -> Counter[tuple[int, Task]]:
@@ -230,7 +235,7 @@ def _count_option(program: ProgramCosts, option: Option) -> Counter[tuple[int, T
     for task, number in option.removed:
         counted[0, task] -= number
     for copy in option.copies:
-        counted[1 + copy.loop, copy.task] += copy.number
+        counted[1 + copy.window, copy.task] += copy.number
     return counted
 
 

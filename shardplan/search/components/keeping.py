@@ -1,7 +1,8 @@
 """Chooses the activations that a step keeps: all combinations of options are compared.
 
 An option is what can become of an activation: kept on the device, or copied to the host and back. Of each activation at
-most one option is chosen. Seconds and bytes of options add up, and copies of one loop hide behind its matmuls together.
+most one option is chosen. Seconds and bytes of options add up. Copies of one loop run one after the other, and each
+hides behind the matmuls before it is due (`shardplan.program.layer_flops`).
 There are few activations, so that the times of all combinations are computed at once, and their bytes in the order of
 these times, until one fits. That is exact.
 """
@@ -28,9 +29,9 @@ class Amount(NamedTuple):
     bytes: np.ndarray
     """[row]: bytes at every point of the program, then in the memory of the host."""
     copy_seconds: np.ndarray
-    """[loop]: seconds of copies to and from the host."""
+    """[window]: seconds of copies to and from the host."""
     options: np.ndarray
-    """[option, 1 + loops + rows]: seconds, seconds of copies, and bytes that each option adds."""
+    """[option, 1 + windows + rows]: seconds, seconds of copies, and bytes that each option adds."""
 
     def plus(self, other: "Amount") -> "Amount":
         """Return both together."""
@@ -62,15 +63,19 @@ class Keeping:
     """[combination, option]: 1 where a combination has an option, else 0."""
     activations: tuple[tuple[int, ...], ...]
     """The options of each activation."""
+    loops: tuple[int, ...]
+    """[window]: the loop of matmuls that copies can hide behind; those of one loop follow each other."""
     hiding: np.ndarray
-    """[loop]: seconds of the matmuls of a loop, which its copies can hide behind."""
+    """[window]: seconds of these matmuls, ascending within a loop."""
     saved: np.ndarray
-    """[option, loop]: seconds of them that an option saves."""
+    """[option, window]: seconds of them that an option saves."""
     copies: np.ndarray
     """[combination]: how many of its options copy activations to the host."""
 
     @staticmethod
-    def of(sizes: Sequence[int], hiding: np.ndarray, saved: np.ndarray, copies: np.ndarray) -> "Keeping":
+    def of(
+        sizes: Sequence[int], loops: tuple[int, ...], hiding: np.ndarray, saved: np.ndarray, copies: np.ndarray
+    ) -> "Keeping":
         """Return all combinations of options, given each activation's number of options.
 
         Args:
@@ -82,17 +87,23 @@ class Keeping:
         combinations = np.zeros((len(chosen), sum(sizes)))
         for i, options in enumerate(chosen):
             combinations[i, [option for option in options if option is not None]] = 1
-        return Keeping(combinations, activations, hiding, saved, (combinations @ copies).astype(int))
+        return Keeping(combinations, activations, loops, hiding, saved, (combinations @ copies).astype(int))
 
     @cached_property
-    def loops(self) -> int:
-        """Number of loops that copies can be in."""
-        return len(self.hiding)
+    def windows(self) -> int:
+        """Number of different sets of matmuls that copies can hide behind."""
+        return len(self.loops)
 
     @cached_property
     def _hiding_of_combinations(self) -> np.ndarray:
-        """[combination, loop]: seconds that copies can hide behind."""
+        """[combination, window]: seconds that copies can hide behind."""
         return self.hiding - self.combinations @ self.saved
+
+    @cached_property
+    def _is_before(self) -> np.ndarray:
+        """[window, other window]: whether copies of the window run before those of the other one have ended."""
+        loops = np.array(self.loops)
+        return np.triu(loops[:, None] == loops[None, :])
 
     def least(self, options: np.ndarray) -> np.ndarray:
         """Return a lower bound, at most 0, on the change of any combination of options, given each option's.
@@ -156,14 +167,16 @@ class Keeping:
 
     def _seconds(self, amount: Amount) -> tuple[np.ndarray, np.ndarray]:
         """Return the seconds of every combination, and its handicapped seconds."""
-        copies = amount.copy_seconds + self.combinations @ amount.options[:, 1 : 1 + self.loops]
-        exposed = np.maximum(0.0, copies - self._hiding_of_combinations).sum(axis=1)
-        seconds = amount.seconds + self.combinations @ amount.options[:, 0] + exposed
+        copies = amount.copy_seconds + self.combinations @ amount.options[:, 1 : 1 + self.windows]
+        late = np.maximum(0.0, copies @ self._is_before - self._hiding_of_combinations)
+        seconds = amount.seconds + self.combinations @ amount.options[:, 0]
+        for loop in dict.fromkeys(self.loops):
+            seconds += late[:, np.array(self.loops) == loop].max(axis=1)
         return seconds, seconds * (1 + LEFT_OUT * (self.copies > 0))
 
     def _bytes(self, amount: Amount, combinations: np.ndarray) -> np.ndarray:
         """Return [combination, row]: bytes of some combinations."""
-        return amount.bytes + self.combinations[combinations] @ amount.options[:, 1 + self.loops :]
+        return amount.bytes + self.combinations[combinations] @ amount.options[:, 1 + self.windows :]
 
     def _options(self, combination: int) -> tuple[int, ...]:
         return tuple(map(int, np.flatnonzero(self.combinations[combination])))

@@ -65,7 +65,7 @@ class Choices(NamedTuple):
     def least(self, amount: Amount) -> tuple[float, np.ndarray]:
         """Return lower bounds on the seconds and bytes of an amount, for any options about activations."""
         gained = self.keeping.least(amount.options)
-        return amount.seconds + float(gained[0]), amount.bytes + gained[1 + self.keeping.loops :]
+        return amount.seconds + float(gained[0]), amount.bytes + gained[1 + self.keeping.windows :]
 
 
 @dataclass(frozen=True)
