@@ -325,7 +325,7 @@ def describe_other_form(best: Candidate, other: OtherForm, param_dtype: str) -> 
 
 
 def describe_indivisible(example: Indivisible) -> str:
-    """List the logical axes that cannot be sharded over a mesh axis.
+    """Say why a logical axis cannot be sharded over mesh axes.
 
     >>> describe_indivisible(Indivisible("kv_head", 8, ("model",), 16))
     'kv_head (8) is not divisible by model = 16'
@@ -335,7 +335,7 @@ def describe_indivisible(example: Indivisible) -> str:
 
 
 def describe_unknown_axis(axis: str, known: Iterable[str]) -> str:
-    """That the model does not have a logical axis of a given mapping.
+    """Say that a given mapping has a logical axis that the model does not have.
 
     >>> describe_unknown_axis("mpl", ["embed", "mlp"])
     "the model has no axis 'mpl', so that mapping it does nothing; did you mean 'mlp'?"
