@@ -249,12 +249,25 @@ class PlannedLoad:
 
 
 def load_by_plan(plan: Plan, forecast: Forecast) -> PlannedLoad:
-    """Return the load of a plan, by the forecast of its reads."""
+    """Return the load of a plan, by the forecast of its reads.
+
+    >>> from types import SimpleNamespace
+    >>> from shardplan.checkpoint.transfer.byte_ranges import ReadVolume
+    >>> processes = {0: ReadVolume(8 * 10**9, 100), 1: ReadVolume(6 * 10**9, 100)}
+    >>> load = load_by_plan(SimpleNamespace(mesh={"data": 8}), Forecast("gpt2", 14 * 10**9, 1e9, processes, []))
+    >>> load.bytes, load.seconds
+    (14000000000, 8.0)
+    """
     return PlannedLoad(
         forecast.network_bandwidth, len(forecast.processes), forecast.fleet_bytes, forecast.seconds, plan
     )
 
 
 def load_by_one_process(weights: Weights, bandwidth: float) -> PlannedLoad:
-    """Estimate a load of all weights by one process that reads `bandwidth` bytes per second."""
+    """Estimate a load of all weights by one process that reads `bandwidth` bytes per second.
+
+    >>> from types import SimpleNamespace
+    >>> load_by_one_process(SimpleNamespace(bytes=14 * 10**9), bandwidth=1e9).seconds
+    14.0
+    """
     return PlannedLoad(bandwidth, 1, weights.bytes, weights.bytes / bandwidth)

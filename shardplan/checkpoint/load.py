@@ -377,7 +377,14 @@ def _unneeded_text(match: Match) -> str:
 
 
 def array_specs(template: Any, mapping: ResourceMapping, program: StateDictProgram) -> dict[str, tuple[MeshAxes, ...]]:
-    """Return array path -> the mesh axes that shard each dimension, from the `mapping` of its logical axes."""
+    """Return array path -> the mesh axes that shard each dimension, from the `mapping` of its logical axes.
+
+    >>> axes = hax.Axis("embed", 8), hax.Axis("mlp", 16)
+    >>> template = {"up_proj": hax.NamedArray(jax.ShapeDtypeStruct((8, 16), np.float32), axes)}
+    >>> program = StateDictProgram({}, {"['up_proj']": View((8, 16))})
+    >>> array_specs(template, {"embed": ("replica", "data"), "mlp": "model"}, program)
+    {"['up_proj']": (('replica', 'data'), ('model',))}
+    """
     axes = {path: leaf.axes for path, leaf in named_leaves(template) if isinstance(leaf, hax.NamedArray)}
     return {path: _mesh_axes(pspec_for_axis(axes.get(path, ()), mapping), view) for path, view in program.views.items()}
 

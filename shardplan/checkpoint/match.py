@@ -60,6 +60,15 @@ class Match:
 def match_tensors(template: Any, tensors: Mapping[str, Tensor], where: str) -> StateDictProgram:
     """Map the tensors of a checkpoint to the arrays of the model, and check that the two match.
 
+    >>> import haliax as hax
+    >>> import jax
+    >>> import numpy as np
+    >>> axes = hax.Axis("vocab", 16), hax.Axis("embed", 8)
+    >>> wte = hax.nn.Embedding(hax.NamedArray(jax.ShapeDtypeStruct((16, 8), np.float32), axes), *axes)
+    >>> stored = {"transformer.wte.weight": Tensor(None, 0, (16, 8), np.dtype(np.float32), SINGLE)}
+    >>> match_tensors({"wte": wte}, stored, "here").tensors
+    {'transformer.wte.weight': (16, 8)}
+
     Args:
         where: name of the checkpoint, for messages.
 
@@ -78,6 +87,17 @@ def match_checkpoint(
     adapter: Adapter | None = None,
 ) -> Match:
     """Match the tensors of a checkpoint with the arrays of the model.
+
+    >>> import haliax as hax
+    >>> import jax
+    >>> import numpy as np
+    >>> axes = hax.Axis("vocab", 16), hax.Axis("embed", 8)
+    >>> wte = hax.nn.Embedding(hax.NamedArray(jax.ShapeDtypeStruct((16, 8), np.float32), axes), *axes)
+    >>> tensor = Tensor(None, 0, (16, 8), np.dtype(np.float32), SINGLE)
+    >>> stored = {"transformer.wte.weight": tensor, "vision.bias": tensor}
+    >>> match = match_checkpoint({"wte": wte}, TensorIndex(stored), "here")
+    >>> match.program.tensors, match.unneeded
+    ({'transformer.wte.weight': (16, 8)}, ('vision.bias',))
 
     Args:
         template: a Levanter model with `jax.ShapeDtypeStruct`s in place of arrays.
@@ -103,7 +123,7 @@ def match_checkpoint(
         index = replace(base, tensors={**base.tensors, **changes.tensors})
     program = trace_program(template, expected, stored=_coded_views(tensors, stored))
     head = None if any(name.startswith(HEADS) for name in expected) else stored.head
-    tied = tied_embedding(template, program)
+    tied = _tied_embedding(template, program)
     names = dict(stored.names)
     if adapter is not None and tied is not None:
         own_head = stored.head or f"{stored.head_module}.weight"
@@ -135,11 +155,16 @@ def match_checkpoint(
 
 
 def is_tied(template: Any) -> bool:
-    """Return whether a Levanter model has no output head of its own, but could have one."""
+    """Return whether a Levanter model has no output head of its own, but could have one.
+
+    >>> from types import SimpleNamespace
+    >>> is_tied(SimpleNamespace(lm_head=None)), is_tied(SimpleNamespace())
+    (True, False)
+    """
     return hasattr(template, "lm_head") and template.lm_head is None
 
 
-def tied_embedding(template: Any, program: StateDictProgram) -> str | None:
+def _tied_embedding(template: Any, program: StateDictProgram) -> str | None:
     """Return the embedding's tensor if it is also the model's output head; None if the model has a separate head."""
     if not hasattr(template, "get_lm_head"):
         return None
@@ -153,6 +178,17 @@ def tied_embedding(template: Any, program: StateDictProgram) -> str | None:
 
 def check_values(match: Match, tensors: Mapping[str, Tensor], template: Any) -> list[str]:
     """Compare tensors that must have equal values; return warnings for the user.
+
+    >>> import numpy as np
+    >>> from tempfile import TemporaryDirectory
+    >>> from safetensors.numpy import save_file
+    >>> from shardplan.checkpoint.format.index import read_index
+    >>> from shardplan.storage import open_folder
+    >>> with TemporaryDirectory() as folder:
+    ...     save_file({"norm": np.ones(4, np.float32)}, f"{folder}/model.safetensors")
+    ...     norm = read_index(open_folder(folder))["norm"]
+    >>> check_values(Match("here", StateDictProgram({}, {}), second_set=((norm, norm),)), {}, template=None)
+    ['here: model.safetensors and the files of model.safetensors.index.json hold the same weights; the latter are read']
 
     Args:
         template: the model that was matched.

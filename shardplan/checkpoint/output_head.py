@@ -57,7 +57,14 @@ def has_own_head(template: Any, folder: Folder, processes: ProcessGroup, adapter
 
 
 def check_head(plan: Plan, template: Any) -> None:
-    """Check that `plan` has an output head of its own if the model has one.
+    """Check that a plan has an output head of its own exactly if the model has one.
+
+    >>> from types import SimpleNamespace
+    >>> plan = SimpleNamespace(parameters=[SimpleNamespace(path="lm_head.weight")])
+    >>> check_head(plan, SimpleNamespace(lm_head=None))  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+        ...
+    shardplan.errors.ConfigError: the plan has lm_head.weight, and the model has its embedding as output head; ...
 
     Raises:
         ConfigError: only one of the two has.

@@ -9,6 +9,11 @@ from shardplan.plan.plan import Plan
 def check_plan(function: str, plan: Any) -> None:
     """Check that an argument of a public function is a plan.
 
+    >>> check_plan("save_orbax", "plan.json")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+        ...
+    shardplan.errors.ConfigError: save_orbax: plan is 'plan.json'; pass a plan, from shardplan.make_plan(config) or ...
+
     Raises:
         ConfigError: it is a file's name, a configuration, or anything else.
     """

@@ -65,7 +65,16 @@ class PlanDiff:
 
 
 def diff_plans(before: Plan, after: Plan) -> PlanDiff:
-    """Compare two plans."""
+    """Compare two plans.
+
+    >>> from shardplan.plan.sections import CostPlan, HardwareInfo, MemoryPlan, ModelInfo, SearchInfo
+    >>> from shardplan.plan.workload.workload import Workload
+    >>> model, hardware = ModelInfo("gpt2", "gpt2", {"embed": 768}, 124_000_000), HardwareInfo("v5e-8", 8, 16.0)
+    >>> memory, cost, search = MemoryPlan(*[0] * 10), CostPlan(0.5, 0.4, []), SearchInfo(1, True, 0.1, None, {}, [])
+    >>> before = Plan(model, Workload(), hardware, {"data": 8, "model": 1}, {}, {}, [], memory, cost, search, {})
+    >>> diff_plans(before, dataclasses.replace(before, mesh={"data": 4, "model": 2})).mesh
+    [Change(name='data', before=8, after=4), Change(name='model', before=1, after=2)]
+    """
     return PlanDiff(
         settings=_changes(_settings(before), _settings(after)),
         mesh=_changes(before.mesh, after.mesh),

@@ -89,6 +89,13 @@ class Rules:
 def parse_rules(pins: Sequence[str], forbidden: Sequence[str], axes: ModelAxes) -> Rules:
     """Parse the texts of `--pin` and `--forbid`.
 
+    >>> from shardplan.model.axes import Parameter
+    >>> parameters = (Parameter("mlp.up_proj.weight", {"mlp": 64, "embed": 32}, "float32"),)
+    >>> axes = ModelAxes("llama", parameters, "embed", "position", "vocab")
+    >>> rules = parse_rules(["mlp=model", "mesh.model=4"], ["params.embed"], axes)
+    >>> [str(rule) for rule in (*rules.pins, *rules.forbidden)], rules.sizes
+    (['mlp=model', 'params.embed'], {'model': 4})
+
     Raises:
         ConfigError: an unknown logical axis, mesh axis or tensor, a pin without `=`, or contradicting rules.
     """

@@ -54,7 +54,7 @@ def find_smallest(
     best: Candidate | None = None
     for subproblem in sorted(enumerate_subproblems(space, meshes, statistics), key=lambda each: each.min_bytes):
         limit = best.peak_bytes if best is not None else limit_bytes
-        if subproblem.min_bytes >= limit:
+        if subproblem.min_bytes >= limit:  # and so is that of all that follow
             break
         best = subproblem.find_smallest(limit) or best
     return best

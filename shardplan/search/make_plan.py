@@ -58,6 +58,12 @@ def make_plan(
 ) -> Plan:
     """Return the Plan with the fastest mesh and mappings that fit.
 
+    >>> from shardplan.config import load_config
+    >>> config = load_config(model={"config": "pythia-70m"}, hardware={"slice": "v5e-4"})
+    >>> plan = make_plan(config)
+    >>> plan.mesh, plan.compute_mapping
+    ({'replica': 1, 'data': 4, 'model': 1}, {'batch': ['data']})
+
     Args:
         config: model, hardware, mesh and workload; see `shardplan.config`.
         model: the model, if it has been built already.
@@ -84,9 +90,15 @@ def rank_plans(
 
     No two agree in all of mesh, mesh axes of batch, positions and stored residual axis, and what the workload leaves
     open; nor in the method of attention, where several components have attention.
+
+    >>> from shardplan.config import load_config
+    >>> config = load_config(model={"config": "pythia-70m"}, hardware={"slice": "v5e-4"})
+    >>> [plan.param_mapping for plan in rank_plans(config, 2)]
+    [{}, {'embed': ['data']}]
     """
     model = model or model_from_config(config)
     config = choose_batch(fit_position(config, model), model, own_attention)
+    # one more than is returned, because each plan names the next one as its runner-up
     result = search_configuration(config, model, count + 1, own_attention)
     if not result.fits and not nearest_miss:
         raise _infeasible_error(result.ranked[0], config.workload)
@@ -95,13 +107,27 @@ def rank_plans(
 
 
 def model_from_config(config: PlanConfig) -> Model:
-    """Build the model that the configuration names, without weights."""
+    """Build the model that the configuration names, without weights.
+
+    >>> from shardplan.config import load_config
+    >>> model = model_from_config(load_config(model={"config": "pythia-70m"}))
+    >>> model.type, model.vocab.size
+    ('gpt_neox', 50304)
+    """
     folder = open_folder(config.model.ref) if config.model.config is None else None
     return model_in_folder(config, folder)
 
 
 def model_in_folder(config: PlanConfig, folder: Folder | None) -> Model:
-    """Build the model that the configuration names, without weights, from a folder that has been opened."""
+    """Build the model that the configuration names, without weights, from a folder that is open already.
+
+    >>> from shardplan.config import load_config
+    >>> model_in_folder(load_config(model={"config": "pythia-70m"}), None).positions
+    2048
+
+    Args:
+        folder: of the checkpoint; None if `model.config` names a config.json.
+    """
     hf_config = read_config(config.model.config, folder, config.model_class, config.load.keep_dtype)
     return build_configured(config, hf_config)
 
@@ -111,12 +137,25 @@ def build_configured(config: PlanConfig, hf_config: dict[str, Any]) -> Model:
 
     Where no number of positions is set, a model with fewer than the default is built for as many as it has. Experts of
     Levanter's classes are computed by shardplan's blocks, so that plans shard them.
+
+    >>> sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
+    >>> config_json = {"model_type": "llama", "vocab_size": 256, "max_position_embeddings": 512, **sizes}
+    >>> from shardplan.config.sections import ModelConfig
+    >>> build_configured(PlanConfig(ModelConfig(config="config.json")), config_json).positions
+    512
     """
     return with_planned_experts(build_model(hf_config, config.workload.position, shorten=_has_default_position(config)))
 
 
 def fit_position[C: PlanConfig](config: C, model: Model) -> C:
-    """Limit the default number of positions to the model's."""
+    """Limit the default number of positions to the model's.
+
+    >>> from types import SimpleNamespace
+    >>> from shardplan.config.sections import ModelConfig
+    >>> config = PlanConfig(ModelConfig(config="gpt2-large"))
+    >>> fit_position(config, SimpleNamespace(positions=1024)).workload.position
+    1024
+    """
     position = config.workload.position
     if not _has_default_position(config) or position <= model.positions:
         return config
@@ -206,6 +245,7 @@ def _plan(
 
 def _caveats(ranked: RankedCandidate) -> Iterator[Caveat]:
     space = ranked.candidate.space
+    # a space for TPUs is searched without this requirement only after nothing has fitted (`RELAXATIONS`)
     if space.step.has_attention and not space.requires_kernel and not space.hardware.is_cpu:
         yield Caveat.NO_ATTENTION_KERNEL
     yield from caveats_of(ranked.candidate.assignment)

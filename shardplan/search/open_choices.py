@@ -73,7 +73,12 @@ class WorkloadVariant(NamedTuple):
 
 
 def enumerate_variants(config: PlanConfig, vocab: int, has_options: bool) -> Iterator[list[WorkloadVariant]]:
-    """Yield a list for every kind of gradient checkpointing that is tried, each in the order of ascending numbers.
+    """Yield the variants of each kind of gradient checkpointing that is tried, in the order of ascending numbers.
+
+    >>> from shardplan.config.sections import ModelConfig
+    >>> config = PlanConfig(ModelConfig(config="gpt2-large"), workload=Workload("train", batch=4))
+    >>> [[each.config.workload.microbatches for each in kind] for kind in enumerate_variants(config, 32000, False)]
+    [[1, 2, 4]]
 
     Args:
         vocab: the number of tokens in the vocabulary.

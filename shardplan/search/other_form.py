@@ -32,6 +32,7 @@ def estimate_other_form(candidate: Candidate, model: Model, workload: Workload) 
     Args:
         workload: of the plan, with nothing left open.
     """
+    # training updates weights, which must be numbers
     other = None if workload.is_training else _in_other_form(model)
     if other is None:
         return None

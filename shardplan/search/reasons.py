@@ -106,7 +106,12 @@ class SearchStatistics:
 
 
 def caveats_of(assignment: ShardingAssignment) -> list[Caveat]:
-    """Return the caveats that a sharding has under every workload."""
+    """Return the caveats that a sharding has under every workload.
+
+    >>> mesh, compute = {"replica": 1, "data": 4, "model": 2}, {"batch": ("data",)}
+    >>> caveats_of(ShardingAssignment(mesh, compute, {}, {}, ("batch", "position")))
+    [<Caveat.REPEATED_WORK: 'repeated_work'>]
+    """
     sliced = [Caveat.SLICED_ACTIVATIONS] if assignment.sliced_mesh_axes else []
     return sliced + ([Caveat.REPEATED_WORK] if assignment.idle_mesh_axes else [])
 
@@ -166,6 +171,13 @@ def describe_host_copies(host_bytes: float, seconds: float, exposed: float) -> s
 def describe_runner_up(best: Candidate, other: Candidate, settings: str) -> str:
     """Compare the runner-up `other` with the best candidate: time, memory, mesh, and mappings axis by axis.
 
+    >>> from types import SimpleNamespace
+    >>> mapped, replicated = SimpleNamespace(compute={"mlp": ("model",)}), SimpleNamespace(compute={})
+    >>> best = SimpleNamespace(mesh={"model": 4}, assignment=mapped, params={}, seconds=1.0, peak_bytes=8 * GIB)
+    >>> other = SimpleNamespace(mesh={"data": 4}, assignment=replicated, params={}, seconds=1.1, peak_bytes=9 * GIB)
+    >>> describe_runner_up(best, other, "")
+    'runner-up: mesh data 4, +10.0 % time, +1.00 GiB; compute mapping mlp -> none'
+
     Args:
         settings: the settings of its step; empty if they are those of the best.
     """
@@ -193,6 +205,12 @@ def describe_attention(
     best: Candidate, layers: Mapping[str, str], devices: int, alternatives: Iterable[AttentionAlternative]
 ) -> list[str]:
     """Describe how attention is computed, then each alternative and its effect in a sentence.
+
+    >>> from types import SimpleNamespace
+    >>> from shardplan.plan.attention_plan import AttentionPlan
+    >>> best = SimpleNamespace(assignment=SimpleNamespace(attention=AttentionPlan("ring", 1, 4, "zigzag")))
+    >>> describe_attention(best, {"causal": "all 32 layers"}, 4, [])
+    ['sequence sharded over 4 devices; keys and values pass around a ring of 4, zigzag order']
 
     Args:
         layers: name of each kind of attention in the model -> its layers, in words; where there are several kinds,
@@ -232,19 +250,38 @@ def describe_unsharded_heads(axes: Iterable[str]) -> list[str]:
 
 
 def describe_sparse_obstacles(obstacles: Iterable[str]) -> list[str]:
-    """Why no kernels compute Native Sparse Attention, one sentence for each reason."""
+    """Why no kernels compute Native Sparse Attention, one sentence for each reason.
+
+    >>> describe_sparse_obstacles(["they are for TPUs", "they are for TPUs"])
+    ['excluded: kernels of native sparse attention: they are for TPUs']
+    """
     return [f"excluded: kernels of native sparse attention: {obstacle}" for obstacle in dict.fromkeys(obstacles)]
 
 
 def describe_training_order(is_training: bool, shards_positions: bool, kinds: Iterable[AttentionKind]) -> list[str]:
-    """Why sharded positions of Native Sparse Attention have one order in training."""
+    """Explain why Native Sparse Attention trains with positions in one order only; empty for all other steps.
+
+    >>> from shardplan.decoder.parts.attention.sparse.config import NativeSparseConfig
+    >>> sparse = AttentionKind(sparse=NativeSparseConfig(2560, 4, 16, 192, 128, 32, 16, 64, 16, 512))
+    >>> describe_training_order(is_training=True, shards_positions=True, kinds=[sparse])
+    ["excluded: zigzag order in training: Levanter's loss takes the next token in the array as the target"]
+    """
     if not (is_training and shards_positions and any(kind.sparse is not None for kind in kinds)):
         return []
     return ["excluded: zigzag order in training: Levanter's loss takes the next token in the array as the target"]
 
 
 def describe_experts(best: Candidate, alternatives: Iterable[ExpertAlternative]) -> list[str]:
-    """Describe how routed experts are computed, then each alternative and its effect in a sentence."""
+    """Describe how routed experts are computed, then each alternative and its effect in a sentence.
+
+    >>> from types import SimpleNamespace
+    >>> blocks = [SimpleNamespace(experts="experts", mlp="mlp")]
+    >>> space = SimpleNamespace(step=SimpleNamespace(expert_blocks=blocks))
+    >>> assignment = SimpleNamespace(experts=SimpleNamespace(strategy=ExpertStrategy.GATHER_TOKENS))
+    >>> mesh, compute = {"data": 2, "model": 4}, {"experts": ("model",)}
+    >>> describe_experts(SimpleNamespace(space=space, assignment=assignment, mesh=mesh, compute=compute), [])
+    ['experts sharded over model (4 devices); devices gather the tokens of their group and scatter the sums']
+    """
     sentences = []
     for block in best.space.step.expert_blocks:
         sharded = [
@@ -261,13 +298,24 @@ def describe_experts(best: Candidate, alternatives: Iterable[ExpertAlternative])
 
 
 def describe_uneven_load(best: Candidate, spread: float, seconds: float) -> str:
-    """Describe how a load of experts with a spread would change a step of `seconds`."""
+    """Describe how a load of experts with a spread would change a step of `seconds`.
+
+    >>> from types import SimpleNamespace
+    >>> describe_uneven_load(SimpleNamespace(seconds=1.0, peak_bytes=8 * GIB), spread=0.5, seconds=1.2)
+    'experts used as unevenly as in trained models (workload.expert_load_spread 0.5): +20.0 % time, same memory'
+    """
     difference = _difference_text(best, seconds, best.peak_bytes)
     return f"experts used as unevenly as in trained models (workload.expert_load_spread {spread:g}): {difference}"
 
 
 def describe_other_form(best: Candidate, other: OtherForm, param_dtype: str) -> str:
-    """Describe the effect of weights in another form: kept as stored, or decoded to `param_dtype`."""
+    """Describe the effect of weights in another form: kept as stored, or decoded to `param_dtype`.
+
+    >>> from types import SimpleNamespace
+    >>> best = SimpleNamespace(seconds=1.0, peak_bytes=8 * GIB, space=SimpleNamespace(available_bytes=15 * GIB))
+    >>> describe_other_form(best, OtherForm("float8_e4m3fn", 0.9, 5 * GIB), "bfloat16")
+    'weights kept in float8_e4m3fn instead (load.keep_dtype): -10.0 % time, -3.00 GiB'
+    """
     if other.kept_dtype is None:
         form = f"weights in {param_dtype} instead (without load.keep_dtype)"
     else:
@@ -277,7 +325,7 @@ def describe_other_form(best: Candidate, other: OtherForm, param_dtype: str) -> 
 
 
 def describe_indivisible(example: Indivisible) -> str:
-    """List the logical axes that cannot be sharded over a mesh axis.
+    """Say why a logical axis cannot be sharded over mesh axes.
 
     >>> describe_indivisible(Indivisible("kv_head", 8, ("model",), 16))
     'kv_head (8) is not divisible by model = 16'
@@ -287,7 +335,7 @@ def describe_indivisible(example: Indivisible) -> str:
 
 
 def describe_unknown_axis(axis: str, known: Iterable[str]) -> str:
-    """That the model does not have a logical axis of a given mapping.
+    """Say that a given mapping has a logical axis that the model does not have.
 
     >>> describe_unknown_axis("mpl", ["embed", "mlp"])
     "the model has no axis 'mpl', so that mapping it does nothing; did you mean 'mlp'?"
@@ -296,7 +344,11 @@ def describe_unknown_axis(axis: str, known: Iterable[str]) -> str:
 
 
 def describe_trace(step: Step) -> list[str]:
-    """Describe what the trace of the step could not follow, and what it simplified."""
+    """Describe what the trace of the step could not follow, and what it simplified.
+
+    >>> describe_trace(Step((), (), {}, {}, approximations={"choices between branches, counted as the last branch": 2}))
+    ['2 choices between branches, counted as the last branch']
+    """
     unnamed = [
         f"{count} results of {primitive} have no logical axes: they count as replicated, and collectives that their "
         "sharding causes are not counted"
@@ -319,6 +371,7 @@ def _changes_text(title: str, before: AxisMapping, after: AxisMapping) -> str:
 
 def _difference_text(best: Candidate, seconds: float, peak_bytes: float) -> str:
     """Compare a step of `seconds` with `peak_bytes` with the best candidate."""
+    # memory is compared as it is shown, so that no difference of +0.00 is named
     time, memory = seconds / best.seconds - 1, f"{(peak_bytes - best.peak_bytes) / GIB:+.2f}"
     return (
         f"{'same' if abs(time) < NEGLIGIBLE else f'{100 * time:+.1f} %'} time, "

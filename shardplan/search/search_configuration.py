@@ -93,6 +93,7 @@ def search_configuration(config: PlanConfig, model: Model, keep: int, own_attent
                 is_exhaustive &= variant is None
                 continue
             space = _build_space(variant, model, rules, own_attention)
+            # a candidate keeps its space, so that no later space has the id
             searched[id(space)] = variant.config
             started = time.perf_counter()
             if not search_meshes(space, meshes, ranking, statistics):
@@ -258,6 +259,11 @@ def attention_methods(
 
     Trainings have positions in the order of the sequence, because Levanter's loss has the next token as the target of
     each.
+
+    >>> from types import SimpleNamespace
+    >>> model = SimpleNamespace(is_decoder=False, is_attention_planned=True)
+    >>> [f"{method.strategy} {method.order}" for method in attention_methods(model, (), is_training=True)]
+    ['all_gather contiguous']
 
     Args:
         kinds: the kinds of attention in the model; they decide for models whose attention is not planned.

@@ -371,6 +371,7 @@ class Space:
 
     def _orders(self, mesh: MeshShape, position_axes: MeshAxes) -> list[SequenceOrder]:
         """Return the orders of sharded positions; only a contiguous one lets a window leave out hops of the ring."""
+        # zigzag gives every device a part of both halves of the sequence
         is_even = self.sizes[self.position] % (2 * mesh_size(mesh, position_axes)) == 0
         kinds = self.step.attention_kinds
         has_full_attention = any(kind.pattern.difference_bounds == (None, None) for kind in kinds)

@@ -21,6 +21,7 @@ SLOW = {
     "shardplan.experts.strategies.exchange_tokens",
     "shardplan.explain.rank_slices",
     "shardplan.model.attention.chunked_mask",
+    "shardplan.search.make_plan",
     "shardplan.steps.forward",
 }
 """Modules whose examples build models or compile programs."""

@@ -89,6 +89,20 @@ class Adapter:
 def read_adapter(folder: Folder, cache_bytes: int = 0) -> Adapter:
     """Read the configuration and the headers of an adapter.
 
+    >>> import numpy as np
+    >>> from pathlib import Path
+    >>> from tempfile import TemporaryDirectory
+    >>> from safetensors.numpy import save_file
+    >>> from shardplan.storage import open_folder
+    >>> config = '{"peft_type": "LORA", "r": 1, "lora_alpha": 2, "target_modules": ["q_proj"]}'
+    >>> matrices = {"A": np.ones((1, 4), np.float32), "B": np.ones((8, 1), np.float32)}
+    >>> with TemporaryDirectory() as folder:
+    ...     _ = Path(folder, CONFIG).write_text(config)
+    ...     save_file({f"{PREFIX}q_proj.lora_{name}.weight": matrices[name] for name in "AB"}, f"{folder}/{SINGLE}")
+    ...     adapter = read_adapter(open_folder(folder))
+    >>> {name: pair.rank for name, pair in adapter.pairs.items()}
+    {'q_proj.weight': 1}
+
     Args:
         cache_bytes: most host memory for matrices that are kept after they were used.
 

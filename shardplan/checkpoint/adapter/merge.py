@@ -215,12 +215,19 @@ def check_tied(
 
     PEFT changes one of both while a model runs, and both where it merges.
 
+    >>> from types import SimpleNamespace
+    >>> changes, adapter = AdapterChanges({"wte.weight": None}, {}), SimpleNamespace(where="org/adapter")
+    >>> check_tied(changes, adapter, "wte.weight", "lm_head.weight", False, "gpt2")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+        ...
+    shardplan.errors.CheckpointError: org/adapter changes wte.weight, and gpt2 has one matrix as embedding and ...
+
     Args:
         embedding, head: their names in the checkpoint.
         has_head: whether the checkpoint holds a copy of the embedding as its head.
 
     Raises:
-        CheckpointError: it is not.
+        CheckpointError: it changes one of both.
     """
     low_rank = [name for name in (embedding, head) if name in changes.adapted]
     is_alone = embedding in changes.saved and head not in changes.saved
@@ -235,12 +242,16 @@ def check_tied(
 def unused_changes(changes: AdapterChanges, read: Collection[str], where: str) -> list[str]:
     """List the tensors that an adapter changes but the model never reads, such as those of a vision tower.
 
+    >>> changes = AdapterChanges({}, {"norm.weight": None, "vision.proj.weight": None})
+    >>> unused_changes(changes, ["norm.weight"], "adapter")
+    ['the adapter changes tensors that the model has no use for (vision.proj.weight)']
+
     Args:
         read: names of the tensors that are read, or compared.
         where: name of the checkpoint, for messages.
 
     Raises:
-        CheckpointError: none of them is.
+        CheckpointError: the model reads none of the changed tensors.
     """
     unused = sorted(name for name in changes.tensors if name not in read)
     if not unused:

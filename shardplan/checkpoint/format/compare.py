@@ -16,6 +16,17 @@ CONCURRENT_CHUNKS = 8
 def hold_the_same(pairs: Iterable[tuple[Tensor, Tensor]]) -> bool:
     """Return whether the two tensors of each pair have equal shapes and values; types may differ.
 
+    >>> from tempfile import TemporaryDirectory
+    >>> from safetensors.numpy import save_file
+    >>> from shardplan.checkpoint.format.index import read_index
+    >>> from shardplan.storage import open_folder
+    >>> with TemporaryDirectory() as folder:
+    ...     arrays = {"head": np.ones(4, np.float32), "embed": np.ones(4, np.float16), "norm": np.zeros(4, np.float32)}
+    ...     save_file(arrays, f"{folder}/model.safetensors")
+    ...     stored = read_index(open_folder(folder))
+    >>> hold_the_same([(stored["head"], stored["embed"])]), hold_the_same([(stored["head"], stored["norm"])])
+    (True, False)
+
     Raises:
         CheckpointError: a file cannot be read.
     """

@@ -107,6 +107,15 @@ def header_end(start: bytes | bytearray | memoryview) -> int:
 def read_header(file: File, path: str = "") -> dict[str, Tensor]:
     """Read the header of a safetensors file: tensor name -> tensor.
 
+    >>> from tempfile import TemporaryDirectory
+    >>> from safetensors.numpy import save_file
+    >>> from shardplan.storage import open_folder
+    >>> with TemporaryDirectory() as folder:
+    ...     save_file({"norm": np.ones(4, np.float32)}, f"{folder}/model.safetensors")
+    ...     norm = read_header(open_folder(folder).open("model.safetensors"))["norm"]
+    >>> norm.shape, norm.dtype, norm.nbytes
+    ((4,), dtype('float32'), 16)
+
     Args:
         path: path of the file in the folder of the checkpoint; default: the last part of its name.
 

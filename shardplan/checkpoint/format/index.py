@@ -6,7 +6,7 @@ Which file a tensor is read from:
 2. otherwise the only file that holds it, among those that the index names, and then `model.safetensors`;
 3. without an index, or if none of the files that it names exist, `model.safetensors`.
 
-Whether two files hold the same is only asked where it matters: see `shardplan.checkpoint.matching`.
+Whether two files hold the same is only asked where it matters: see `shardplan.checkpoint.match`.
 """
 
 import json
@@ -71,6 +71,15 @@ class TensorIndex:
 def read_index(folder: Folder, files: WeightFiles = MODEL_FILES) -> dict[str, Tensor]:
     """Read the index and all headers of the checkpoint in `folder`: tensor name -> tensor.
 
+    >>> import numpy as np
+    >>> from tempfile import TemporaryDirectory
+    >>> from safetensors.numpy import save_file
+    >>> from shardplan.storage import open_folder
+    >>> with TemporaryDirectory() as folder:
+    ...     save_file({"norm": np.ones(4, np.float32)}, f"{folder}/model.safetensors")
+    ...     {name: tensor.shape for name, tensor in read_index(open_folder(folder)).items()}
+    {'norm': (4,)}
+
     Raises:
         CheckpointError: see `read_tensor_index`; or a file that the index names is missing.
     """
@@ -83,6 +92,19 @@ def read_index(folder: Folder, files: WeightFiles = MODEL_FILES) -> dict[str, Te
 @without_garbage_collection()
 def read_tensor_index(folder: Folder, files: WeightFiles = MODEL_FILES) -> TensorIndex:
     """Read the index and all headers of the checkpoint in `folder`.
+
+    >>> import numpy as np
+    >>> from pathlib import Path
+    >>> from tempfile import TemporaryDirectory
+    >>> from safetensors.numpy import save_file
+    >>> from shardplan.storage import open_folder
+    >>> with TemporaryDirectory() as folder:
+    ...     save_file({"norm": np.ones(4, np.float32)}, f"{folder}/one.safetensors")
+    ...     index = {"weight_map": {"norm": "one.safetensors", "embed": "two.safetensors"}}
+    ...     _ = Path(folder, INDEX).write_text(json.dumps(index))
+    ...     index = read_tensor_index(open_folder(folder))
+    >>> list(index.tensors), index.absent, index.missing_files
+    (['norm'], ('embed',), ('two.safetensors',))
 
     Raises:
         CheckpointError: no safetensors file, none of the files that the index names, or a damaged index or header.
@@ -146,7 +168,14 @@ def _choose_tensors(
 
 
 def missing_files_text(index: TensorIndex, where: str) -> str:
-    """Return the message for files that the index names and that do not exist."""
+    """Return the message for files that the index names and that do not exist.
+
+    >>> from types import SimpleNamespace
+    >>> stored = {"embed": SimpleNamespace(file_name="model-00001-of-00002.safetensors")}
+    >>> index = TensorIndex(stored, missing_files=("model-00002-of-00002.safetensors",))
+    >>> missing_files_text(index, "https://example.org/gpt2")
+    'https://example.org/gpt2: 1 of 2 shards missing: model-00002-of-00002.safetensors; download them again'
+    """
     missing = index.missing_files
     count = len({tensor.file_name for tensor in index.tensors.values()} | {*missing})
     unfinished = find_unfinished(where)

@@ -112,6 +112,18 @@ def _summary(files: list[CheckedFile]) -> str:
 def check_file(file: CheckedFile, ranges: Iterable[RangeChecksum]) -> None:
     """Compare a file with its recorded checksum, if there is one.
 
+    >>> from pathlib import Path
+    >>> from tempfile import TemporaryDirectory
+    >>> from shardplan.storage.local import LocalFile
+    >>> with TemporaryDirectory() as folder:  # the hub's cache names files by their SHA-256
+    ...     blob = Path(folder, "blobs", 64 * "0")
+    ...     blob.parent.mkdir()
+    ...     _ = blob.write_bytes(b"damaged")
+    ...     check_file(CheckedFile(LocalFile(blob)), [])  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+        ...
+    shardplan.errors.CheckpointError: ...: checksum is sha256 ..., its store recorded sha256 000...
+
     Args:
         ranges: the CRCs of ranges that processes have read.
 

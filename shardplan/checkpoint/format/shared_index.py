@@ -59,6 +59,15 @@ def read_shared_index(folder: Folder, processes: ProcessGroup) -> TensorIndex:
 
     Every process calls this. Of files that are not shared each process has its own copy, and reads the headers itself.
 
+    >>> from tempfile import TemporaryDirectory
+    >>> from safetensors.numpy import save_file
+    >>> from shardplan.runtime.processes.group import open_process_group
+    >>> from shardplan.storage import open_folder
+    >>> with TemporaryDirectory() as folder, open_process_group() as processes:
+    ...     save_file({"norm": np.ones(4, np.float32)}, f"{folder}/model.safetensors")
+    ...     read_shared_index(open_folder(folder), processes).tensors["norm"].shape
+    (4,)
+
     Raises:
         CheckpointError: see `read_tensor_index`; raised in all processes.
     """
@@ -77,7 +86,15 @@ def read_shared_index(folder: Folder, processes: ProcessGroup) -> TensorIndex:
 
 
 def pack_index(index: TensorIndex) -> str:
-    """Describe tensors and their files in compressed JSON, which process 0 sends to thousands of hosts."""
+    """Describe tensors and their files in compressed JSON, which process 0 sends to thousands of hosts.
+
+    >>> from types import SimpleNamespace
+    >>> file = SimpleNamespace(size=64, version="1", tuning=ReadTuning(2**24, 32))
+    >>> norm = Tensor(file, 48, (4,), np.dtype(np.float32), "model.safetensors")
+    >>> text = pack_index(TensorIndex({"norm": norm}))
+    >>> json.loads(zlib.decompress(base64.b64decode(text)))["tensors"]
+    {'norm': ['model.safetensors', 48, [4], 'float32', True]}
+    """
     tensors = [*index.tensors.values(), *index.single.values(), *(tensor for _, tensor in index.rivals)]
     files = {tensor.file_name: tensor.file for tensor in tensors}
     description = {
@@ -105,7 +122,15 @@ def _pack_tensor(tensor: Tensor) -> list[Any]:
 
 @without_garbage_collection()
 def unpack_index(folder: Folder, text: str) -> TensorIndex:
-    """Return the inverse of `pack_index`; files are opened when they are first read from."""
+    """Return the inverse of `pack_index`; files are opened when they are first read from.
+
+    >>> from types import SimpleNamespace
+    >>> file = SimpleNamespace(size=64, version="1", tuning=ReadTuning(2**24, 32))
+    >>> norm = Tensor(file, 48, (4,), np.dtype(np.float32), "model.safetensors")
+    >>> index = unpack_index(SimpleNamespace(ref="gs://bucket/model"), pack_index(TensorIndex({"norm": norm})))
+    >>> index.tensors["norm"].shape, index.tensors["norm"].file.name
+    ((4,), 'gs://bucket/model/model.safetensors')
+    """
     description = json.loads(zlib.decompress(base64.b64decode(text)))
     files = {
         name: DeferredFile(folder, name, size, version, ReadTuning(*tuning))

@@ -60,7 +60,13 @@ class StateDictProgram:
 
 
 def expected_tensors(template: Any) -> dict[str, Shape]:
-    """Return name -> shape of the tensors that the converter of `template` writes, without prefix."""
+    """Return name -> shape of the tensors that the converter of `template` writes, without prefix.
+
+    >>> axes = hax.Axis("vocab", 16), hax.Axis("embed", 8)
+    >>> wte = hax.nn.Embedding(hax.NamedArray(jax.ShapeDtypeStruct((16, 8), np.float32), axes), *axes)
+    >>> expected_tensors({"wte": wte})
+    {'wte.weight': (16, 8)}
+    """
     if isinstance(template, Decoder):
         return expected_shapes(template)
     arrays = eqx.filter(template, is_jax_array_like)
@@ -74,7 +80,14 @@ def dispensable_tensors(template: Any) -> tuple[str, ...]:
 
 
 def stores_inputs_first(template: Any) -> bool:
-    """Return whether a model has the weights of linear layers as {inputs, outputs}, but for its output head."""
+    """Return whether a model stores the weights of linear layers as {inputs, outputs}, but for its output head.
+
+    >>> from types import SimpleNamespace
+    >>> from levanter.models.gpt2 import Gpt2Config
+    >>> from levanter.models.llama import LlamaConfig
+    >>> [stores_inputs_first(SimpleNamespace(config=config)) for config in (Gpt2Config(), LlamaConfig())]
+    [True, False]
+    """
     if isinstance(template, Decoder):
         return family_of(template.settings).stores_inputs_first
     return name_of_class(type(template.config)) == LEVANTER_CLASSES["gpt2"]
@@ -87,6 +100,12 @@ def trace_program(
     stored: Mapping[str, View] | None = None,
 ) -> StateDictProgram:
     """Trace the conversion of a checkpoint that holds `tensors`.
+
+    >>> axes = hax.Axis("vocab", 16), hax.Axis("embed", 8)
+    >>> wte = hax.nn.Embedding(hax.NamedArray(jax.ShapeDtypeStruct((16, 8), np.float32), axes), *axes)
+    >>> program = trace_program({"wte": wte}, {"transformer.wte.weight": (16, 8)}, prefix="transformer")
+    >>> [(path, view.shape, view.tensors) for path, view in program.views.items()]
+    [("['wte'].weight", (16, 8), ('transformer.wte.weight',))]
 
     Args:
         template: the Levanter model with `jax.ShapeDtypeStruct`s in place of arrays.

@@ -16,6 +16,13 @@ MLP_OF_EXPERTS, MIXTRAL_MLP = ".mlp.", ".block_sparse_moe."
 def trace_type_names(template: Any, model_type: object) -> StateDictProgram:
     """Trace the conversion of a checkpoint whose tensors have the names that transformers writes.
 
+    >>> import haliax as hax
+    >>> import jax
+    >>> axes = hax.Axis("vocab", 16), hax.Axis("embed", 8)
+    >>> wte = hax.nn.Embedding(hax.NamedArray(jax.ShapeDtypeStruct((16, 8), "float32"), axes), *axes)
+    >>> trace_type_names({"wte": wte}, "gpt2").tensors
+    {'transformer.wte.weight': (16, 8)}
+
     Args:
         template: the Levanter model with `jax.ShapeDtypeStruct`s in place of arrays.
         model_type: that of config.json; the names of a type that is not in the tables are those that Levanter writes.

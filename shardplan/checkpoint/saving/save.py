@@ -116,7 +116,11 @@ def save_levanter(model: Any, ref: str, config: Mapping[str, Any]) -> None:
 
 
 def saving_limit_s(tree: Any) -> float:
-    """Return a time limit in seconds for writing with tensorstore, which reports no progress."""
+    """Return a time limit in seconds for writing with tensorstore, which reports no progress.
+
+    >>> saving_limit_s({"weight": jnp.zeros(20_000_000, jnp.int8)}) - DEADLINE_S
+    1.0
+    """
     own_bytes = sum(shard.data.nbytes for array in jax.tree.leaves(tree) for shard in array.addressable_shards)
     return DEADLINE_S + own_bytes / SLOWEST_BYTES_PER_S
 
@@ -155,7 +159,7 @@ def save_pretrained(
     check_argument("save_pretrained", "model", model, eqx.Module, "a Levanter model with its arrays")
     check_argument("save_pretrained", "config", config, Mapping, "the content of config.json, a mapping")
     program = program or trace_type_names(eqx.filter_eval_shape(lambda: model), config.get("model_type"))
-    tensors = make_output_tensors(model, program, float_dtype("save_pretrained", dtype))
+    tensors = _make_output_tensors(model, program, float_dtype("save_pretrained", dtype))
     bytes_by_dtype: Counter[np.dtype] = Counter()
     for tensor in tensors.values():
         bytes_by_dtype[tensor.dtype] += tensor.nbytes
@@ -189,7 +193,7 @@ def save_pretrained(
         complete_target(claim, processes)
 
 
-def make_output_tensors(model: Any, program: StateDictProgram, dtype: Any = None) -> dict[str, OutputTensor]:
+def _make_output_tensors(model: Any, program: StateDictProgram, dtype: Any = None) -> dict[str, OutputTensor]:
     """Return tensor name -> the boxes of the model's arrays that it is made of.
 
     Args:

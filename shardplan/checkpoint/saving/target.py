@@ -52,6 +52,11 @@ class Claim:
 def open_target(ref: str, file_format: Format = Format.HF, replace: bool = False) -> OutputFolder:
     """Open the folder that `ref` names to write a checkpoint to.
 
+    >>> open_target("az://bucket/model", Format.ORBAX)  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+        ...
+    shardplan.errors.ConfigError: az://bucket/model: checkpoints in the format orbax are written to local ...
+
     Args:
         file_format: the format of the checkpoint.
         replace: whether it may hold a complete checkpoint.
@@ -89,6 +94,13 @@ def claim_target(
 
     Each process may have a disk of its own on which a folder of that name exists.
 
+    >>> from tempfile import TemporaryDirectory
+    >>> from shardplan.runtime.processes.group import open_process_group
+    >>> with TemporaryDirectory() as folder, open_process_group() as processes:
+    ...     claim = claim_target(folder, [CONFIG, SINGLE], processes)
+    ...     json.loads(claim.mark)["files"], claim.folder.has_file(INCOMPLETE)
+    (['config.json', 'model.safetensors'], True)
+
     Args:
         names: the files and folders (with `/` at the end) that all processes together are going to write.
         file_format: the format of the checkpoint.
@@ -116,6 +128,14 @@ def claim_target(
 def complete_target(claim: Claim, processes: "ProcessGroup") -> None:
     """Remove the mark of a checkpoint that all processes have written.
 
+    >>> from tempfile import TemporaryDirectory
+    >>> from shardplan.runtime.processes.group import open_process_group
+    >>> with TemporaryDirectory() as folder, open_process_group() as processes:
+    ...     claim = claim_target(folder, [CONFIG, SINGLE], processes)
+    ...     complete_target(claim, processes)
+    ...     claim.folder.has_file(INCOMPLETE)
+    False
+
     Raises:
         ConfigError: another run has claimed the folder meanwhile.
     """
@@ -134,7 +154,14 @@ def complete_target(claim: Claim, processes: "ProcessGroup") -> None:
 
 
 def write_file(target: OutputFolder, name: str, text: bytes) -> None:
-    """Write a small file."""
+    """Write a small file.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> with TemporaryDirectory() as folder:
+    ...     write_file(OutputFolder(folder), CONFIG, b"{}")
+    ...     read_bytes(OutputFolder(folder).open_for_reading(), CONFIG)
+    b'{}'
+    """
     with target.create(name) as writer:
         writer.write(text)
 
@@ -155,7 +182,15 @@ def _marked_files(folder: OutputFolder) -> list[str]:
 
 
 def list_checkpoint_files(folder: OutputFolder) -> list[str]:
-    """Return the files of the Hugging Face checkpoint that a folder holds: config.json, index and weights."""
+    """Return the files of the Hugging Face checkpoint that a folder holds: config.json, index and weights.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> with TemporaryDirectory() as folder:
+    ...     for name in (CONFIG, SINGLE, "tokenizer.json"):
+    ...         write_file(OutputFolder(folder), name, b"")
+    ...     list_checkpoint_files(OutputFolder(folder))
+    ['config.json', 'model.safetensors']
+    """
     names = [name for name in (CONFIG, SINGLE, INDEX) if folder.has_file(name)]
     if INDEX not in names:
         return names

@@ -27,6 +27,10 @@ UNMAPPED_CLASSES = {"kimi_k2": "DeepseekV3ForCausalLM", "mistral4": "Mistral4For
 def describe_written(config: Mapping[str, Any], model: Any, dtypes: Mapping[np.dtype, int]) -> dict[str, Any]:
     """Return `config` with every key corrected that would not describe the written model.
 
+    >>> config = {"model_type": "own_model", "torch_dtype": "float32", "quantization_config": {"quant_method": "fp8"}}
+    >>> describe_written(config, None, {np.dtype(np.float16): 1000, np.dtype(np.float32): 10})
+    {'model_type': 'own_model', 'torch_dtype': 'float16'}
+
     Args:
         config: content of a config.json.
         model: the Levanter model; only shapes and types of its arrays are used.
@@ -54,7 +58,11 @@ def describe_written(config: Mapping[str, Any], model: Any, dtypes: Mapping[np.d
 
 
 def count_bytes_by_dtype(model: Any) -> Counter[np.dtype]:
-    """Return the type of a model's arrays -> their bytes."""
+    """Return the type of a model's arrays -> their bytes.
+
+    >>> count_bytes_by_dtype({"up_proj": np.ones((8, 4), np.float16), "norm": np.ones(4, np.float32)})
+    Counter({dtype('float16'): 64, dtype('float32'): 16})
+    """
     counts: Counter[np.dtype] = Counter()
     for _, leaf in named_leaves(model):
         array: jax.Array = getattr(leaf, "array", leaf)

@@ -120,6 +120,16 @@ def encode_index(files: Mapping[str, list[str]], tensors: Mapping[str, TensorKin
 def check_files_written(folder: Folder, files: Mapping[str, Iterable[str]], tensors: Mapping[str, TensorKind]) -> None:
     """Read back the headers of `files`, and compare names, shapes and dtypes with `tensors`.
 
+    >>> from tempfile import TemporaryDirectory
+    >>> from safetensors.numpy import save_file
+    >>> from shardplan.storage import open_folder
+    >>> with TemporaryDirectory() as folder:
+    ...     save_file({"norm": np.ones(4, np.float32)}, f"{folder}/{SINGLE}")
+    ...     check_files_written(open_folder(folder), {SINGLE: ["norm"]}, {"norm": np.ones(8)})  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+        ...
+    shardplan.errors.CheckpointError: .../model.safetensors is not what was written: norm is ((4,), ...
+
     Raises:
         CheckpointError: a file is missing, damaged, or has other tensors.
     """
@@ -136,6 +146,16 @@ def check_files_written(folder: Folder, files: Mapping[str, Iterable[str]], tens
 
 def check_small_files_written(folder: Folder, files: Mapping[str, bytes]) -> None:
     """Read back small files, such as config.json and the index.
+
+    >>> from pathlib import Path
+    >>> from tempfile import TemporaryDirectory
+    >>> from shardplan.storage import open_folder
+    >>> with TemporaryDirectory() as folder:
+    ...     _ = Path(folder, "config.json").write_text("{}")
+    ...     check_small_files_written(open_folder(folder), {"config.json": b"[]"})  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+        ...
+    shardplan.errors.CheckpointError: .../config.json is not what was written: its content is another one; ...
 
     Raises:
         CheckpointError: one is missing or has other content.

@@ -35,12 +35,25 @@ class TensorSource(Struct, frozen=True, gc=False):  # made a hundred thousand ti
 
 
 def source_of(tensor: Tensor) -> TensorSource:
-    """Return the location of a tensor."""
+    """Return the location of a tensor.
+
+    >>> import numpy as np
+    >>> tensor = Tensor(None, 64, (8, 8), np.dtype(np.float16), "model.safetensors")
+    >>> source_of(tensor)
+    TensorSource(file='model.safetensors', offset=64, bits=16)
+    """
     return TensorSource(tensor.file_name, tensor.offset, tensor.bits)
 
 
 def locate(view: View, tensors: Mapping[str, Tensor]) -> dict[str, TensorSource]:
-    """Return the locations of the tensors of a view, by name."""
+    """Return the locations of the tensors of a view, by name.
+
+    >>> import numpy as np
+    >>> from shardplan.checkpoint.mapping.views import tensor_view
+    >>> tensor = Tensor(None, 64, (8, 8), np.dtype(np.float16), "model.safetensors")
+    >>> locate(tensor_view("up_proj", (8, 8)), {"up_proj": tensor})
+    {'up_proj': TensorSource(file='model.safetensors', offset=64, bits=16)}
+    """
     return {name: source_of(tensors[name]) for name in view.tensors}
 
 
@@ -98,7 +111,15 @@ def runs_of_box(shape: Shape, strides: Shape, bits: int) -> Runs:
 def find_byte_ranges(
     transfer: Transfer, view: View, sources: Mapping[str, TensorSource], mesh: DeviceMesh, process: int
 ) -> list[ByteRange]:
-    """Find the ranges that a process reads for a transfer, with ranges that touch merged."""
+    """Find the ranges that a process reads for a transfer, with ranges that touch merged.
+
+    >>> from shardplan.checkpoint.mapping.views import tensor_view
+    >>> mesh, strategy = DeviceMesh((("data", 4),), (0, 0, 1, 1)), ReadStrategy((("data",), ()))
+    >>> transfer = Transfer("up_proj", 2, strategy, (2, 8), (0, 0), (2, 8))
+    >>> view, sources = tensor_view("up_proj", (8, 8)), {"up_proj": TensorSource("model.safetensors", 64, bits=16)}
+    >>> find_byte_ranges(transfer, view, sources, mesh, process=1)
+    [('model.safetensors', 128, 192)]
+    """
     return _merge_ranges(_pieces_of_process(transfer, view, mesh, process), sources)
 
 
@@ -134,7 +155,13 @@ def merge_boxes(boxes: Iterable[Box]) -> list[Box]:
 
 
 def boxes_of_process(transfer: Transfer, mesh: DeviceMesh, process: int) -> list[Box]:
-    """Return the boxes of the array that a process reads for a transfer."""
+    """Return the boxes of the array that a process reads for a transfer; boxes of its devices that touch are one.
+
+    >>> mesh, strategy = DeviceMesh((("data", 4),), (0, 0, 1, 1)), ReadStrategy((("data",), ()))
+    >>> transfer = Transfer("up_proj", 2, strategy, (2, 8), (0, 0), (2, 8))
+    >>> boxes_of_process(transfer, mesh, process=1)
+    [((4, 0), (8, 8))]
+    """
     boxes = _boxes_from_origin(transfer.strategy, transfer.local_shape, transfer.shape, mesh, process)
     return [(_add(start, transfer.start), _add(stop, transfer.start)) for start, stop in boxes]
 

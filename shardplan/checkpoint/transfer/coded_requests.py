@@ -33,7 +33,17 @@ NUMBERS = (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16))
 def with_codes(
     requests: Mapping[str, ArrayRequest], tensors: Mapping[str, Tensor], sizes: Mapping[str, int]
 ) -> tuple[dict[str, ArrayRequest], dict[str, TensorSource]]:
-    """Return requests in which arrays of coded tensors travel as codes, and where all that is read is.
+    """Let arrays of coded tensors travel as codes; return the requests, and the location of each tensor that is read.
+
+    >>> from shardplan.checkpoint.format.codecs.coded_tensor import GroupValues
+    >>> from shardplan.checkpoint.mapping.views import tensor_view
+    >>> values = GroupValues("w_scale", Tensor(None, 0, (2, 1), np.dtype(np.float32), "model.safetensors"), (1, 1))
+    >>> codes = {"code_dims": (256, 128), "group": (128, 128), "scale": values}
+    >>> tensor = CodedTensor(None, 8, (256, 128), np.dtype(np.int8), "model.safetensors", **codes)
+    >>> request = ArrayRequest(tensor_view("w", (256, 128)), ((), ()), np.dtype(np.float32))
+    >>> requests, sources = with_codes({"up_proj": request}, {"w": tensor}, {"data": 1})
+    >>> {path: each.view.tensors for path, each in requests.items()}
+    {'up_proj.scales': ('w.scales',), 'up_proj': ('w.codes',)}
 
     Args:
         requests: array path -> the array to load.
@@ -76,6 +86,11 @@ def codes_view(view: View) -> View:
 def scales_view(view: View, scales: Mapping[str, Scales], max_pieces: float = math.inf) -> View | None:
     """Return the scales of the codes of a view; None if they have too many pieces, or more than `max_pieces`.
 
+    >>> from shardplan.checkpoint.mapping.views import tensor_view
+    >>> scales = scales_view(tensor_view("w", (256, 128)), {"w": Scales((256, 128), (128, 128), (1, 1))})
+    >>> [(each.tensor, each.start, each.shape, each.offset) for each in scales.pieces]
+    [('w.scales', (0, 0), (128, 128), 0), ('w.scales', (128, 0), (128, 128), 1)]
+
     Args:
         scales: see `scales_by_name`.
     """
@@ -84,7 +99,15 @@ def scales_view(view: View, scales: Mapping[str, Scales], max_pieces: float = ma
 
 
 def scales_by_name(coded: Mapping[str, CodedTensor]) -> dict[str, Scales]:
-    """Return tensor name -> where its scales are."""
+    """Return tensor name -> where its scales are.
+
+    >>> from shardplan.checkpoint.format.codecs.coded_tensor import GroupValues
+    >>> values = GroupValues("w_scale", Tensor(None, 0, (2, 1), np.dtype(np.float32), "model.safetensors"), (1, 1))
+    >>> codes = {"code_dims": (256, 128), "group": (128, 128), "scale": values}
+    >>> tensor = CodedTensor(None, 8, (256, 128), np.dtype(np.int8), "model.safetensors", **codes)
+    >>> scales_by_name({"w": tensor})
+    {'w': Scales(shape=(256, 128), group=(128, 128), strides=(1, 1))}
+    """
     return {name: Scales(t.code_dims, t.group, scale_values(t).strides) for name, t in coded.items()}
 
 

@@ -79,6 +79,13 @@ class BoxDecoder:
 def make_decoder(request: ArrayRequest, sizes: dict[str, int]) -> BoxDecoder:
     """Return the decoder of an array that travels as codes.
 
+    >>> from shardplan.checkpoint.mapping.views import tensor_view
+    >>> from shardplan.checkpoint.transfer.request import CodeBlocks
+    >>> codes = CodeBlocks(np.dtype(np.int8), zero_point=0.0, scales="up_proj.scales", value_bytes=2)
+    >>> request = ArrayRequest(tensor_view("w", (256, 128)), (("model",), ()), np.dtype(jnp.bfloat16), codes)
+    >>> make_decoder(request, {"model": 4}).extents
+    (64, 128)
+
     Args:
         sizes: mesh axis -> size.
     """

@@ -44,6 +44,15 @@ def plan_load(
 ) -> LoadPlan:
     """Choose the types in transit, and plan all transfers.
 
+    >>> import numpy as np
+    >>> from shardplan.checkpoint.mapping.views import tensor_view
+    >>> mesh = DeviceMesh((("data", 2),), processes=(0, 1))
+    >>> request = ArrayRequest(tensor_view("w", (8, 8)), (("data",), ()), np.dtype(np.float32))
+    >>> tensor = Tensor(None, 64, (8, 8), np.dtype(np.float16), "model.safetensors")
+    >>> plan = plan_load({"up_proj": request}, {"w": tensor}, mesh, 2**30, zero_copy=True)
+    >>> plan.in_transit["up_proj"].dtype, [each.local_shape for each in plan.schedule.transfers]
+    (dtype('float16'), [(4, 8)])
+
     Args:
         requests: array path -> the array to load.
         tensors: tensor name -> tensor and its location.
@@ -65,7 +74,12 @@ def plan_load(
 
 
 def sends_codes(mesh: DeviceMesh, zero_copy: bool) -> bool:
-    """Whether codes are made numbers on the devices: not where one process reads into the shards of CPU devices."""
+    """Whether codes are made numbers on the devices: not where one process reads into the shards of CPU devices.
+
+    >>> one, two = (DeviceMesh((("data", 2),), processes) for processes in ((0, 0), (0, 1)))
+    >>> sends_codes(one, zero_copy=True), sends_codes(two, zero_copy=True), sends_codes(one, zero_copy=False)
+    (False, True, True)
+    """
     return not zero_copy or len(mesh.devices_by_process) > 1
 
 

@@ -59,6 +59,16 @@ def find_volumes(
 ) -> Volumes:
     """Find the bytes and ranges that all processes read in a transfer.
 
+    >>> from shardplan.checkpoint.mapping.views import tensor_view
+    >>> from shardplan.checkpoint.transfer.byte_ranges import TensorSource
+    >>> from shardplan.checkpoint.transfer.transfer import ReadStrategy
+    >>> from shardplan.checkpoint.transfer.view_grid import find_grid
+    >>> mesh, strategy = DeviceMesh((("data", 4),), (0, 0, 1, 1)), ReadStrategy((("data",), ()))
+    >>> transfer = Transfer("up_proj", 2, strategy, (2, 8), (0, 0), (2, 8))
+    >>> grid = find_grid(tensor_view("up_proj", (8, 8)), {"up_proj": TensorSource("model.safetensors", 64, bits=16)})
+    >>> find_volumes(transfer, grid, (8, 8), mesh, volume_of=lambda process: ReadVolume())
+    Volumes(bytes=array([64, 64]), ranges=array([1, 1]))
+
     Args:
         grid: of the view of the array; without one, only processes that read the same bytes are of one kind.
         shape: that of the array.

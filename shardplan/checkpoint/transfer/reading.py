@@ -71,6 +71,13 @@ def plan_reads(
 
     If the part of every target is contiguous on disk, each is read by itself. If the parts interleave (a tensor
     sharded along an inner dimension), they are read once for all targets.
+
+    >>> from shardplan.checkpoint.mapping.views import tensor_view
+    >>> tensor = Tensor(None, 0, (4, 8), np.dtype(np.float32))
+    >>> target = ReadTarget((0, 0), np.empty((4, 8), np.float32))
+    >>> reads = plan_reads(tensor_view("w", (4, 8)), {"w": tensor}, [target], max_bytes=64)
+    >>> [(read.span, read.nbytes) for read in reads]
+    [((0, 16), 64), ((16, 32), 64)]
     """
     grids: defaultdict[object, list[tuple[ReadTarget, StridedPiece]]] = defaultdict(list)
     for target in targets:
@@ -88,6 +95,20 @@ def plan_reads(
 
 def run_read(read: Read) -> int:
     """Read a range, copy it into the targets, and return the number of bytes read.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> from safetensors.numpy import save_file
+    >>> from shardplan.checkpoint.format.index import read_index
+    >>> from shardplan.checkpoint.mapping.views import tensor_view
+    >>> from shardplan.storage import open_folder
+    >>> target = ReadTarget((1, 0), np.empty((1, 3), np.float16))
+    >>> with TemporaryDirectory() as folder:
+    ...     save_file({"w": np.arange(6, dtype=np.float32).reshape(2, 3)}, f"{folder}/model.safetensors")
+    ...     (read,) = plan_reads(tensor_view("w", (2, 3)), read_index(open_folder(folder)), [target], max_bytes=2**20)
+    ...     run_read(read)
+    12
+    >>> target.buffer.tolist()
+    [[3.0, 4.0, 5.0]]
 
     Raises:
         ConfigError: a value is too large for the type of the target.

@@ -65,5 +65,9 @@ class ArrayRequest:
 
 
 def stored_dtypes(tensors: Mapping[str, Tensor]) -> dict[str, np.dtype]:
-    """Return name -> type of the tensors of a checkpoint whose numbers are stored, not computed when they are read."""
+    """Return name -> type of the tensors of a checkpoint whose numbers are stored, not computed when they are read.
+
+    >>> stored_dtypes({"norm": Tensor(None, 64, (8,), np.dtype(np.float16))})
+    {'norm': dtype('float16')}
+    """
     return {name: tensor.dtype for name, tensor in tensors.items() if not isinstance(tensor, ComputedTensor)}

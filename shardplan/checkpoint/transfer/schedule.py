@@ -74,6 +74,14 @@ def make_schedule(
 ) -> Schedule:
     """Choose the cheapest read strategy of every array.
 
+    >>> from shardplan.checkpoint.mapping.views import tensor_view
+    >>> mesh = DeviceMesh((("data", 2),), processes=(0, 1))
+    >>> requests = {"up_proj": ArrayRequest(tensor_view("w", (8, 8)), (("data",), ()), np.dtype(np.float16))}
+    >>> sources = {"w": TensorSource("model.safetensors", 64, bits=16)}
+    >>> schedule = make_schedule(requests, sources, mesh, TransferLimits(read=2**20, placed=2**20))
+    >>> [(each.path, each.local_shape, each.strategy.collectives) for each in schedule.transfers]
+    [('up_proj', (4, 8), [])]
+
     Args:
         requests: array path -> the array as it is in transit, see `ArrayRequest.in_transit`.
         sources: tensor name -> its location.
@@ -136,6 +144,14 @@ def read_by_process(
     schedule: Schedule, requests: Mapping[str, ArrayRequest], sources: Mapping[str, TensorSource]
 ) -> dict[int, ReadVolume]:
     """Return process -> what it reads in all transfers.
+
+    >>> from shardplan.checkpoint.mapping.views import tensor_view
+    >>> mesh = DeviceMesh((("data", 2),), processes=(0, 1))
+    >>> requests = {"up_proj": ArrayRequest(tensor_view("w", (8, 8)), (("data",), ()), np.dtype(np.float16))}
+    >>> sources = {"w": TensorSource("model.safetensors", 64, bits=16)}
+    >>> schedule = make_schedule(requests, sources, mesh, TransferLimits(read=2**20, placed=2**20))
+    >>> read_by_process(schedule, requests, sources)
+    {0: ReadVolume(bytes=64, count=1), 1: ReadVolume(bytes=64, count=1)}
 
     Args:
         requests, sources: what the schedule was made for.

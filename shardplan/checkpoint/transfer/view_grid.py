@@ -58,7 +58,15 @@ class ViewGrid:
 
 
 def find_grid(view: View, sources: Mapping[str, TensorSource]) -> ViewGrid | None:
-    """Return the grid that the pieces of a view form; None if their shapes or strides differ."""
+    """Return the grid that the pieces of a view form; None if their shapes or strides differ.
+
+    >>> from shardplan.checkpoint.mapping.views import stack, tensor_view
+    >>> view = stack([tensor_view("layers.0", (8, 8)), tensor_view("layers.1", (8, 8))], 0)
+    >>> sources = {f"layers.{i}": TensorSource("model.safetensors", 128 * i, bits=16) for i in range(2)}
+    >>> grid = find_grid(view, sources)
+    >>> grid.rank, grid.positions.tolist(), grid.nbytes
+    (1, [0, 1024], 256.0)
+    """
     if len({(part.shape, part.strides) for part in view.parts}) != 1:
         return None
     shape, strides, *_ = view.parts[0]
@@ -82,7 +90,16 @@ def find_grid(view: View, sources: Mapping[str, TensorSource]) -> ViewGrid | Non
 
 
 def estimate_grid_volume(transfer: Transfer, grid: ViewGrid, mesh: DeviceMesh, process: int) -> ReadVolume:
-    """Return the bytes and number of ranges that a process reads for a transfer, as `estimate_read_volume` does."""
+    """Return the bytes and number of ranges that a process reads for a transfer, as `estimate_read_volume` does.
+
+    >>> from shardplan.checkpoint.mapping.views import tensor_view
+    >>> from shardplan.checkpoint.transfer.transfer import ReadStrategy
+    >>> mesh, strategy = DeviceMesh((("data", 4),), (0, 0, 1, 1)), ReadStrategy((("data",), ()))
+    >>> transfer = Transfer("up_proj", 2, strategy, (2, 8), (0, 0), (2, 8))
+    >>> view, sources = tensor_view("up_proj", (8, 8)), {"up_proj": TensorSource("model.safetensors", 64, bits=16)}
+    >>> estimate_grid_volume(transfer, find_grid(view, sources), mesh, process=1)
+    ReadVolume(bytes=64, count=1)
+    """
     ranges = _EstimatedRanges()
     element_strides = tuple(stride // grid.bits for stride in grid.strides[grid.rank :])
     for start, stop in boxes_of_process(transfer, mesh, process):
@@ -100,6 +117,14 @@ def estimate_read_volume(
 
     They are exact if no piece has more than `MAX_EXACT_RUNS` runs, otherwise an upper bound without merging. The
     function is cheap enough to compare read strategies.
+
+    >>> from shardplan.checkpoint.mapping.views import tensor_view
+    >>> from shardplan.checkpoint.transfer.transfer import ReadStrategy
+    >>> mesh, strategy = DeviceMesh((("data", 4),), (0, 0, 1, 1)), ReadStrategy((("data",), ()))
+    >>> transfer = Transfer("up_proj", 2, strategy, (2, 8), (0, 0), (2, 8))
+    >>> view, sources = tensor_view("up_proj", (8, 8)), {"up_proj": TensorSource("model.safetensors", 64, bits=16)}
+    >>> estimate_read_volume(transfer, view, sources, mesh, process=1)
+    ReadVolume(bytes=64, count=1)
     """
     ranges, numbers = _EstimatedRanges(), dict[str, int]()
     for start, stop in boxes_of_process(transfer, mesh, process):

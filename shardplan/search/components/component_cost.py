@@ -295,6 +295,7 @@ def _key_indices(
 ) -> tuple[int, ...]:
     """Return the indices in `ComponentCost.all_choices` of the choices that a cost depends on."""
     names = axis_names(arrays)
+    # the methods of attention and of experts come before the axes
     computed = [2 + i for i, axis in enumerate(open_axes) if axis in names]
     in_params = [len(open_axes) + i for i in computed] if stored else []
     return tuple([0] * attends + [1] * routes + computed + in_params)
@@ -310,7 +311,12 @@ def _cache_key(indices: tuple[int, ...]) -> CacheKey:
 
 
 def on_host(buffers: Iterable[tuple[LiveBuffer, int]]) -> Iterator[tuple[LiveBuffer, int]]:
-    """Yield the buffers of a point that are in host memory."""
+    """Yield the buffers of a point that are in host memory.
+
+    >>> kept, moved = (LiveBuffer(BufferRole.LIVE, TracedArray((), 2, is_on_host=each)) for each in (False, True))
+    >>> [count for _, count in on_host([(kept, 12), (moved, 3)])]
+    [3]
+    """
     return ((buffer, n) for buffer, n in buffers if buffer.array.is_on_host)
 
 
@@ -321,4 +327,10 @@ def _meeting_axes(task: Task) -> Iterator[frozenset[str]]:
 
 
 def axis_names(arrays: Iterable[TracedArray]) -> set[str]:
+    """Return the logical axes of arrays.
+
+    >>> weight = TracedArray(((("embed", 768),), (("heads", 12), ("head_size", 64))), itemsize=2)
+    >>> sorted(axis_names([weight]))
+    ['embed', 'head_size', 'heads']
+    """
     return {name for array in arrays for name in array.logical_axes}

@@ -138,6 +138,7 @@ def _memory_plan(step: Step, assignment: ShardingAssignment, hardware: Slice, ho
 
 
 def _as_lists(mapping: AxisMapping) -> dict[str, list[str]]:
+    # lists, because a plan that is read from JSON has lists, and must equal this one
     return {axis: list(mesh_axes) for axis, mesh_axes in mapping.items()}
 
 

@@ -82,6 +82,7 @@ def _largest_at_peak(step: Step, assignment: ShardingAssignment) -> list[LiveArr
     sizes: defaultdict[LiveBuffer, float] = defaultdict(float)
     counts: defaultdict[LiveBuffer, int] = defaultdict(int)
     peak = max(step.points, key=lambda point: point_bytes(point, assignment))
+    # a point does not list what is live at all of them
     for buffer, count in (*((each, 1) for each in stored_buffers(step)), *peak):
         sizes[buffer] += count * buffer_bytes(buffer, assignment)
         counts[buffer] += count

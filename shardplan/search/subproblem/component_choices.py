@@ -87,11 +87,18 @@ class Combination:
 def pareto_optimal(choices: list[ComponentChoice], required: MeshAxes = ()) -> list[ComponentChoice]:
     """Return the choices, fastest first, that no faster one equals or beats in memory, under any options.
 
+    >>> def choice(seconds, size):
+    ...     amount = Amount(seconds, np.array([size]), np.zeros(0), np.zeros((0, 2)))
+    ...     return ComponentChoice(ComputeSharding({}), {}, amount)
+    >>> [each.amount.seconds for each in pareto_optimal([choice(1.0, 8.0), choice(2.0, 4.0), choice(3.0, 6.0)])]
+    [1.0, 2.0]
+
     Args:
         required: mesh axes that a combination must use; a choice that uses one is undercut only by others that do.
     """
     kept: list[ComponentChoice] = []
     for choice in sorted(choices, key=lambda choice: (choice.amount.seconds, choice.amount.bytes.sum())):
+        # those kept before are no slower, so that only what else they take is compared
         needed = [mesh_axis for mesh_axis in required if choice.uses(mesh_axis)]
         if not any(_undercuts(other.amount, choice.amount) and all(map(other.uses, needed)) for other in kept):
             kept.append(choice)
@@ -105,6 +112,14 @@ def _undercuts(one: Amount, other: Amount) -> bool:
 
 def fastest_combinations(choices: Choices, limit: float, available_bytes: np.ndarray) -> list[Combination]:
     """Return the Pareto-optimal combinations (time, peak memory) that fit and tie with the fastest.
+
+    >>> def choice(seconds, size):
+    ...     amount = Amount(seconds, np.array([size]), np.zeros(0), np.zeros((0, 2)))
+    ...     return ComponentChoice(ComputeSharding({}), {}, amount)
+    >>> keeping = Keeping.of([], np.zeros(0), np.zeros((0, 0)), np.zeros(0, bool))
+    >>> choices = Choices(choice(1.0, 1.0), [[choice(1.0, 8.0), choice(2.0, 4.0)]], 1, keeping)
+    >>> [(each.seconds, each.peak_bytes) for each in fastest_combinations(choices, math.inf, np.array([6.0]))]
+    [(3.0, 5.0)]
 
     Args:
         limit: step time in seconds above which no combination is returned.
@@ -131,13 +146,22 @@ def fastest_combinations(choices: Choices, limit: float, available_bytes: np.nda
             handicapped_limit = min(handicapped_limit, new.handicapped_seconds * (1 + TIME_RESOLUTION))
             if not any(_dominates(old, new) for old in best):
                 best = [old for old in best if not _dominates(new, old)] + [new]
+    # the limit was higher when the first ones were found
     return [each for each in best if each.handicapped_seconds <= handicapped_limit]
 
 
 def smallest_combination(choices: Choices, limit_bytes: float) -> Combination | None:
-    """The combination with the smallest peak memory, or None if no peak is below `limit_bytes` per device.
+    """Return the combination with the smallest peak memory; None if no peak is below `limit_bytes` per device.
 
     How much memory of hosts it takes does not matter.
+
+    >>> def choice(seconds, size):
+    ...     amount = Amount(seconds, np.array([size]), np.zeros(0), np.zeros((0, 2)))
+    ...     return ComponentChoice(ComputeSharding({}), {}, amount)
+    >>> keeping = Keeping.of([], np.zeros(0), np.zeros((0, 0)), np.zeros(0, bool))
+    >>> choices = Choices(choice(1.0, 1.0), [[choice(1.0, 8.0), choice(2.0, 4.0)]], 1, keeping)
+    >>> smallest_combination(choices, limit_bytes=6.0).peak_bytes, smallest_combination(choices, limit_bytes=5.0)
+    (5.0, None)
     """
     components, left = choices.components, choices.least_left()
     best: Combination | None = None

@@ -49,6 +49,7 @@ def enumerate_subproblems(
         is_possible = False
         for mapped in itertools.product(*(space.rules.options(axis, False, each) for axis, each in choices.items())):
             used = [mesh_axis for mesh_axes in mapped for mesh_axis in mesh_axes]
+            # a mesh axis of one device shards nothing: the mapping without it is a choice of its own
             if len(set(used)) < len(used) or any(mesh[mesh_axis] == 1 for mesh_axis in used):
                 continue
             mapping = dict(zip(choices, mapped, strict=True))
@@ -107,6 +108,7 @@ class MeshSubproblem:
         self.token_axes = {
             mesh_axis for axis in (space.batch, space.position) for mesh_axis in token_mapping.get(axis, ())
         }
+        # parameters stored over any other mesh axis make the compiler slice activations (`Caveat.SLICED_ACTIVATIONS`)
         self.further_storage = [axes for axes in STORAGE_CHOICES if self.token_axes.issuperset(axes)]
         self.costs = MeshCosts(space, mesh, ComputeSharding(token_mapping, methods[0]))
         self._known_min_times: dict[int, list[ComponentTimes]] = {}

@@ -18,6 +18,16 @@ SCALES = ("_scale_inv", "_scale")
 def decode_bytes(parts: StoredParts, quantization: ByteCodes) -> None:
     """Put coded tensors in the place of weights and their scales.
 
+    >>> from types import SimpleNamespace
+    >>> from shardplan.checkpoint.format.header import Tensor
+    >>> file = SimpleNamespace(name="model.safetensors", size=0, version="", tuning=None, is_shared=True)
+    >>> codes = Tensor(file, 0, (256, 128), np.dtype(ml_dtypes.float8_e4m3fn))
+    >>> scales = Tensor(file, 0, (2, 1), np.dtype(np.float32))
+    >>> parts = StoredParts({"up_proj.weight": codes, "up_proj.weight_scale_inv": scales}, "here")
+    >>> decode_bytes(parts, ByteCodes("fp8", (), "float8_e4m3fn", block=(128, 128)))
+    >>> {name: (tensor.shape, tensor.group) for name, tensor in parts.tensors.items()}
+    {'up_proj.weight': ((256, 128), (128, 128))}
+
     Raises:
         CheckpointError: scales are missing, or have another type or shape.
     """

@@ -44,7 +44,7 @@ class CommonScale:
             CheckpointError: it is not a positive number.
         """
         value = read_elements(self.tensor, 0, 1).astype(np.float32)
-        check_positive(value, self.name, self.tensor, int)
+        _check_positive(value, self.name, self.tensor, int)
         return scales / value if self.divides else scales * value
 
 
@@ -82,12 +82,12 @@ class GroupValues:
         """
         values = stored.astype(np.float32)
         if self.is_scale:
-            check_positive(values.reshape(-1), self.name, self.tensor, number_of)
+            _check_positive(values.reshape(-1), self.name, self.tensor, number_of)
         return values if self.common is None else self.common.apply(values)
 
 
-def check_positive(scales: np.ndarray, name: str, tensor: Tensor, number_of: Callable[[int], int]) -> None:
-    """Check scales.
+def _check_positive(scales: np.ndarray, name: str, tensor: Tensor, number_of: Callable[[int], int]) -> None:
+    """Check that scales are positive numbers.
 
     Args:
         scales: float32[scales].
@@ -253,7 +253,17 @@ _HALVES = np.stack([_BYTES & 15, _BYTES >> 4], axis=-1).view(np.uint16).reshape(
 
 
 def read_elements(tensor: Tensor, low: int, count: int) -> np.ndarray:
-    """Read elements of a tensor in the order in which they are stored, from element `low` on."""
+    """Read elements of a tensor in the order in which they are stored, from element `low` on.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> from safetensors.numpy import save_file
+    >>> from shardplan.checkpoint.format.index import read_index
+    >>> from shardplan.storage import open_folder
+    >>> with TemporaryDirectory() as folder:
+    ...     save_file({"embed": np.arange(6.0).reshape(2, 3)}, f"{folder}/model.safetensors")
+    ...     read_elements(read_index(open_folder(folder))["embed"], 2, 3).tolist()
+    [2.0, 3.0, 4.0]
+    """
     begin = low * tensor.bits // 8
     data = np.empty(bytes_of((low + count) * tensor.bits) - begin, np.uint8)
     tensor.file.read_into(tensor.offset + begin, data.data)
@@ -261,7 +271,12 @@ def read_elements(tensor: Tensor, low: int, count: int) -> np.ndarray:
 
 
 def unpack(data: np.ndarray, tensor: Tensor, low: int, count: int) -> np.ndarray:
-    """Return the elements `[low, low + count)` of a tensor, one in a byte or more, from the bytes that hold them."""
+    """Return the elements `[low, low + count)` of a tensor, one in a byte or more, from the bytes that hold them.
+
+    >>> from shardplan.checkpoint.format.header import UINT4
+    >>> unpack(np.array([0x21, 0x43], np.uint8), Tensor(None, 0, (4,), UINT4), 1, 2).astype(int).tolist()
+    [2, 3]
+    """
     if tensor.bits >= 8:
         return data.view(tensor.dtype)
     halves = _HALVES.take(data).view(np.uint8)
@@ -291,6 +306,9 @@ def _decoded_slabs(
 
 def slabs(piece: StridedPiece, groups: list[np.ndarray]) -> Iterator[tuple[slice, ...]]:
     """Yield parts of a piece: of few elements, and of one group along a dimension where groups are long.
+
+    >>> list(slabs(StridedPiece((0, 0), (4, SLAB_ELEMENTS // 2), "w", 0, (SLAB_ELEMENTS // 2, 1)), []))
+    [(slice(0, 2, None),), (slice(2, 4, None),)]
 
     Args:
         groups: see `_groups`; none for numbers without groups.

@@ -38,6 +38,14 @@ DECODERS: Mapping[type[Quantization], Callable[[StoredParts, Any], None]] = {
 def quantization_of(folder: Folder) -> Quantization | None:
     """Read how the configuration of a checkpoint says that its weights are stored; None for plain numbers.
 
+    >>> from pathlib import Path
+    >>> from tempfile import TemporaryDirectory
+    >>> from shardplan.storage import open_folder
+    >>> with TemporaryDirectory() as folder:
+    ...     _ = Path(folder, "config.json").write_text('{"quantization_config": {"quant_method": "mxfp4"}}')
+    ...     quantization_of(open_folder(folder)).method
+    'mxfp4'
+
     Raises:
         ConfigError: they are stored in a way that is not supported.
     """
@@ -55,7 +63,16 @@ def quantization_of(folder: Folder) -> Quantization | None:
 def decode_index(
     index: TensorIndex, quantization: Quantization | None, where: str
 ) -> tuple[TensorIndex, tuple[str, ...]]:
-    """Return an index with coded tensors under the names of weights, and without their scales; and what is not read.
+    """Return the index with coded tensors in place of codes and scales, and the names of tensors that are not read.
+
+    >>> import numpy as np
+    >>> from types import SimpleNamespace
+    >>> file = SimpleNamespace(name="model.safetensors", size=0, version="", tuning=None, is_shared=True)
+    >>> shapes = {"up_proj_blocks": (64, 3, 16), "up_proj_scales": (64, 3), "self_attn.k_scale": ()}
+    >>> index = TensorIndex({name: Tensor(file, 0, shape, np.dtype(np.uint8)) for name, shape in shapes.items()})
+    >>> decoded, not_read = decode_index(index, Mxfp4("mxfp4", ()), "here")
+    >>> list(decoded.tensors), not_read
+    (['up_proj'], ('self_attn.k_scale',))
 
     Args:
         quantization: how config.json says that weights are stored; None for plain numbers.

@@ -23,6 +23,15 @@ HALVES = 2
 def decode_mxfp4(parts: StoredParts, _: Mxfp4) -> None:
     """Put coded tensors [..., inputs, outputs] in the place of `_blocks` [..., outputs, groups, 16] and `_scales`.
 
+    >>> from types import SimpleNamespace
+    >>> from shardplan.checkpoint.format.header import Tensor
+    >>> file = SimpleNamespace(name="model.safetensors", size=0, version="", tuning=None, is_shared=True)
+    >>> shapes = {"experts.up_proj_blocks": (4, 64, 3, 16), "experts.up_proj_scales": (4, 64, 3)}
+    >>> parts = StoredParts({name: Tensor(file, 0, shape, BYTE) for name, shape in shapes.items()}, "here")
+    >>> decode_mxfp4(parts, Mxfp4("mxfp4", ()))
+    >>> {name: tensor.shape for name, tensor in parts.tensors.items()}
+    {'experts.up_proj': (4, 96, 64)}
+
     Raises:
         CheckpointError: parts are missing, or have another type or shape.
     """
@@ -44,6 +53,17 @@ def decode_mxfp4(parts: StoredParts, _: Mxfp4) -> None:
 
 def decode_nvfp4(parts: StoredParts, quantization: Nvfp4) -> None:
     """Put coded tensors [outputs, inputs] in the place of codes, scales of groups, and the scale of the tensor.
+
+    >>> from types import SimpleNamespace
+    >>> from shardplan.checkpoint.format.header import Tensor
+    >>> from shardplan.model.huggingface.quantization import Nvfp4Names
+    >>> file = SimpleNamespace(name="model.safetensors", size=0, version="", tuning=None, is_shared=True)
+    >>> kinds = {"": ((64, 16), BYTE), "_scale": ((64, 2), E4M3), "_scale_2": ((), FLOAT[0])}
+    >>> tensors = {f"up_proj.weight{end}": Tensor(file, 0, *kind) for end, kind in kinds.items()}
+    >>> parts = StoredParts(tensors, "here")
+    >>> decode_nvfp4(parts, Nvfp4("nvfp4", (), Nvfp4Names(".weight", ".weight_scale", ".weight_scale_2", False)))
+    >>> {name: tensor.shape for name, tensor in parts.tensors.items()}
+    {'up_proj.weight': (64, 32)}
 
     Raises:
         CheckpointError: parts are missing, or have another type or shape.

@@ -25,6 +25,14 @@ AWQ_HALVES, AWQ_COLUMNS = 2, 4
 def decode_packed(parts: StoredParts, quantization: PackedIntegers) -> None:
     """Put coded tensors [outputs, inputs] in the place of words along inputs, and scales [outputs, groups].
 
+    >>> from types import SimpleNamespace
+    >>> file = SimpleNamespace(name="model.safetensors", size=0, version="", tuning=None, is_shared=True)
+    >>> kinds = {"packed": ((64, 16), WORD[0]), "scale": ((64, 4), FLOATS[0]), "shape": ((2,), SHAPE[0])}
+    >>> parts = StoredParts({f"up_proj.weight_{end}": Tensor(file, 0, *kind) for end, kind in kinds.items()}, "here")
+    >>> decode_packed(parts, PackedIntegers("compressed-tensors", (), bits=4, group=32, is_symmetric=True))
+    >>> {name: tensor.shape for name, tensor in parts.tensors.items()}
+    {'up_proj.weight': (64, 128)}
+
     Raises:
         CheckpointError: parts are missing, or have another type or shape.
     """
@@ -60,6 +68,14 @@ def decode_packed(parts: StoredParts, quantization: PackedIntegers) -> None:
 def decode_awq(parts: StoredParts, quantization: Awq) -> None:
     """Put coded tensors [outputs, inputs] in the place of words [inputs, outputs / 8], scales and zero points.
 
+    >>> from types import SimpleNamespace
+    >>> file = SimpleNamespace(name="model.safetensors", size=0, version="", tuning=None, is_shared=True)
+    >>> kinds = {"qweight": ((128, 8), WORD[0]), "scales": ((4, 64), FLOATS[0]), "qzeros": ((4, 8), WORD[0])}
+    >>> parts = StoredParts({f"up_proj.{end}": Tensor(file, 0, *kind) for end, kind in kinds.items()}, "here")
+    >>> decode_awq(parts, Awq("awq", (), group=32))
+    >>> {name: tensor.shape for name, tensor in parts.tensors.items()}
+    {'up_proj.weight': (64, 128)}
+
     Raises:
         CheckpointError: parts are missing, or have another type or shape.
     """
@@ -82,6 +98,14 @@ def decode_gptq(parts: StoredParts, quantization: Gptq) -> None:
     """Put coded tensors [outputs, inputs] in the place of words [inputs / 8, outputs], scales, zero points, and groups.
 
     The group of an input is what `g_idx` says, in order or not.
+
+    >>> from types import SimpleNamespace
+    >>> file = SimpleNamespace(name="model.safetensors", size=0, version="", tuning=None, is_shared=True)
+    >>> kinds = {"qweight": ((16, 64), WORD[0]), "scales": ((4, 64), FLOATS[0]), "qzeros": ((4, 8), WORD[0])}
+    >>> parts = StoredParts({f"up_proj.{end}": Tensor(file, 0, *kind) for end, kind in kinds.items()}, "here")
+    >>> decode_gptq(parts, Gptq("gptq", (), bits=4, group=32, zero_offset=1, has_order=False))
+    >>> {name: tensor.shape for name, tensor in parts.tensors.items()}
+    {'up_proj.weight': (64, 128)}
 
     Raises:
         CheckpointError: parts are missing, or have another type or shape.

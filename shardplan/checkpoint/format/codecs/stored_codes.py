@@ -67,12 +67,26 @@ class TensorsWithParts(dict[str, Tensor]):
 
 
 def codes_of(tensor: CodedTensor) -> Tensor:
-    """Return the codes of a tensor as a tensor of their own."""
+    """Return the codes of a tensor as a tensor of their own.
+
+    >>> scales = GroupValues("w_scale", Tensor(None, 0, (2, 1), np.dtype(np.float32)), (1, 1))
+    >>> codes = {"code_dims": (256, 128), "group": (128, 128), "scale": scales}
+    >>> weight = CodedTensor(None, 0, (256, 128), np.dtype(np.int8), **codes)
+    >>> codes_of(weight).shape, codes_of(weight).dtype
+    ((256, 128), dtype('int8'))
+    """
     return Tensor(tensor.file, tensor.offset, tensor.dims, tensor.dtype, tensor.path, tensor.is_listed)
 
 
 def scales_of(tensor: CodedTensor) -> StoredScales:
-    """Return the scales of a tensor as a tensor of their own."""
+    """Return the scales of a tensor as a tensor of their own.
+
+    >>> scales = GroupValues("w_scale", Tensor(None, 0, (2, 1), np.dtype(np.float32)), (1, 1))
+    >>> codes = {"code_dims": (256, 128), "group": (128, 128), "scale": scales}
+    >>> weight = CodedTensor(None, 0, (256, 128), np.dtype(np.int8), **codes)
+    >>> scales_of(weight).shape, scales_of(weight).dtype
+    ((2, 1), dtype('float32'))
+    """
     stored = scale_values(tensor).tensor
     return StoredScales(
         stored.file, stored.offset, stored.shape, stored.dtype, stored.path, stored.is_listed, owner=tensor
@@ -80,6 +94,13 @@ def scales_of(tensor: CodedTensor) -> StoredScales:
 
 
 def scale_values(tensor: CodedTensor) -> GroupValues:
-    """Return where the scales of a tensor are that has them."""
+    """Return the scales of a tensor that has some, where they are stored.
+
+    >>> scales = GroupValues("w_scale", Tensor(None, 0, (2, 1), np.dtype(np.float32)), (1, 1))
+    >>> codes = {"code_dims": (256, 128), "group": (128, 128), "scale": scales}
+    >>> weight = CodedTensor(None, 0, (256, 128), np.dtype(np.int8), **codes)
+    >>> scale_values(weight).name
+    'w_scale'
+    """
     assert tensor.scale is not None
     return tensor.scale
