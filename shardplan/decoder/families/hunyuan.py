@@ -55,7 +55,13 @@ V3_UNUSED = (
 
 
 def read_v1(keys: ConfigKeys) -> dict[str, Any]:
-    """Return the fields of the `Architecture` of a config.json of Hunyuan-A13B."""
+    """Read the fields of an `Architecture` from a config.json of Hunyuan-A13B.
+
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> layer = read_v1(ConfigKeys(read_config("hunyuan-a13b", None), "config.json"))["segments"][0].layers[0]
+    >>> layer.attention.head_norm.is_after_rotary, layer.mlp.router.experts, layer.mlp.router.experts_per_token
+    (True, 64, 8)
+    """
     only(keys, V1_ONLY)
     keys.take(*V1_UNUSED)
     norm, size = read_rms_norm(keys, 1e-5), keys.integer("intermediate_size")
@@ -85,14 +91,29 @@ def _each_layer(keys: ConfigKeys, names: tuple[str, ...], default: int) -> list[
 
 
 def v1_layer_rules(config: Architecture, layer: LayerConfig, index: int) -> Rules:
-    """Return path of a parameter in a layer of Hunyuan-A13B -> its rule."""
+    """Return the rules of a layer of Hunyuan-A13B, by path of the parameter in the layer.
+
+    >>> from shardplan.decoder.config import DecoderConfig
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> config = DecoderConfig.from_hf_config(read_config("hunyuan-a13b", None))
+    >>> rules = v1_layer_rules(config, config.segments[0].layers[0], 0)
+    >>> rules["self_attn.q_norm.weight"].name, rules["mlp.router.weight"].name
+    ('model.layers.0.self_attn.query_layernorm.weight', 'model.layers.0.mlp.gate.wg.weight')
+    """
     at, norms = f"model.layers.{index}.self_attn", ("query_layernorm", "key_layernorm")
     found = expert_layer_rules(config, layer, index, V1_NAMES)
     return {**found, **attention_rules(layer.grouped_attention, at, config.embed, norms=norms)}
 
 
 def read_v3(keys: ConfigKeys) -> dict[str, Any]:
-    """Return the fields of the `Architecture` of a config.json of Hy3."""
+    """Read the fields of an `Architecture` from a config.json of Hy3.
+
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> fields = read_v3(ConfigKeys(read_config("hy3-preview", None), "config.json"))
+    >>> router = fields["segments"][1].layers[0].mlp.router
+    >>> router.experts, router.experts_per_token, router.scale
+    (192, 8, 2.826)
+    """
     only(keys, V3_ONLY)
     keys.take(*V3_UNUSED)
     norm = read_rms_norm(keys, 1e-5)

@@ -35,7 +35,14 @@ def expert_layer_rules(
     names: ExpertNames = DEEPSEEK_NAMES,
     mlp: str = "mlp",
 ) -> Rules:
-    """Return the rules of a layer that has the names of Llama's, and perhaps experts in place of its MLP.
+    """Return the rules of a layer under the names of Llama, whether it has experts or an MLP.
+
+    >>> from shardplan.decoder.config import DecoderConfig
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> config = DecoderConfig.from_hf_config(read_config("qwen3-30b-a3b", None))
+    >>> rules = expert_layer_rules(config, config.segments[0].layers[0], 47)
+    >>> rules["self_attn.q_norm.weight"].name, rules["mlp.router.weight"].name
+    ('model.layers.47.self_attn.q_norm.weight', 'model.layers.47.mlp.gate.weight')
 
     Args:
         mlp: name of the MLP behind the prefix of the layer.
@@ -49,7 +56,14 @@ def expert_layer_rules(
 
 
 def separate_expert_rules(mlp: Mlp, name: str, embed: int, names: ExpertNames = DEEPSEEK_NAMES) -> Rules:
-    """Return rules of experts with one tensor per projection and expert; of an MLP in a layer without experts.
+    """Return the rules of experts with one tensor per projection and expert, or of the MLP of a layer without experts.
+
+    >>> from shardplan.decoder.parts.mlp.experts import GatedActivation
+    >>> from shardplan.decoder.parts.mlp.router import RouterConfig
+    >>> experts = ExpertsConfig(RouterConfig(experts=2, experts_per_token=1), 16, GatedActivation("silu"))
+    >>> rules = separate_expert_rules(experts, "mlp", embed=64)
+    >>> [(each.rule.name, each.rule.shape) for each in rules["mlp.experts.down"].rules]
+    [('mlp.experts.0.down_proj.weight', (64, 16)), ('mlp.experts.1.down_proj.weight', (64, 16))]
 
     Args:
         name: prefix of the MLP.
@@ -68,10 +82,17 @@ def separate_expert_rules(mlp: Mlp, name: str, embed: int, names: ExpertNames = 
 
 
 def stacked_expert_rules(mlp: Mlp, name: str, embed: int, names: ExpertNames = DEEPSEEK_NAMES) -> Rules:
-    """Return rules of experts stacked in two tensors; of an MLP in a layer without experts.
+    """Return the rules of experts stacked in two tensors, or of the MLP of a layer without experts.
 
     The tensors are `gate_up_proj` {experts, gates and then projections up, embed}, and `down_proj` {experts, embed,
     mlp}.
+
+    >>> from shardplan.decoder.parts.mlp.experts import GatedActivation
+    >>> from shardplan.decoder.parts.mlp.router import RouterConfig
+    >>> experts = ExpertsConfig(RouterConfig(experts=2, experts_per_token=1), 16, GatedActivation("silu"))
+    >>> up = stacked_expert_rules(experts, "mlp", embed=64)["mlp.experts.up"]
+    >>> up.start, up.stop, up.rule.rule
+    (16, 32, StoredTensor(name='mlp.experts.gate_up_proj', shape=(2, 32, 64)))
 
     Args:
         name: prefix of the MLP.

@@ -97,7 +97,12 @@ def attend_sparsely(call: SparseCall) -> jax.Array:
 
 @contextmanager
 def replace_sparse_calls(compute: Callable[[SparseCall], jax.Array]) -> Iterator[None]:
-    """Let `compute` compute every call: it returns [b, t, g, r, d], the sum of the branches."""
+    """Let `compute` compute every call: it returns [b, t, g, r, d], the sum of the branches.
+
+    >>> with replace_sparse_calls(lambda call: f"the price of {call}"):
+    ...     attend_sparsely("a call")
+    'the price of a call'
+    """
     token = _replacement.set(compute)
     try:
         yield
