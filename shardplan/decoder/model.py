@@ -82,6 +82,7 @@ class Decoder(ModuleWithStateDictSerialization, LmHeadModel[Architecture]):
         for i, segment in enumerate(config.segments):
             keys = jax.random.split(jax.random.fold_in(layers, i), segment.repeats)
             policy, selects = config.gradient_checkpointing, any(sparse_attentions([segment]))
+            # rounding may select other blocks when a layer is computed again, and its gradients would be wrong
             policy = keep_selected_blocks(policy) if selects else policy
             make = Stacked.init(config.Layers[i], RepeatedLayers, gradient_checkpointing=policy)
             stacks.append(make(segment.layers, config.Embed, key=keys))

@@ -33,7 +33,7 @@ def parameter_rules(config: Architecture, vocab: int) -> Mapping[str, Rule]:
         for j, layer in enumerate(segment.layers):
             indices = range(first + j, first + segment.num_layers, size)
             of_layers = [family.layer_rules(config, layer, index) for index in indices]
-            for path in of_layers[0]:
+            for path in of_layers[0]:  # repetitions have one configuration, and so the same parameters
                 stacked = Stacked(tuple(each[path] for each in of_layers))
                 rules[f"segments[{i}].stacked.layers[{j}].{path}"] = stacked
         first += segment.num_layers

@@ -56,7 +56,7 @@ def _read_kinds_of_mlp(keys: ConfigKeys) -> list[bool]:
     """Read which layers have experts: the last of each period, within a range of layers."""
     layers = keys.integer("num_hidden_layers")
     first, end = keys.integer("moe_layer_start_index", default=1, least=0), layers - 1
-    if keys.take("moe_layer_end_index", default=-1) != -1:
+    if keys.take("moe_layer_end_index", default=-1) != -1:  # -1 is the last layer
         end = keys.integer("moe_layer_end_index", least=0)
     is_last = every(keys.integer("moe_layer_interval", default=1))
     return [is_last(i) and first <= i <= end for i in range(layers)]

@@ -76,6 +76,7 @@ def read_gemma3(keys: ConfigKeys) -> dict[str, Any]:
     """
     layer = _read_sandwich(keys, None)
     size = layer.grouped_attention.head_size
+    # a scaling in the form of transformers 4 is for the layers without a window alone
     full = read_rotary(keys, size, 1e6, layer_type=FULL)
     sliding = read_rotary(keys, size, layer_type=SLIDING, theta_keys=("rope_local_base_freq",), is_scaled=False)
     layers = []

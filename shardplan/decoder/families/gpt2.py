@@ -36,7 +36,7 @@ def read(keys: ConfigKeys) -> dict[str, Any]:
     activation = keys.choice("activation_function", choices=ACTIVATIONS, default="gelu_new")
     mlp = MlpConfig(keys.integer("n_inner", default=4 * embed), activation, has_bias=True)
     layers = [LayerConfig(attention, mlp, norm)] * keys.integer("n_layer", "num_hidden_layers")
-    if keys.flag("scale_attn_by_inverse_layer_idx", default=False):
+    if keys.flag("scale_attn_by_inverse_layer_idx", default=False):  # layers count from 1 here
         layers = [replace(layer, attention=replace(attention, scale=scale / i)) for i, layer in enumerate(layers, 1)]
     return {
         "max_seq_len": positions,

@@ -89,7 +89,7 @@ def _in_turns(name: str, shape: tuple[int, ...], size: int, suffix: str = "") ->
     """Return the rules of gates and projections up whose elements take turns in the last dimension of a tensor.
 
     Args:
-        shape: that of the tensor, without its last dimension.
+        shape: the shape of the tensor without its last dimension.
         size: elements of the hidden state of an expert.
         suffix: what follows the names of the parameters.
     """

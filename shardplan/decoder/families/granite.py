@@ -33,7 +33,7 @@ def read(keys: ConfigKeys) -> dict[str, Any]:
         [layer] * keys.integer("num_hidden_layers"),
         norm,
         embedding_multiplier=keys.number("embedding_multiplier", default=1.0),
-        logit_multiplier=1.0 / keys.number("logits_scaling", default=1.0),
+        logit_multiplier=1.0 / keys.number("logits_scaling", default=1.0),  # the key is a divisor
     )
 
 

@@ -66,7 +66,7 @@ def read_v1(keys: ConfigKeys) -> dict[str, Any]:
     keys.take(*V1_UNUSED)
     norm, size = read_rms_norm(keys, 1e-5), keys.integer("intermediate_size")
     heads = replace(read_attention(keys), head_norm=HeadNorm(norm, is_after_rotary=True))
-    keys.only("attention_head_dim", [heads.head_size])
+    keys.only("attention_head_dim", [heads.head_size])  # the release gives the size twice
     attention = replace(heads, rotary=read_rotary(keys, heads.head_size, has_alpha=True))
     for name, expected in (("moe_intermediate_size", size), ("num_shared_expert", 1)):
         if any(each != expected for each in _each_layer(keys, (name,), expected)):
@@ -129,7 +129,7 @@ def read_v3(keys: ConfigKeys) -> dict[str, Any]:
         scale=keys.number("router_scaling_factor", default=2.826),
     )
     size = keys.integer("moe_intermediate_size", "expert_hidden_dim", default=1536)
-    keys.only("expert_hidden_dim", [size])
+    keys.only("expert_hidden_dim", [size])  # where a file has both keys
     mlp = gated_experts(keys, router, size, keys.integer("num_shared_experts", default=1))
     layers = [LayerConfig(attention, each, norm) for each in read_mlps(keys, mlp, read_kinds_of_mlp(keys, 1))]
     return architecture(keys, layers, norm, positions=131072)

@@ -108,7 +108,7 @@ def _read_experts(keys: ConfigKeys, activation: str) -> ExpertsConfig:
     experts, per_token = keys.integer("num_local_experts", default=16), keys.integer("num_experts_per_tok", default=1)
     if per_token > experts:
         keys.refuse("num_experts_per_tok", per_token, f"at most num_local_experts, {experts}")
-    size = keys.integer("intermediate_size", default=8192)
+    size = keys.integer("intermediate_size", default=8192)  # layers without experts have `intermediate_size_mlp`
     return ExpertsConfig(
         RouterConfig(experts, per_token, Scoring.SIGMOID, is_normalised=False),
         size,

@@ -46,6 +46,7 @@ def read(keys: ConfigKeys) -> dict[str, Any]:
     """
     heads, norm = read_heads(keys), read_rms_norm(keys)
     theta = keys.number("rope_theta", default=10000.0)
+    # NativeSparseConfig has a base alone, so that a scaling or a partial rotation has no place in it
     if read_rotary(keys, heads.head_size) != Rotary(unscaled(theta, heads.head_size)):
         keys.refuse("rope_scaling", keys.take("rope_scaling", "rope_parameters"), "absent; give rope_theta alone")
     given = keys.take(SETTINGS)

@@ -41,9 +41,9 @@ def read(keys: ConfigKeys) -> dict[str, Any]:
         keys.refuse("num_attention_heads", heads, f"a divisor of hidden_size, {embed}")
     is_before = keys.flag("do_layer_norm_before", default=True)
     has_last_norm = is_before and not keys.flag("_remove_final_layer_norm", default=False)
-    keys.take("_remove_final_layer_norm")
+    keys.take("_remove_final_layer_norm")  # `and` above does not read it where `is_before` is false
     bias = keys.flag("enable_bias", default=True)
-    norm = NormConfig(NormKind.LAYER, 1e-5, has_bias=True)
+    norm = NormConfig(NormKind.LAYER, 1e-5, has_bias=True)  # PyTorch's epsilon: config.json has none
     attention = GroupedAttention(heads, heads, embed // heads, None, has_bias=bias, has_output_bias=bias)
     activation = keys.choice("activation_function", choices=ACTIVATIONS, default="relu")
     mlp = MlpConfig(keys.integer("ffn_dim"), activation, has_bias=bias)

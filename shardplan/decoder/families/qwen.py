@@ -93,6 +93,7 @@ def _read(keys: ConfigKeys, attention: GroupedAttention, norm: NormConfig) -> di
     uses_windows = keys.flag("use_sliding_window", default=False) and not keys.is_null("sliding_window")
     if not uses_windows and SLIDING in (keys.take("layer_types") or ()):
         keys.refuse("layer_types", keys.take("layer_types"), f"without {SLIDING}, as windows are not used")
+    # the number of layers without a window, whatever its name says: transformers gives a window to all after them
     first = keys.integer("max_window_layers", default=28, least=0)
     windows = read_windows(keys, lambda i: not uses_windows or i < first, 4096)
     return architecture(keys, with_windows(layer, windows), norm, positions=32768)

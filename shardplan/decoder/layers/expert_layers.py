@@ -15,11 +15,11 @@ from shardplan.experts.statistics.metrics import layer_metrics
 REDUCTIONS = {
     "buffer_use": ReductionType.MAX, "overflow_rows": ReductionType.SUM, "further_rounds": ReductionType.SUM,
 }  # fmt: skip
-"""Metric of a layer -> how Levanter's Trainer joins those of microbatches; others are means."""
+"""Metric of a layer -> how Levanter's Trainer reduces it over microbatches; others are means."""
 
 
 def expert_layers(segments: Sequence[Segment]) -> list[list[range]]:
-    """Return, for each segment and each layer with experts in its block, the numbers of that layer's repetitions.
+    """Return the numbers of layers with experts: for each segment, a range for each such layer in its block.
 
     >>> from shardplan.decoder.config import DecoderConfig
     >>> from shardplan.model.huggingface.hf_config import read_config

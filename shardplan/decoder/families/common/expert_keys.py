@@ -45,7 +45,7 @@ def read_experts(keys: ConfigKeys, defaults: ExpertDefaults, router: RouterConfi
     """
     size = keys.integer("moe_intermediate_size", default=defaults.size)
     shared = 0
-    if not keys.is_null("n_shared_experts"):
+    if not keys.is_null("n_shared_experts"):  # null says that there are none, whatever the default is
         shared = keys.integer("n_shared_experts", default=defaults.shared, least=0)
     return gated_experts(keys, router, size, shared)
 
@@ -137,7 +137,7 @@ def _read_groups(
     """Read the groups of experts; None where a token may choose from all."""
     groups = 1 if keys.is_null("n_group") else keys.integer("n_group", default=defaults.groups)
     chosen = 1 if keys.is_null("topk_group") else keys.integer("topk_group", default=defaults.chosen_groups)
-    if chosen >= groups:
+    if chosen >= groups:  # all groups are chosen, which excludes no expert
         return None
     if experts % groups or experts // groups < best:
         keys.refuse("n_group", groups, f"a divisor of the {experts} experts, with at least {best} in a group")
@@ -179,7 +179,7 @@ def read_mlps(keys: ConfigKeys, experts: ExpertsConfig, kinds: Sequence[bool]) -
     [('MlpConfig', 10944), ('ExpertsConfig', 1408), ('ExpertsConfig', 1408)]
     """
     if all(kinds):
-        keys.take("intermediate_size")
+        keys.take("intermediate_size")  # releases give it all the same, and a key that is not taken is refused
         return [experts] * len(kinds)
     dense = read_gated_mlp(keys)
     return [experts if has_experts else dense for has_experts in kinds]

@@ -1,4 +1,4 @@
-"""Rules of layers with routed experts: the router, the experts, in a tensor each or in one, and shared experts."""
+"""Rules of layers with routed experts, whether each expert has tensors of its own or all experts share them."""
 
 from typing import NamedTuple
 
@@ -75,6 +75,7 @@ def separate_expert_rules(mlp: Mlp, name: str, embed: int, names: ExpertNames = 
         shape = (embed, mlp.size) if parameter == "down" else (mlp.size, embed)
         each: list[Rule] = []
         for expert in range(mlp.router.experts):
+            # files have outputs first, as Linear does; grouped matmuls take experts' weights with inputs first
             stored = StoredTensor(f"{name}.{names.experts}.{expert}.{projection}.weight", shape)
             each.append(Transposed(stored, (1, 0)))
         found[f"mlp.experts.{parameter}"] = Stacked(tuple(each))

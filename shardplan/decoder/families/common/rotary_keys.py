@@ -76,7 +76,7 @@ def read_rotary(
         keys.refuse("partial_rotary_factor", part, "1, for this family rotates whole heads")
     if head_size % 2 and part == 1.0:
         keys.refuse("head_dim", head_size, "an even number, for rotary embeddings")
-    channels = int(head_size * part)
+    channels = int(head_size * part)  # rounded down, as in transformers
     if part > 1 or channels < 2 or channels % 2:
         keys.refuse("partial_rotary_factor", part, f"a part of the {head_size} channels of a head, an even number")
     if values.get(ALPHA):
@@ -181,6 +181,7 @@ def _scaling(keys: ConfigKeys, values: Mapping[str, Any], pairs: int) -> dict[st
     """Return the scaling of the frequencies with all its values; None if they are not scaled."""
     positions = keys.take("max_position_embeddings")
     original = keys.take("original_max_position_embeddings")
+    # read by `read_rotary` and `read_temperature`; `read_rope` would refuse some of them
     own = ("rope_theta", "partial_rotary_factor", TEMPERATURE, ALPHA)
     scaling = {name: value for name, value in values.items() if name not in own}
     kind = scaling.get("rope_type") or scaling.get("type")

@@ -141,7 +141,7 @@ def attention_rules(
 
 
 def head_norm_rules(attention: GroupedAttention, path: str, name: str, heads: int) -> Rules:
-    """Return the rules of the norm of queries or of keys; none if attention has no such norms, or without weights."""
+    """Return the rules of the norm of queries or of keys; none if there is no such norm, or it has no weight."""
     if attention.head_norm is None or not attention.head_norm.norm.has_weight:
         return {}
     size = attention.head_size

@@ -16,7 +16,7 @@ class SelectionRecording:
     """The records of one forward pass."""
 
     segments: list[tuple[SelectionSums, ...]] = field(default_factory=list)
-    """Of each loop over layers, the layers with this attention in its block: sums [repetition, ...]."""
+    """For each loop over layers, the sums [repetition, ...] of the layers with this attention in its block."""
     sums: list[SelectionSums] = field(default_factory=list)
     """Of layers outside of loops, or in one repetition, in the order of the model."""
 

@@ -73,6 +73,7 @@ def resolve_mesh_sharding(subject: str, Batch: Axis, Pos: Axis, KVHeads: Axis, Q
                     f"{subject}: {users[name]} and {axis.name} are both mapped to {name}; "
                     "map each of them to mesh axes of its own"
                 )
+        # `PositionParts.check` is stricter for positions: a part has complete blocks
         if axis != Pos and axis.size % device_count(names):
             raise ConfigError(
                 f"{subject}: {axis.name} ({axis.size}) is not divisible by the {device_count(names)} "

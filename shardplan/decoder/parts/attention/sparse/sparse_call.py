@@ -91,13 +91,13 @@ _replacement: ContextVar[Callable[[SparseCall], jax.Array]] = ContextVar("sparse
 
 
 def attend_sparsely(call: SparseCall) -> jax.Array:
-    """Return [b, t, g, r, d], the sum of the branches, as `compute_sparse_call` does or what replaces it."""
+    """Return [b, t, g, r, d], the sum of the branches, by `compute_sparse_call` or by its replacement."""
     return _replacement.get()(call)
 
 
 @contextmanager
 def replace_sparse_calls(compute: Callable[[SparseCall], jax.Array]) -> Iterator[None]:
-    """Let `compute` compute every call: it returns [b, t, g, r, d], the sum of the branches.
+    """Replace what computes a call within the block: `compute` returns [b, t, g, r, d], the sum of the branches.
 
     >>> with replace_sparse_calls(lambda call: f"the price of {call}"):
     ...     attend_sparsely("a call")

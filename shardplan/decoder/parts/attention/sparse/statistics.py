@@ -94,6 +94,7 @@ def selection_sums(
     importance, free_mass, gates = jax.lax.stop_gradient((importance, free_mass, gates))
     by_row = positions[:, None, None]
     numbers = jnp.arange(importance.shape[-1])
+    # of its own block a query has the keys up to itself alone
     keys_of_blocks = jnp.clip(by_row + 1 - blocks * config.selection_block, 0, config.selection_block)
     k = jnp.where(blocks == UNUSED, 0, keys_of_blocks).sum(axis=-1)
     is_free_block = ~config.selection.is_forced(numbers, positions[:, None])
@@ -199,7 +200,7 @@ def figures(config: NativeSparseConfig, sums: SelectionSums) -> dict[str, Any]:
 
 
 def traced_figures(config: NativeSparseConfig, sums: SelectionSums) -> dict[str, jax.Array]:
-    """Return the figures of `figures` within a program, in int32 and float32."""
+    """Compute the figures of `figures` within a program, in int32 and float32."""
     return _figures(config, sums, jnp)
 
 

@@ -76,7 +76,7 @@ def backward_traffic(config: NativeSparseConfig, parts: PositionParts, groups: i
 
 
 def importance_all_reduce_bytes(config: NativeSparseConfig, positions: int, groups: int, devices: int) -> float:
-    """Return the bytes that heads of a group on several devices would cost: an all-reduce before the selection.
+    """Return the bytes of the all-reduce that sharding the heads of a group would need before the selection.
 
     bytes = 2 * 4 * (devices - 1) / devices * positions * groups * selection blocks, for float32.
 
