@@ -70,7 +70,7 @@ def separate_expert_rules(mlp: Mlp, name: str, embed: int, names: ExpertNames = 
     """
     if isinstance(mlp, MlpConfig):
         return mlp_rules(mlp, name, embed)
-    found = router_rules(mlp, name, embed, names)
+    found = _router_rules(mlp, name, embed, names)
     for parameter, projection in zip(("gate", "up", "down"), names.projections, strict=True):
         shape = (embed, mlp.size) if parameter == "down" else (mlp.size, embed)
         each: list[Rule] = []
@@ -104,14 +104,14 @@ def stacked_expert_rules(mlp: Mlp, name: str, embed: int, names: ExpertNames = D
     both = Transposed(StoredTensor(f"{name}.{names.experts}.gate_up_proj", (count, 2 * size, embed)), (0, 2, 1))
     down = StoredTensor(f"{name}.{names.experts}.down_proj", (count, embed, size))
     return {
-        **router_rules(mlp, name, embed, names),
+        **_router_rules(mlp, name, embed, names),
         "mlp.experts.gate": Sliced(both, 2, 0, size),
         "mlp.experts.up": Sliced(both, 2, size, 2 * size),
         "mlp.experts.down": Transposed(down, (0, 2, 1)),
     }
 
 
-def router_rules(mlp: ExpertsConfig, name: str, embed: int, names: ExpertNames = DEEPSEEK_NAMES) -> Rules:
+def _router_rules(mlp: ExpertsConfig, name: str, embed: int, names: ExpertNames = DEEPSEEK_NAMES) -> Rules:
     """Return the rules of the router, and of the shared experts if there are any.
 
     Args:

@@ -135,12 +135,12 @@ def attention_rules(
         **linear_rules("self_attn.v_proj", value, attention.kv_heads * value_size, embed, attention.has_bias),
         **linear_rules("self_attn.o_proj", output, embed, attention.heads * value_size, attention.has_output_bias),
         **({"self_attn.sinks": StoredTensor(f"{name}.sinks", (attention.heads,))} if attention.has_sinks else {}),
-        **head_norm_rules(attention, "self_attn.q_norm", f"{name}.{norms[0]}", attention.heads),
-        **head_norm_rules(attention, "self_attn.k_norm", f"{name}.{norms[1]}", attention.kv_heads),
+        **_head_norm_rules(attention, "self_attn.q_norm", f"{name}.{norms[0]}", attention.heads),
+        **_head_norm_rules(attention, "self_attn.k_norm", f"{name}.{norms[1]}", attention.kv_heads),
     }
 
 
-def head_norm_rules(attention: GroupedAttention, path: str, name: str, heads: int) -> Rules:
+def _head_norm_rules(attention: GroupedAttention, path: str, name: str, heads: int) -> Rules:
     """Return the rules of the norm of queries or of keys; none if there is no such norm, or it has no weight."""
     if attention.head_norm is None or not attention.head_norm.norm.has_weight:
         return {}

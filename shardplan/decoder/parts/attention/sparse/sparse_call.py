@@ -81,17 +81,17 @@ class SparseCall:
         )
 
 
-def compute_sparse_call(call: SparseCall) -> jax.Array:
+def _compute_sparse_call(call: SparseCall) -> jax.Array:
     """Compute float32[b, t, g, r, d], the sum of the branches."""
     results, _ = call.run()
     return results.mixed
 
 
-_replacement: ContextVar[Callable[[SparseCall], jax.Array]] = ContextVar("sparse_call", default=compute_sparse_call)
+_replacement: ContextVar[Callable[[SparseCall], jax.Array]] = ContextVar("sparse_call", default=_compute_sparse_call)
 
 
 def attend_sparsely(call: SparseCall) -> jax.Array:
-    """Return [b, t, g, r, d], the sum of the branches, by `compute_sparse_call` or by its replacement."""
+    """Return [b, t, g, r, d], the sum of the branches, by `SparseCall.run` or by what replaces it."""
     return _replacement.get()(call)
 
 
