@@ -73,6 +73,7 @@ class ConfigKeys:
             ConfigError: the value is missing and has no default, or it is anything else.
         """
         value = self.take(*names, default=default)
+        # not isinstance: true is an int to Python
         if type(value) is not int or not least <= value <= MAX_SIZE:
             self.refuse(names[0], value, f"an integer from {least} to {MAX_SIZE}")
         return value

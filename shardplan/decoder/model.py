@@ -82,6 +82,7 @@ class Decoder(ModuleWithStateDictSerialization, LmHeadModel[Architecture]):
         for i, segment in enumerate(config.segments):
             keys = jax.random.split(jax.random.fold_in(layers, i), segment.repeats)
             policy, selects = config.gradient_checkpointing, any(sparse_attentions([segment]))
+            # rounding may select other blocks when a layer is computed again, and its gradients would be wrong
             policy = keep_selected_blocks(policy) if selects else policy
             make = Stacked.init(config.Layers[i], RepeatedLayers, gradient_checkpointing=policy)
             stacks.append(make(segment.layers, config.Embed, key=keys))
@@ -282,7 +283,7 @@ class Decoder(ModuleWithStateDictSerialization, LmHeadModel[Architecture]):
                 values[path] = value.reshape(parameters[path].shape)
             return values
 
-        tensors = {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in stored_shapes(rules).items()}
+        tensors = {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in _stored_shapes(rules).items()}
         wide = {path: parameter.astype(dtype) for path, parameter in parameters.items()}
         (stored,) = jax.linear_transpose(read_all, tensors)(wide)
         stored.update((name, jnp.asarray(value, dtype)) for name, value in stored_constants(self.settings).items())
@@ -313,10 +314,10 @@ ARRAYS = _Arrays()
 
 def expected_shapes(model: Decoder) -> dict[str, Shape]:
     """Return name -> shape of the tensors in a checkpoint of `model`, whose arrays may be abstract."""
-    return stored_shapes(parameter_rules(model.settings, model.Vocab.size))
+    return _stored_shapes(parameter_rules(model.settings, model.Vocab.size))
 
 
-def stored_shapes(rules: Mapping[str, Rule]) -> dict[str, Shape]:
+def _stored_shapes(rules: Mapping[str, Rule]) -> dict[str, Shape]:
     """Return name -> shape of the tensors that rules read."""
     shapes: dict[str, Shape] = {}
     for rule in rules.values():

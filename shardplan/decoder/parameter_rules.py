@@ -15,6 +15,13 @@ from shardplan.decoder.names import Rule, Stacked
 def parameter_rules(config: Architecture, vocab: int) -> Mapping[str, Rule]:
     """Return the rules of all parameters, by path in the model; a rule has the parameter's elements in any shape.
 
+    >>> from shardplan.decoder.config import DecoderConfig
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> config = DecoderConfig.from_hf_config(read_config("gemma-2-2b", None))
+    >>> rules = parameter_rules(config, vocab=256000)
+    >>> [each.name for each in rules["segments[0].stacked.layers[1].self_attn.k_proj.weight"].rules[:2]]
+    ['model.layers.1.self_attn.k_proj.weight', 'model.layers.3.self_attn.k_proj.weight']
+
     Args:
         vocab: number of tokens in the vocabulary.
     """
@@ -26,7 +33,7 @@ def parameter_rules(config: Architecture, vocab: int) -> Mapping[str, Rule]:
         for j, layer in enumerate(segment.layers):
             indices = range(first + j, first + segment.num_layers, size)
             of_layers = [family.layer_rules(config, layer, index) for index in indices]
-            for path in of_layers[0]:
+            for path in of_layers[0]:  # repetitions have one configuration, and so the same parameters
                 stacked = Stacked(tuple(each[path] for each in of_layers))
                 rules[f"segments[{i}].stacked.layers[{j}].{path}"] = stacked
         first += segment.num_layers
@@ -34,7 +41,14 @@ def parameter_rules(config: Architecture, vocab: int) -> Mapping[str, Rule]:
 
 
 def stored_constants(config: Architecture) -> dict[str, float]:
-    """Return name -> value of the scalars that a checkpoint holds, but that are no parameters."""
+    """Return name -> value of the scalars that a checkpoint holds, but that are no parameters.
+
+    >>> from shardplan.decoder.config import DecoderConfig
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> constants = stored_constants(DecoderConfig.from_hf_config(read_config("apertus-8b", None)))
+    >>> len(constants), constants["model.layers.31.mlp.act_fn.beta"]
+    (64, 0.5)
+    """
     constants: dict[str, float] = {}
     index = 0
     for segment in config.segments:

@@ -120,6 +120,7 @@ def _encode(config: DecoderConfig) -> dict[str, Any]:
         "flash_attention_block_size": config.flash_attention_block_size,
         "gradient_checkpointing": dataclasses.asdict(policy) if isinstance(policy, ScanCheckpointPolicy) else policy,
         "expert_statistics": config.expert_statistics,
+        # `selected_method` is refused for any other model
         **({} if method is None else _selection_keys(config, method)),
     }
 

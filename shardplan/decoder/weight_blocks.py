@@ -64,6 +64,7 @@ class _BlockLengths:
     def slice(self, value: Blocked, dimension: int, start: int, stop: int) -> Blocked:
         shape, blocks = list(value.shape), list(value.blocks)
         shape[dimension] = stop - start
+        # a slice that begins or ends within a block leaves only shorter ones
         blocks[dimension] = math.gcd(blocks[dimension], start, stop - start)
         return Blocked(tuple(shape), tuple(blocks))
 
@@ -102,7 +103,7 @@ def _flat_length(shape: Shape, blocks: Shape) -> int:
     length = 1
     for n, block in zip(reversed(shape), reversed(blocks), strict=True):
         length *= block
-        if block < n:
+        if block < n:  # elements of the next index of an outer dimension have other scales
             break
     return length
 

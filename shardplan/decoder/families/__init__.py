@@ -91,5 +91,11 @@ FAMILIES: dict[str, Family] = {
 
 
 def family_of(config: Architecture) -> Family:
-    """Return the family of a configuration."""
+    """Return the family of a configuration.
+
+    >>> from shardplan.decoder.config import DecoderConfig
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> family_of(DecoderConfig.from_hf_config(read_config("kimi-k2", None))) is deepseek.DEEPSEEK_V3
+    True
+    """
     return FAMILIES[config.family]

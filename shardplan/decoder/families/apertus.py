@@ -16,7 +16,13 @@ from shardplan.decoder.parts.mlp.mlp import XIELU, MlpConfig, Xielu
 
 
 def read(keys: ConfigKeys) -> dict[str, Any]:
-    """Read the fields of an `Architecture` from a config.json."""
+    """Read the fields of an `Architecture` from a config.json.
+
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> fields = read(ConfigKeys(read_config("apertus-8b", None), "config.json"))
+    >>> fields["segments"][0].layers[0].mlp
+    MlpConfig(size=21504, activation='xielu', has_bias=False, is_gated=False, axis='mlp')
+    """
     keys.only("post_norm", [False])
     keys.only("qk_norm", [True])
     require_rope(keys)
@@ -29,7 +35,15 @@ def read(keys: ConfigKeys) -> dict[str, Any]:
 
 
 def layer_rules(config: Architecture, layer: LayerConfig, index: int) -> Rules:
-    """Return the rules of a layer, by path of the parameter in the layer."""
+    """Return the rules of a layer, by path of the parameter in the layer.
+
+    >>> from shardplan.decoder.config import DecoderConfig
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> config = DecoderConfig.from_hf_config(read_config("apertus-8b", None))
+    >>> rules = layer_rules(config, config.segments[0].layers[0], 0)
+    >>> rules["mlp_norm.weight"].name, rules["mlp.xielu.alpha_p"].name
+    ('model.layers.0.feedforward_layernorm.weight', 'model.layers.0.mlp.act_fn.alpha_p')
+    """
     at, embed = f"model.layers.{index}", config.embed
     names = {"attention_norm": "attention_layernorm", "mlp_norm": "feedforward_layernorm"}
     found = {
@@ -44,7 +58,14 @@ def layer_rules(config: Architecture, layer: LayerConfig, index: int) -> Rules:
 
 
 def constants(config: Architecture, layer: LayerConfig, index: int) -> dict[str, float]:
-    """Return name -> value of xIELU's constants, which transformers reads from the checkpoint."""
+    """Return name -> value of xIELU's constants, which transformers reads from the checkpoint.
+
+    >>> from shardplan.decoder.config import DecoderConfig
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> config = DecoderConfig.from_hf_config(read_config("apertus-8b", None))
+    >>> constants(config, config.segments[0].layers[0], 31)
+    {'model.layers.31.mlp.act_fn.beta': 0.5, 'model.layers.31.mlp.act_fn.eps': -1e-06}
+    """
     if layer.mlp.activation != XIELU:
         return {}
     at = f"model.layers.{index}.mlp.act_fn"

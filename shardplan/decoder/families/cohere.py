@@ -26,7 +26,13 @@ from shardplan.decoder.parts.norm import NormConfig, NormKind
 
 
 def read_cohere(keys: ConfigKeys) -> dict[str, Any]:
-    """Read the fields of an `Architecture` from a config.json of Command R or R+."""
+    """Read the fields of an `Architecture` from a config.json of Command R or R+.
+
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> fields = read_cohere(ConfigKeys(read_config("command-r", None), "config.json"))
+    >>> fields["segments"][0].layers[0].wiring.value, fields["logit_multiplier"]
+    ('n = N(x); x += A(n) + M(n)', 0.0625)
+    """
     norm, heads = _norm(keys), read_attention(keys)
     head_norm = HeadNorm(norm, NormExtent.EACH_HEAD) if keys.flag("use_qk_norm", default=False) else None
     attention = replace(heads, rotary=read_rotary(keys, heads.head_size, 500000.0), head_norm=head_norm)
@@ -35,7 +41,14 @@ def read_cohere(keys: ConfigKeys) -> dict[str, Any]:
 
 
 def read_cohere2(keys: ConfigKeys) -> dict[str, Any]:
-    """Read the fields of an `Architecture` from a config.json of Command A."""
+    """Read the fields of an `Architecture` from a config.json of Command A.
+
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> fields = read_cohere2(ConfigKeys(read_config("command-a", None), "config.json"))
+    >>> attentions = [layer.attention for layer in fields["segments"][0].layers]
+    >>> [(attention.window, attention.rotary is not None) for attention in attentions]
+    [(4096, True), (4096, True), (4096, True), (None, False)]
+    """
     only(
         keys,
         {

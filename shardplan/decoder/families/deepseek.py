@@ -32,7 +32,14 @@ GREEDY, IN_GROUPS = "greedy", "group_limited_greedy"
 
 
 def read_v2(keys: ConfigKeys) -> dict[str, Any]:
-    """Return the fields of the `Architecture` of a config.json of V2."""
+    """Read the fields of an `Architecture` from a config.json of V2.
+
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> fields = read_v2(ConfigKeys(read_config("deepseek-v2", None), "config.json"))
+    >>> router = fields["segments"][1].layers[0].mlp.router
+    >>> router.experts, router.experts_per_token, router.groups
+    (160, 6, ExpertGroups(groups=8, chosen=3, best=1))
+    """
     keys.only("scoring_func", ["softmax"])
     keys.only("norm_topk_prob", [False])
     keys.only("mlp_bias", [False])
@@ -46,12 +53,25 @@ def read_v2(keys: ConfigKeys) -> dict[str, Any]:
 
 
 def read_v3(keys: ConfigKeys) -> dict[str, Any]:
-    """Return the fields of the `Architecture` of a config.json of V3 or Kimi K2."""
+    """Read the fields of an `Architecture` from a config.json of V3 or Kimi K2.
+
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> fields = read_v3(ConfigKeys(read_config("deepseek-v3", None), "config.json"))
+    >>> router = fields["segments"][1].layers[0].mlp.router
+    >>> router.has_correction, router.scale, router.groups
+    (True, 2.5, ExpertGroups(groups=8, chosen=4, best=2))
+    """
     return read_with_sigmoid(keys, SIZES, V3, first=3, positions=4096)
 
 
 def read_v32(keys: ConfigKeys) -> dict[str, Any]:
-    """Return the fields of the `Architecture` of a config.json of V3.2."""
+    """Read the fields of an `Architecture` from a config.json of V3.2.
+
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> fields = read_v32(ConfigKeys(read_config("deepseek-v3.2", None), "config.json"))
+    >>> fields["index_topk"], fields["max_seq_len"]
+    (2048, 2048)
+    """
     fields = read_with_sigmoid(keys, SIZES, V3, first=3, positions=163840)
     return read_indexer(keys, fields)
 
@@ -59,7 +79,13 @@ def read_v32(keys: ConfigKeys) -> dict[str, Any]:
 def read_with_sigmoid(
     keys: ConfigKeys, sizes: LatentSizes, defaults: ExpertDefaults, *, first: int, positions: int, epsilon: float = 1e-6
 ) -> dict[str, Any]:
-    """Return the fields of the `Architecture` of a model with the router of V3.
+    """Read the fields of an `Architecture` from a config.json of a model with the router of V3.
+
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> keys = ConfigKeys(read_config("moonlight-16b", None), "config.json")
+    >>> fields = read_with_sigmoid(keys, SIZES, V3, first=3, positions=4096)
+    >>> [(segment.repeats, type(segment.layers[0].mlp).__name__) for segment in fields["segments"]]
+    [(1, 'MlpConfig'), (26, 'ExpertsConfig')]
 
     Args:
         first: default of `first_k_dense_replace`.
@@ -75,7 +101,15 @@ def read_with_sigmoid(
 
 
 def layer_rules(config: Architecture, layer: LayerConfig, index: int) -> Rules:
-    """Return path of a parameter in a layer -> its rule."""
+    """Return the rules of a layer, by path of the parameter in the layer.
+
+    >>> from shardplan.decoder.config import DecoderConfig
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> config = DecoderConfig.from_hf_config(read_config("moonlight-16b", None))
+    >>> stacked = layer_rules(config, config.segments[1].layers[0], 1)["mlp.experts.up"]
+    >>> len(stacked.rules), stacked.rules[63].rule.name
+    (64, 'model.layers.1.mlp.experts.63.up_proj.weight')
+    """
     at, embed = f"model.layers.{index}", config.embed
     return {
         **latent_attention_rules(layer.latent_attention, f"{at}.self_attn", embed),

@@ -26,7 +26,13 @@ DEFAULTS = ExpertDefaults(experts=None, per_token=None, size=1408, shared=None, 
 
 
 def read(keys: ConfigKeys) -> dict[str, Any]:
-    """Return the fields of the `Architecture` of a config.json."""
+    """Read the fields of an `Architecture` from a config.json.
+
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> fields = read(ConfigKeys(read_config("dots.llm1", None), "config.json"))
+    >>> [(segment.repeats, type(segment.layers[0].mlp).__name__) for segment in fields["segments"]]
+    [(1, 'MlpConfig'), (61, 'ExpertsConfig')]
+    """
     keys.only("scoring_func", ["noaux_tc", "sigmoid"])  # the releases name the choice of experts here
     keys.only("topk_method", ["noaux_tc"])
     norm = read_rms_norm(keys)

@@ -27,7 +27,14 @@ ONLY = {
 
 
 def read(keys: ConfigKeys) -> dict[str, Any]:
-    """Return the fields of the `Architecture` of a config.json."""
+    """Read the fields of an `Architecture` from a config.json.
+
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> fields = read(ConfigKeys(read_config("ernie-4.5-21b-a3b", None), "config.json"))
+    >>> mlp = fields["segments"][1].layers[0].mlp
+    >>> mlp.router.experts, mlp.router.experts_per_token, mlp.size, mlp.shared.size
+    (64, 6, 1536, 3072)
+    """
     only(keys, ONLY)
     keys.take("moe_capacity")  # of training: no token is dropped
     heads, norm = read_heads(keys, kv_heads=4), read_rms_norm(keys, 1e-5)
@@ -49,14 +56,21 @@ def _read_kinds_of_mlp(keys: ConfigKeys) -> list[bool]:
     """Read which layers have experts: the last of each period, within a range of layers."""
     layers = keys.integer("num_hidden_layers")
     first, end = keys.integer("moe_layer_start_index", default=1, least=0), layers - 1
-    if keys.take("moe_layer_end_index", default=-1) != -1:
+    if keys.take("moe_layer_end_index", default=-1) != -1:  # -1 is the last layer
         end = keys.integer("moe_layer_end_index", least=0)
     is_last = every(keys.integer("moe_layer_interval", default=1))
     return [is_last(i) and first <= i <= end for i in range(layers)]
 
 
 def layer_rules(config: Architecture, layer: LayerConfig, index: int) -> Rules:
-    """Return path of a parameter in a layer -> its rule."""
+    """Return the rules of a layer, by path of the parameter in the layer.
+
+    >>> from shardplan.decoder.config import DecoderConfig
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> config = DecoderConfig.from_hf_config(read_config("ernie-4.5-21b-a3b", None))
+    >>> layer_rules(config, config.segments[1].layers[0], 1)["mlp.router.correction"]
+    StoredTensor(name='model.layers.1.mlp.moe_statics.e_score_correction_bias', shape=(1, 64))
+    """
     found = expert_layer_rules(config, layer, index, NAMES)
     correction = found.get("mlp.router.correction")
     if isinstance(correction, StoredTensor):  # a row, as of one group of experts

@@ -24,7 +24,14 @@ from shardplan.decoder.parts.block import LayerConfig, Wiring
 
 
 def read(keys: ConfigKeys) -> dict[str, Any]:
-    """Read the fields of an `Architecture` from a config.json."""
+    """Read the fields of an `Architecture` from a config.json.
+
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> fields = read(ConfigKeys(read_config("exaone-4.0-32b", None), "config.json"))
+    >>> attentions = [layer.attention for layer in fields["segments"][0].layers]
+    >>> [(attention.window, attention.rotary is not None) for attention in attentions]
+    [(4096, True), (4096, True), (4096, True), (None, False)]
+    """
     norm, mlp = read_rms_norm(keys, 1e-5), read_gated_mlp(keys)
     attention = replace(read_heads(keys), head_norm=HeadNorm(norm))
     rotary = read_rotary(keys, attention.head_size)

@@ -33,7 +33,13 @@ TANH_GELU = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_accurate")
 
 
 def read_gemma(keys: ConfigKeys) -> dict[str, Any]:
-    """Read the fields of an `Architecture` from a config.json of Gemma 1."""
+    """Read the fields of an `Architecture` from a config.json of Gemma 1.
+
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> fields = read_gemma(ConfigKeys(read_config("gemma-7b", None), "config.json"))
+    >>> fields["embed"], round(fields["embedding_multiplier"] ** 2), fields["norm"].is_around_one
+    (3072, 3072, True)
+    """
     heads, norm = read_attention(keys, HEAD_SIZE), read_rms_norm(keys, is_around_one=True)
     attention = replace(heads, rotary=read_rotary(keys, heads.head_size))
     # files of the first releases have gelu, but the models were trained with its approximation
@@ -44,7 +50,13 @@ def read_gemma(keys: ConfigKeys) -> dict[str, Any]:
 
 
 def read_gemma2(keys: ConfigKeys) -> dict[str, Any]:
-    """Read the fields of an `Architecture` from a config.json of Gemma 2: every second layer has a window."""
+    """Read the fields of an `Architecture` from a config.json of Gemma 2: every second layer has a window.
+
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> fields = read_gemma2(ConfigKeys(read_config("gemma-2-9b", None), "config.json"))
+    >>> [(layer.attention.window, layer.attention.soft_cap) for layer in fields["segments"][0].layers]
+    [(4096, 50.0), (None, 50.0)]
+    """
     layer = _read_sandwich(keys, 50.0)
     attention = replace(layer.grouped_attention, rotary=read_rotary(keys, layer.grouped_attention.head_size))
     layers = with_windows(replace(layer, attention=attention), read_windows(keys, every(2), 4096))
@@ -53,9 +65,18 @@ def read_gemma2(keys: ConfigKeys) -> dict[str, Any]:
 
 
 def read_gemma3(keys: ConfigKeys) -> dict[str, Any]:
-    """Read the fields of an `Architecture` from a config.json of Gemma 3: five of six layers have a window."""
+    """Read the fields of an `Architecture` from a config.json of Gemma 3: five of six layers have a window.
+
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> fields = read_gemma3(ConfigKeys(read_config("gemma-3-27b", None), "config.json"))
+    >>> [(segment.repeats, len(segment.layers)) for segment in fields["segments"]]
+    [(10, 6), (2, 1)]
+    >>> [layer.attention.window for layer in fields["segments"][0].layers]
+    [1024, 1024, 1024, 1024, 1024, None]
+    """
     layer = _read_sandwich(keys, None)
     size = layer.grouped_attention.head_size
+    # a scaling in the form of transformers 4 is for the layers without a window alone
     full = read_rotary(keys, size, 1e6, layer_type=FULL)
     sliding = read_rotary(keys, size, layer_type=SLIDING, theta_keys=("rope_local_base_freq",), is_scaled=False)
     layers = []

@@ -44,17 +44,35 @@ DEFAULTS = ExpertDefaults(experts=128, per_token=8, size=1408, shared=1, scale=1
 
 
 def read_glm(keys: ConfigKeys) -> dict[str, Any]:
-    """Read the fields of an `Architecture` from a config.json of the first GLM-4."""
+    """Read the fields of an `Architecture` from a config.json of the first GLM-4.
+
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> layer = read_glm(ConfigKeys(read_config("glm-4-9b", None), "config.json"))["segments"][0].layers[0]
+    >>> layer.attention.head_size, 2 * layer.attention.rotary.frequencies.pairs
+    (128, 64)
+    """
     return _read(keys, Wiring.PRE)
 
 
 def read_glm4(keys: ConfigKeys) -> dict[str, Any]:
-    """Read the fields of an `Architecture` from a config.json of GLM-4-0414."""
+    """Read the fields of an `Architecture` from a config.json of GLM-4-0414.
+
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> fields = read_glm4(ConfigKeys(read_config("glm-4-9b-0414", None), "config.json"))
+    >>> fields["segments"][0].layers[0].wiring.value
+    'x += N(A(N(x))); x += N(M(N(x)))'
+    """
     return _read(keys, Wiring.SANDWICH)
 
 
 def read_glm4_moe(keys: ConfigKeys) -> dict[str, Any]:
-    """Return the fields of the `Architecture` of a config.json of GLM 4.5, 4.6 or 4.7."""
+    """Read the fields of an `Architecture` from a config.json of GLM 4.5, 4.6 or 4.7.
+
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> fields = read_glm4_moe(ConfigKeys(read_config("glm-4.5-air", None), "config.json"))
+    >>> [(segment.repeats, type(segment.layers[0].mlp).__name__) for segment in fields["segments"]]
+    [(1, 'MlpConfig'), (45, 'ExpertsConfig')]
+    """
     keys.only("scoring_func", ["sigmoid"])
     keys.only("topk_method", ["noaux_tc"])
     keys.only("moe_router_dtype", ["float32"])
@@ -83,7 +101,15 @@ def _read(keys: ConfigKeys, wiring: Wiring) -> dict[str, Any]:
 
 
 def layer_rules(config: Architecture, layer: LayerConfig, index: int) -> Rules:
-    """Return the rules of a layer, by path of the parameter in the layer."""
+    """Return the rules of a layer, by path of the parameter in the layer.
+
+    >>> from shardplan.decoder.config import DecoderConfig
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> config = DecoderConfig.from_hf_config(read_config("glm-4-9b-0414", None))
+    >>> rules = layer_rules(config, config.segments[0].layers[0], 0)
+    >>> rules["mlp_out_norm.weight"].name, rules["mlp.up_proj.weight"].rule.name
+    ('model.layers.0.post_mlp_layernorm.weight', 'model.layers.0.mlp.gate_up_proj.weight')
+    """
     at, embed = f"model.layers.{index}", config.embed
     norms = NORM_NAMES_0414 if layer.wiring is Wiring.SANDWICH else NORM_NAMES[layer.wiring]
     found = {

@@ -19,12 +19,25 @@ GLM_5_SIZES = LatentSizes(query_rank=2048, kv_rank=512, unrotated=192, rotated=6
 
 
 def read_flash(keys: ConfigKeys) -> dict[str, Any]:
-    """Return the fields of the `Architecture` of a config.json of GLM-4.7 Flash."""
+    """Read the fields of an `Architecture` from a config.json of GLM-4.7 Flash.
+
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> fields = read_flash(ConfigKeys(read_config("glm-4.7-flash", None), "config.json"))
+    >>> attention = fields["segments"][0].layers[0].attention
+    >>> attention.rotated_size, attention.unrotated_size, attention.value_size
+    (64, 192, 256)
+    """
     return read_with_sigmoid(keys, FLASH_SIZES, FLASH, first=1, positions=202752, epsilon=1e-5)
 
 
 def read_glm_5(keys: ConfigKeys) -> dict[str, Any]:
-    """Return the fields of the `Architecture` of a config.json of GLM-5."""
+    """Read the fields of an `Architecture` from a config.json of GLM-5.
+
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> fields = read_glm_5(ConfigKeys(read_config("glm-5", None), "config.json"))
+    >>> [(segment.repeats, type(segment.layers[0].mlp).__name__) for segment in fields["segments"]]
+    [(3, 'MlpConfig'), (75, 'ExpertsConfig')]
+    """
     fields = read_with_sigmoid(keys, GLM_5_SIZES, GLM_5, first=3, positions=202752, epsilon=1e-5)
     return read_indexer(keys, fields)
 

@@ -17,7 +17,13 @@ from shardplan.decoder.parts.segments import divide_layers
 
 
 def read(keys: ConfigKeys) -> dict[str, Any]:
-    """Read the fields of an `Architecture` from a config.json."""
+    """Read the fields of an `Architecture` from a config.json.
+
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> fields = read(ConfigKeys(read_config("gpt2", None), "config.json"))
+    >>> fields["position_table"], fields["segments"][0].layers[0].attention.rotary
+    (PositionTable(rows=1024, first=0), None)
+    """
     keys.only("add_cross_attention", [False])
     keys.take("reorder_and_upcast_attn")  # scores are float32 anyway
     embed, heads = keys.integer("n_embd", "hidden_size"), keys.integer("n_head", "num_attention_heads")
@@ -30,7 +36,7 @@ def read(keys: ConfigKeys) -> dict[str, Any]:
     activation = keys.choice("activation_function", choices=ACTIVATIONS, default="gelu_new")
     mlp = MlpConfig(keys.integer("n_inner", default=4 * embed), activation, has_bias=True)
     layers = [LayerConfig(attention, mlp, norm)] * keys.integer("n_layer", "num_hidden_layers")
-    if keys.flag("scale_attn_by_inverse_layer_idx", default=False):
+    if keys.flag("scale_attn_by_inverse_layer_idx", default=False):  # layers count from 1 here
         layers = [replace(layer, attention=replace(attention, scale=scale / i)) for i, layer in enumerate(layers, 1)]
     return {
         "max_seq_len": positions,
@@ -43,14 +49,28 @@ def read(keys: ConfigKeys) -> dict[str, Any]:
 
 
 def rules(config: Architecture, vocab: int) -> Rules:
-    """Return the rules of the parameters outside of layers, by path."""
+    """Return the rules of the parameters outside of layers, by path.
+
+    >>> from shardplan.decoder.config import DecoderConfig
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> rules(DecoderConfig.from_hf_config(read_config("gpt2", None)), vocab=50257)["position_embedding"]
+    StoredTensor(name='transformer.wpe.weight', shape=(1024, 768))
+    """
     found = top_rules(config, vocab, "transformer", "wte", "ln_f")
     found["position_embedding"] = StoredTensor("transformer.wpe.weight", (config.max_seq_len, config.embed))
     return found
 
 
 def layer_rules(config: Architecture, layer: LayerConfig, index: int) -> Rules:
-    """Return the rules of a layer, by path of the parameter in the layer."""
+    """Return the rules of a layer, by path of the parameter in the layer.
+
+    >>> from shardplan.decoder.config import DecoderConfig
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> config = DecoderConfig.from_hf_config(read_config("gpt2", None))
+    >>> k_proj = layer_rules(config, config.segments[0].layers[0], 0)["self_attn.k_proj.weight"]
+    >>> k_proj.start, k_proj.stop, k_proj.rule.rule
+    (768, 1536, StoredTensor(name='transformer.h.0.attn.c_attn.weight', shape=(768, 2304)))
+    """
     at, embed = f"transformer.h.{index}", config.embed
     norms = {"attention_norm": "ln_1", "mlp_norm": "ln_2"}
     joint_weight = Transposed(StoredTensor(f"{at}.attn.c_attn.weight", (embed, 3 * embed)), (1, 0))

@@ -20,7 +20,13 @@ from shardplan.decoder.parts.norm import NormConfig, NormKind
 
 
 def read(keys: ConfigKeys) -> dict[str, Any]:
-    """Read the fields of an `Architecture` from a config.json."""
+    """Read the fields of an `Architecture` from a config.json.
+
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> layer = read(ConfigKeys(read_config("pythia-160m", None), "config.json"))["segments"][0].layers[0]
+    >>> layer.wiring.value, layer.attention.head_size, 2 * layer.attention.rotary.frequencies.pairs
+    ('x += A(N(x)) + M(N(x))', 64, 16)
+    """
     count, embed = keys.integer("num_attention_heads"), keys.integer("hidden_size")
     if embed % count:
         keys.refuse("num_attention_heads", count, f"a divisor of hidden_size, {embed}")
@@ -37,7 +43,14 @@ def read(keys: ConfigKeys) -> dict[str, Any]:
 
 
 def rules(config: Architecture, vocab: int) -> Rules:
-    """Return the rules of the parameters outside of layers, by path."""
+    """Return the rules of the parameters outside of layers, by path.
+
+    >>> from shardplan.decoder.config import DecoderConfig
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> found = rules(DecoderConfig.from_hf_config(read_config("pythia-160m", None)), vocab=50304)
+    >>> found["embedding"].name, found["lm_head.weight"].name
+    ('gpt_neox.embed_in.weight', 'embed_out.weight')
+    """
     found: Rules = {"embedding": StoredTensor("gpt_neox.embed_in.weight", (vocab, config.embed))}
     if config.norm is not None:
         found |= norm_rules("norm", "gpt_neox.final_layer_norm", config.norm, config.embed)
@@ -47,7 +60,15 @@ def rules(config: Architecture, vocab: int) -> Rules:
 
 
 def layer_rules(config: Architecture, layer: LayerConfig, index: int) -> Rules:
-    """Return the rules of a layer, by path of the parameter in the layer."""
+    """Return the rules of a layer, by path of the parameter in the layer.
+
+    >>> from shardplan.decoder.config import DecoderConfig
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> config = DecoderConfig.from_hf_config(read_config("pythia-160m", None))
+    >>> k_proj = layer_rules(config, config.segments[0].layers[0], 0)["self_attn.k_proj.weight"]
+    >>> k_proj.dimension, k_proj.start, k_proj.rule.shape
+    (1, 1, (12, 3, 64, 768))
+    """
     at, attention, embed = f"gpt_neox.layers.{index}", layer.grouped_attention, config.embed
     found: Rules = {}
     for i, part in enumerate(("q_proj", "k_proj", "v_proj")):

@@ -27,7 +27,15 @@ from shardplan.decoder.parts.mlp.router import RouterConfig, Scoring
 
 
 def read(keys: ConfigKeys) -> dict[str, Any]:
-    """Return the fields of the `Architecture` of a config.json."""
+    """Read the fields of an `Architecture` from a config.json.
+
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> fields = read(ConfigKeys(read_config("gpt-oss-20b", None), "config.json"))
+    >>> [(layer.attention.window, layer.attention.has_sinks) for layer in fields["segments"][0].layers]
+    [(128, True), (None, True)]
+    >>> fields["segments"][0].layers[0].mlp.activation
+    ClampedSwish(alpha=1.702, limit=7.0)
+    """
     # of training, and the positions of the first training, which rope_scaling has as well
     keys.take("initial_context_length", "output_router_logits", "router_aux_loss_coef")
     require_rope(keys)
@@ -54,7 +62,15 @@ def _read_experts(keys: ConfigKeys) -> ExpertsConfig:
 
 
 def layer_rules(config: Architecture, layer: LayerConfig, index: int) -> Rules:
-    """Return path of a parameter in a layer -> its rule."""
+    """Return the rules of a layer, by path of the parameter in the layer.
+
+    >>> from shardplan.decoder.config import DecoderConfig
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> config = DecoderConfig.from_hf_config(read_config("gpt-oss-20b", None))
+    >>> up = layer_rules(config, config.segments[0].layers[0], 0)["mlp.experts.up"].rule
+    >>> up.dimension, up.start, up.rule.shape
+    (3, 1, (32, 2880, 2880, 2))
+    """
     at, embed, mlp = f"model.layers.{index}", config.embed, layer.mlp
     assert isinstance(mlp, ExpertsConfig)
     experts = mlp.router.experts
@@ -73,7 +89,7 @@ def _in_turns(name: str, shape: tuple[int, ...], size: int, suffix: str = "") ->
     """Return the rules of gates and projections up whose elements take turns in the last dimension of a tensor.
 
     Args:
-        shape: that of the tensor, without its last dimension.
+        shape: the shape of the tensor without its last dimension.
         size: elements of the hidden state of an expert.
         suffix: what follows the names of the parameters.
     """

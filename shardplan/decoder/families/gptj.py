@@ -27,7 +27,14 @@ from shardplan.decoder.parts.segments import divide_layers
 
 
 def read(keys: ConfigKeys) -> dict[str, Any]:
-    """Read the fields of an `Architecture` from a config.json."""
+    """Read the fields of an `Architecture` from a config.json.
+
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> fields = read(ConfigKeys(read_config("gpt-j-6b", None), "config.json"))
+    >>> attention = fields["segments"][0].layers[0].attention
+    >>> attention.head_size, 2 * attention.rotary.frequencies.pairs, fields["has_head_bias"]
+    (256, 64, True)
+    """
     keys.only("tie_word_embeddings", [False])  # the bias needs an output head of its own
     keys.only("rotary", [True])
     keys.only("scale_attn_weights", [True])
@@ -54,12 +61,27 @@ def read(keys: ConfigKeys) -> dict[str, Any]:
 
 
 def rules(config: Architecture, vocab: int) -> Rules:
-    """Return the rules of the parameters outside of layers, by path."""
+    """Return the rules of the parameters outside of layers, by path.
+
+    >>> from shardplan.decoder.config import DecoderConfig
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> found = rules(DecoderConfig.from_hf_config(read_config("gpt-j-6b", None)), vocab=50400)
+    >>> [rule.name for rule in found.values()]
+    ['transformer.wte.weight', 'transformer.ln_f.weight', 'transformer.ln_f.bias', 'lm_head.weight', 'lm_head.bias']
+    """
     return top_rules(config, vocab, "transformer", "wte", "ln_f")
 
 
 def layer_rules(config: Architecture, layer: LayerConfig, index: int) -> Rules:
-    """Return the rules of a layer, by path of the parameter in the layer."""
+    """Return the rules of a layer, by path of the parameter in the layer.
+
+    >>> from shardplan.decoder.config import DecoderConfig
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> config = DecoderConfig.from_hf_config(read_config("gpt-j-6b", None))
+    >>> found = layer_rules(config, config.segments[0].layers[0], 0)
+    >>> found["self_attn.o_proj.weight"].name, found["mlp.up_proj.weight"].name
+    ('transformer.h.0.attn.out_proj.weight', 'transformer.h.0.mlp.fc_in.weight')
+    """
     at, embed = f"transformer.h.{index}", config.embed
     names = ("q_proj", "k_proj", "v_proj", "out_proj")
     found = {

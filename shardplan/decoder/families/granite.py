@@ -15,7 +15,14 @@ from shardplan.decoder.parts.block import LayerConfig
 
 
 def read(keys: ConfigKeys) -> dict[str, Any]:
-    """Read the fields of an `Architecture` from a config.json."""
+    """Read the fields of an `Architecture` from a config.json.
+
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> fields = read(ConfigKeys(read_config("granite-3.1-8b", None), "config.json"))
+    >>> layer = fields["segments"][0].layers[0]
+    >>> fields["embedding_multiplier"], layer.attention.scale, layer.residual_multiplier, fields["logit_multiplier"]
+    (12.0, 0.0078125, 0.22, 0.0625)
+    """
     attention, norm = read_attention(keys), read_rms_norm(keys)
     scale = keys.number("attention_multiplier", default=1.0)
     attention = replace(attention, rotary=read_rotary(keys, attention.head_size), scale=scale)
@@ -26,7 +33,7 @@ def read(keys: ConfigKeys) -> dict[str, Any]:
         [layer] * keys.integer("num_hidden_layers"),
         norm,
         embedding_multiplier=keys.number("embedding_multiplier", default=1.0),
-        logit_multiplier=1.0 / keys.number("logits_scaling", default=1.0),
+        logit_multiplier=1.0 / keys.number("logits_scaling", default=1.0),  # the key is a divisor
     )
 
 

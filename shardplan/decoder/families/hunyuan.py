@@ -55,12 +55,18 @@ V3_UNUSED = (
 
 
 def read_v1(keys: ConfigKeys) -> dict[str, Any]:
-    """Return the fields of the `Architecture` of a config.json of Hunyuan-A13B."""
+    """Read the fields of an `Architecture` from a config.json of Hunyuan-A13B.
+
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> layer = read_v1(ConfigKeys(read_config("hunyuan-a13b", None), "config.json"))["segments"][0].layers[0]
+    >>> layer.attention.head_norm.is_after_rotary, layer.mlp.router.experts, layer.mlp.router.experts_per_token
+    (True, 64, 8)
+    """
     only(keys, V1_ONLY)
     keys.take(*V1_UNUSED)
     norm, size = read_rms_norm(keys, 1e-5), keys.integer("intermediate_size")
     heads = replace(read_attention(keys), head_norm=HeadNorm(norm, is_after_rotary=True))
-    keys.only("attention_head_dim", [heads.head_size])
+    keys.only("attention_head_dim", [heads.head_size])  # the release gives the size twice
     attention = replace(heads, rotary=read_rotary(keys, heads.head_size, has_alpha=True))
     for name, expected in (("moe_intermediate_size", size), ("num_shared_expert", 1)):
         if any(each != expected for each in _each_layer(keys, (name,), expected)):
@@ -85,14 +91,29 @@ def _each_layer(keys: ConfigKeys, names: tuple[str, ...], default: int) -> list[
 
 
 def v1_layer_rules(config: Architecture, layer: LayerConfig, index: int) -> Rules:
-    """Return path of a parameter in a layer of Hunyuan-A13B -> its rule."""
+    """Return the rules of a layer of Hunyuan-A13B, by path of the parameter in the layer.
+
+    >>> from shardplan.decoder.config import DecoderConfig
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> config = DecoderConfig.from_hf_config(read_config("hunyuan-a13b", None))
+    >>> rules = v1_layer_rules(config, config.segments[0].layers[0], 0)
+    >>> rules["self_attn.q_norm.weight"].name, rules["mlp.router.weight"].name
+    ('model.layers.0.self_attn.query_layernorm.weight', 'model.layers.0.mlp.gate.wg.weight')
+    """
     at, norms = f"model.layers.{index}.self_attn", ("query_layernorm", "key_layernorm")
     found = expert_layer_rules(config, layer, index, V1_NAMES)
     return {**found, **attention_rules(layer.grouped_attention, at, config.embed, norms=norms)}
 
 
 def read_v3(keys: ConfigKeys) -> dict[str, Any]:
-    """Return the fields of the `Architecture` of a config.json of Hy3."""
+    """Read the fields of an `Architecture` from a config.json of Hy3.
+
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> fields = read_v3(ConfigKeys(read_config("hy3-preview", None), "config.json"))
+    >>> router = fields["segments"][1].layers[0].mlp.router
+    >>> router.experts, router.experts_per_token, router.scale
+    (192, 8, 2.826)
+    """
     only(keys, V3_ONLY)
     keys.take(*V3_UNUSED)
     norm = read_rms_norm(keys, 1e-5)
@@ -108,7 +129,7 @@ def read_v3(keys: ConfigKeys) -> dict[str, Any]:
         scale=keys.number("router_scaling_factor", default=2.826),
     )
     size = keys.integer("moe_intermediate_size", "expert_hidden_dim", default=1536)
-    keys.only("expert_hidden_dim", [size])
+    keys.only("expert_hidden_dim", [size])  # where a file has both keys
     mlp = gated_experts(keys, router, size, keys.integer("num_shared_experts", default=1))
     layers = [LayerConfig(attention, each, norm) for each in read_mlps(keys, mlp, read_kinds_of_mlp(keys, 1))]
     return architecture(keys, layers, norm, positions=131072)

@@ -33,7 +33,14 @@ CHUNKED = "chunked_attention"
 
 
 def read(keys: ConfigKeys) -> dict[str, Any]:
-    """Return the fields of the `Architecture` of a config.json."""
+    """Read the fields of an `Architecture` from a config.json.
+
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> fields = read(ConfigKeys(read_config("llama-4-scout", None), "config.json"))
+    >>> attentions = [layer.attention for layer in fields["segments"][0].layers]
+    >>> [(attention.chunk, attention.rotary is not None) for attention in attentions]
+    [(8192, True), (8192, True), (8192, True), (None, False)]
+    """
     # of training, and of tools that quantise
     keys.take("for_llm_compressor", "output_router_logits", "router_aux_loss_coef", "router_jitter_noise")
     norm = read_rms_norm(keys, 1e-5)
@@ -101,7 +108,7 @@ def _read_experts(keys: ConfigKeys, activation: str) -> ExpertsConfig:
     experts, per_token = keys.integer("num_local_experts", default=16), keys.integer("num_experts_per_tok", default=1)
     if per_token > experts:
         keys.refuse("num_experts_per_tok", per_token, f"at most num_local_experts, {experts}")
-    size = keys.integer("intermediate_size", default=8192)
+    size = keys.integer("intermediate_size", default=8192)  # layers without experts have `intermediate_size_mlp`
     return ExpertsConfig(
         RouterConfig(experts, per_token, Scoring.SIGMOID, is_normalised=False),
         size,
@@ -112,7 +119,15 @@ def _read_experts(keys: ConfigKeys, activation: str) -> ExpertsConfig:
 
 
 def layer_rules(config: Architecture, layer: LayerConfig, index: int) -> Rules:
-    """Return path of a parameter in a layer -> its rule."""
+    """Return the rules of a layer, by path of the parameter in the layer.
+
+    >>> from shardplan.decoder.config import DecoderConfig
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> config = DecoderConfig.from_hf_config(read_config("llama-4-scout", None))
+    >>> gate = layer_rules(config, config.segments[0].layers[0], 0)["mlp.experts.gate"]
+    >>> gate.stop, gate.rule
+    (8192, StoredTensor(name='model.layers.0.feed_forward.experts.gate_up_proj', shape=(16, 5120, 16384)))
+    """
     at, embed, mlp = f"model.layers.{index}", config.embed, layer.mlp
     found = attention_rules(layer.grouped_attention, f"{at}.self_attn", embed)
     return {

@@ -36,9 +36,17 @@ GATES, GATE_BIASES, OUTPUT = "gate_w", "gate_b", "o"
 
 
 def read(keys: ConfigKeys) -> dict[str, Any]:
-    """Read the fields of an `Architecture` from a config.json."""
+    """Read the fields of an `Architecture` from a config.json.
+
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> fields = read(ConfigKeys(read_config("nsa-125m", None), "config.json"))
+    >>> sizes = fields["segments"][0].layers[0].attention.sizes
+    >>> sizes.groups, sizes.heads_per_group, sizes.selection_block, sizes.selected, sizes.window
+    (2, 6, 64, 16, 512)
+    """
     heads, norm = read_heads(keys), read_rms_norm(keys)
     theta = keys.number("rope_theta", default=10000.0)
+    # NativeSparseConfig has a base alone, so that a scaling or a partial rotation has no place in it
     if read_rotary(keys, heads.head_size) != Rotary(unscaled(theta, heads.head_size)):
         keys.refuse("rope_scaling", keys.take("rope_scaling", "rope_parameters"), "absent; give rope_theta alone")
     given = keys.take(SETTINGS)
@@ -63,7 +71,15 @@ def read(keys: ConfigKeys) -> dict[str, Any]:
 
 
 def layer_rules(config: Architecture, layer: LayerConfig, index: int) -> Rules:
-    """Return the rules of a layer, by path of the parameter in the layer."""
+    """Return the rules of a layer, by path of the parameter in the layer.
+
+    >>> from shardplan.decoder.config import DecoderConfig
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> config = DecoderConfig.from_hf_config(read_config("nsa-125m", None))
+    >>> rules = layer_rules(config, config.segments[0].layers[0], 0)
+    >>> rules["self_attn.attention.parameters['k_cmp']"].rule
+    StoredTensor(name='model.layers.0.self_attn.k_cmp_proj.weight', shape=(128, 768))
+    """
     at, embed = f"model.layers.{index}", config.embed
     found = {**mlp_rules(layer.dense_mlp, f"{at}.mlp", embed), **layer_norm_rules(layer, at, embed)}
     for name, parameter in parameter_table(layer.sparse_attention.sizes).items():

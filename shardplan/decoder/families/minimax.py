@@ -30,7 +30,14 @@ UNUSED = ("mlp_intermediate_size", "mtp_transformer_layers", "num_mtp_modules", 
 
 
 def read(keys: ConfigKeys) -> dict[str, Any]:
-    """Return the fields of the `Architecture` of a config.json."""
+    """Read the fields of an `Architecture` from a config.json.
+
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> fields = read(ConfigKeys(read_config("minimax-m2", None), "config.json"))
+    >>> attention = fields["segments"][0].layers[0].attention
+    >>> attention.head_norm.extent.name, attention.head_size, 2 * attention.rotary.frequencies.pairs
+    ('ALL_HEADS', 128, 64)
+    """
     only(keys, ONLY)
     keys.take(*UNUSED)
     layers = keys.integer("num_hidden_layers")

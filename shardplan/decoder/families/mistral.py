@@ -18,7 +18,13 @@ from shardplan.decoder.parts.block import LayerConfig
 
 
 def read(keys: ConfigKeys) -> dict[str, Any]:
-    """Read the fields of an `Architecture` from a config.json of Mistral."""
+    """Read the fields of an `Architecture` from a config.json of Mistral.
+
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> releases = [read(ConfigKeys(read_config(f"mistral-7b-{n}", None), "config.json")) for n in ("v0.1", "v0.3")]
+    >>> [fields["segments"][0].layers[0].attention.window for fields in releases]
+    [4096, None]
+    """
     heads, norm = read_heads(keys, kv_heads=8), read_rms_norm(keys)
     window = read_uniform_window(keys, 4096)
     attention = replace(heads, rotary=read_rotary(keys, heads.head_size), window=window)
@@ -27,7 +33,13 @@ def read(keys: ConfigKeys) -> dict[str, Any]:
 
 
 def read_ministral3(keys: ConfigKeys) -> dict[str, Any]:
-    """Read the fields of an `Architecture` from a config.json of Ministral 3: queries grow with their position."""
+    """Read the fields of an `Architecture` from a config.json of Ministral 3: queries grow with their position.
+
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> fields = read_ministral3(ConfigKeys(read_config("ministral-3-8b", None), "config.json"))
+    >>> fields["segments"][0].layers[0].attention.temperature
+    QueryTemperature(beta=0.1, positions=16384, first=0)
+    """
     require_rope(keys)
     heads, norm = read_heads(keys, 128, 8), read_rms_norm(keys, 1e-5)
     attention = replace(

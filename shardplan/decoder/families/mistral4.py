@@ -29,7 +29,13 @@ EXPERTS = ExpertDefaults(experts=128, per_token=4, size=2048, shared=1, scale=1.
 
 
 def read(keys: ConfigKeys) -> dict[str, Any]:
-    """Return the fields of the `Architecture` of a config.json."""
+    """Read the fields of an `Architecture` from a config.json.
+
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> mlp = read(ConfigKeys(read_config("mistral-small-4-119b", None), "config.json"))["segments"][0].layers[0].mlp
+    >>> mlp.router.experts, mlp.router.experts_per_token, mlp.router.scoring.value, mlp.shared.size
+    (128, 4, 'softmax over all experts', 2048)
+    """
     require_rope(keys)
     router = read_router(keys, EXPERTS, Scoring.SOFTMAX, 2)
     attention, norm = read_latent_attention_with_temperature(keys, SIZES), read_rms_norm(keys)
@@ -38,7 +44,15 @@ def read(keys: ConfigKeys) -> dict[str, Any]:
 
 
 def layer_rules(config: Architecture, layer: LayerConfig, index: int) -> Rules:
-    """Return path of a parameter in a layer -> its rule."""
+    """Return the rules of a layer, by path of the parameter in the layer.
+
+    >>> from shardplan.decoder.config import DecoderConfig
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> config = DecoderConfig.from_hf_config(read_config("mistral-small-4-119b", None))
+    >>> gate = layer_rules(config, config.segments[0].layers[0], 0)["mlp.experts.gate"]
+    >>> gate.rule.rule
+    StoredTensor(name='model.layers.0.mlp.experts.gate_up_proj', shape=(128, 4096, 4096))
+    """
     at, embed = f"model.layers.{index}", config.embed
     return {
         **latent_attention_rules(layer.latent_attention, f"{at}.self_attn", embed),

@@ -19,7 +19,13 @@ TRAINING_KEYS = ("output_router_logits", "router_aux_loss_coef", "router_jitter_
 
 
 def read(keys: ConfigKeys) -> dict[str, Any]:
-    """Return the fields of the `Architecture` of a config.json."""
+    """Read the fields of an `Architecture` from a config.json.
+
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> mlp = read(ConfigKeys(read_config("mixtral-8x7b", None), "config.json"))["segments"][0].layers[0].mlp
+    >>> mlp.router.experts, mlp.router.experts_per_token, mlp.router.scoring.value, mlp.size
+    (8, 2, 'softmax over the chosen experts', 14336)
+    """
     heads, norm = read_heads(keys, kv_heads=8), read_rms_norm(keys, 1e-5)
     rotary = read_rotary(keys, heads.head_size, 1e6)
     attention = replace(heads, rotary=rotary, window=read_uniform_window(keys, None))

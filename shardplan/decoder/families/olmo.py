@@ -31,7 +31,13 @@ THETA = 500000.0
 
 
 def read_olmo2(keys: ConfigKeys) -> dict[str, Any]:
-    """Read the fields of an `Architecture` from a config.json of OLMo 2."""
+    """Read the fields of an `Architecture` from a config.json of OLMo 2.
+
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> layer = read_olmo2(ConfigKeys(read_config("olmo2-7b", None), "config.json"))["segments"][0].layers[0]
+    >>> layer.wiring.value, layer.attention.head_norm.extent.value
+    ('x += N(A(x)); x += N(M(x))', 'the channels of all heads')
+    """
     layer = _read_layer(keys)
     attention = replace(layer.grouped_attention, rotary=read_rotary(keys, layer.grouped_attention.head_size))
     layers = [replace(layer, attention=attention)] * keys.integer("num_hidden_layers")
@@ -42,6 +48,11 @@ def read_olmo3(keys: ConfigKeys) -> dict[str, Any]:
     """Read the fields of an `Architecture` from a config.json of OLMo 3.
 
     As in transformers, a scaling and a base at the top level hold only for layers without a window.
+
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> layers = read_olmo3(ConfigKeys(read_config("olmo-3-7b", None), "config.json"))["segments"][0].layers
+    >>> [layer.attention.window for layer in layers]
+    [4096, 4096, 4096, None]
     """
     layer = _read_layer(keys)
     size = layer.grouped_attention.head_size
@@ -55,7 +66,13 @@ def read_olmo3(keys: ConfigKeys) -> dict[str, Any]:
 
 
 def read_olmoe(keys: ConfigKeys) -> dict[str, Any]:
-    """Return the fields of the `Architecture` of a config.json of OLMoE, whose releases clip nothing."""
+    """Read the fields of an `Architecture` from a config.json of OLMoE, whose releases clip nothing.
+
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> mlp = read_olmoe(ConfigKeys(read_config("olmoe-1b-7b", None), "config.json"))["segments"][0].layers[0].mlp
+    >>> mlp.router.experts, mlp.router.experts_per_token, mlp.router.is_normalised
+    (64, 8, False)
+    """
     clip = keys.take("clip_qkv")
     if clip is not None:
         keys.refuse("clip_qkv", clip, "null: queries, keys and values are not clipped")

@@ -28,16 +28,22 @@ FIRST_ROW = 2
 
 
 def read(keys: ConfigKeys) -> dict[str, Any]:
-    """Read the fields of an `Architecture` from a config.json."""
+    """Read the fields of an `Architecture` from a config.json.
+
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> fields = read(ConfigKeys(read_config("opt-125m", None), "config.json"))
+    >>> fields["max_seq_len"], fields["position_table"]
+    (2048, PositionTable(rows=2050, first=2))
+    """
     keys.only("layer_norm_elementwise_affine", [True])
     embed, heads = keys.integer("hidden_size"), keys.integer("num_attention_heads")
     if embed % heads:
         keys.refuse("num_attention_heads", heads, f"a divisor of hidden_size, {embed}")
     is_before = keys.flag("do_layer_norm_before", default=True)
     has_last_norm = is_before and not keys.flag("_remove_final_layer_norm", default=False)
-    keys.take("_remove_final_layer_norm")
+    keys.take("_remove_final_layer_norm")  # `and` above does not read it where `is_before` is false
     bias = keys.flag("enable_bias", default=True)
-    norm = NormConfig(NormKind.LAYER, 1e-5, has_bias=True)
+    norm = NormConfig(NormKind.LAYER, 1e-5, has_bias=True)  # PyTorch's epsilon: config.json has none
     attention = GroupedAttention(heads, heads, embed // heads, None, has_bias=bias, has_output_bias=bias)
     activation = keys.choice("activation_function", choices=ACTIVATIONS, default="relu")
     mlp = MlpConfig(keys.integer("ffn_dim"), activation, has_bias=bias)
@@ -55,7 +61,13 @@ def read(keys: ConfigKeys) -> dict[str, Any]:
 
 
 def rules(config: Architecture, vocab: int) -> Rules:
-    """Return the rules of the parameters outside of layers, by path."""
+    """Return the rules of the parameters outside of layers, by path.
+
+    >>> from shardplan.decoder.config import DecoderConfig
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> rules(DecoderConfig.from_hf_config(read_config("opt-125m", None)), vocab=50272)["position_embedding"]
+    StoredTensor(name='model.decoder.embed_positions.weight', shape=(2050, 768))
+    """
     found = top_rules(config, vocab, "model.decoder", norm="final_layer_norm")
     if config.position_table is not None:
         shape = (config.position_table.rows, config.embed)
@@ -67,7 +79,15 @@ def rules(config: Architecture, vocab: int) -> Rules:
 
 
 def layer_rules(config: Architecture, layer: LayerConfig, index: int) -> Rules:
-    """Return the rules of a layer, by path of the parameter in the layer."""
+    """Return the rules of a layer, by path of the parameter in the layer.
+
+    >>> from shardplan.decoder.config import DecoderConfig
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> config = DecoderConfig.from_hf_config(read_config("opt-125m", None))
+    >>> found = layer_rules(config, config.segments[0].layers[0], 0)
+    >>> {path: found[f"{path}.weight"].name for path in ("mlp.up_proj", "mlp_norm")}
+    {'mlp.up_proj': 'model.decoder.layers.0.fc1.weight', 'mlp_norm': 'model.decoder.layers.0.final_layer_norm.weight'}
+    """
     at, embed = f"model.decoder.layers.{index}", config.embed
     names = ("q_proj", "k_proj", "v_proj", "out_proj")
     norms = dict(zip(layer.wiring.norms, ("self_attn_layer_norm", "final_layer_norm"), strict=True))

@@ -19,7 +19,13 @@ from shardplan.decoder.parts.norm import NormConfig, NormKind
 
 
 def read(keys: ConfigKeys) -> dict[str, Any]:
-    """Read the fields of an `Architecture` from a config.json."""
+    """Read the fields of an `Architecture` from a config.json.
+
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> fields = read(ConfigKeys(read_config("phi-1.5", None), "config.json"))
+    >>> fields["segments"][0].layers[0].wiring.value, fields["has_head_bias"]
+    ('n = N(x); x += A(n) + M(n)', True)
+    """
     keys.only("tie_word_embeddings", [False])  # the bias needs an output head of its own
     heads = read_heads(keys)
     norm = NormConfig(NormKind.LAYER, keys.number("layer_norm_eps", default=1e-5), has_bias=True)
@@ -37,12 +43,27 @@ def read(keys: ConfigKeys) -> dict[str, Any]:
 
 
 def rules(config: Architecture, vocab: int) -> Rules:
-    """Return the rules of the parameters outside of layers, by path."""
+    """Return the rules of the parameters outside of layers, by path.
+
+    >>> from shardplan.decoder.config import DecoderConfig
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> found = rules(DecoderConfig.from_hf_config(read_config("phi-1.5", None)), vocab=51200)
+    >>> found["norm.weight"].name, found["lm_head.bias"].name
+    ('model.final_layernorm.weight', 'lm_head.bias')
+    """
     return top_rules(config, vocab, norm="final_layernorm")
 
 
 def layer_rules(config: Architecture, layer: LayerConfig, index: int) -> Rules:
-    """Return the rules of a layer, by path of the parameter in the layer."""
+    """Return the rules of a layer, by path of the parameter in the layer.
+
+    >>> from shardplan.decoder.config import DecoderConfig
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> config = DecoderConfig.from_hf_config(read_config("phi-1.5", None))
+    >>> found = layer_rules(config, config.segments[0].layers[0], 0)
+    >>> found["self_attn.o_proj.weight"].name, found["mlp.up_proj.weight"].name
+    ('model.layers.0.self_attn.dense.weight', 'model.layers.0.mlp.fc1.weight')
+    """
     at, embed = f"model.layers.{index}", config.embed
     names, norms = ("q_proj", "k_proj", "v_proj", "dense"), ("q_layernorm", "k_layernorm")
     return {

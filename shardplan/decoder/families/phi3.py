@@ -23,7 +23,14 @@ from shardplan.decoder.parts.block import LayerConfig
 
 
 def read(keys: ConfigKeys) -> dict[str, Any]:
-    """Read the fields of an `Architecture` from a config.json."""
+    """Read the fields of an `Architecture` from a config.json.
+
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> fields = read(ConfigKeys(read_config("phi-3.5-mini", None), "config.json"))
+    >>> frequencies = fields["segments"][0].layers[0].attention.rotary.frequencies
+    >>> fields["max_seq_len"], frequencies.original_positions, round(frequencies.magnitude, 2)
+    (131072, 4096, 1.19)
+    """
     only(
         keys,
         {
@@ -41,7 +48,15 @@ def read(keys: ConfigKeys) -> dict[str, Any]:
 
 
 def layer_rules(config: Architecture, layer: LayerConfig, index: int) -> Rules:
-    """Return the rules of a layer, by path of the parameter in the layer."""
+    """Return the rules of a layer, by path of the parameter in the layer.
+
+    >>> from shardplan.decoder.config import DecoderConfig
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> config = DecoderConfig.from_hf_config(read_config("phi-4", None))
+    >>> rules = layer_rules(config, config.segments[0].layers[0], 0)
+    >>> [(rules[f"self_attn.{part}_proj.weight"].start, rules[f"self_attn.{part}_proj.weight"].stop) for part in "qkv"]
+    [(0, 5120), (5120, 6400), (6400, 7680)]
+    """
     at, attention, embed = f"model.layers.{index}", layer.grouped_attention, config.embed
     queries, keys = attention.heads * attention.head_size, attention.kv_heads * attention.head_size
     joint = StoredTensor(f"{at}.self_attn.qkv_proj.weight", (queries + 2 * keys, embed))

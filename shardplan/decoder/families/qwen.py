@@ -30,18 +30,37 @@ from shardplan.decoder.parts.norm import NormConfig
 
 
 def read_qwen2(keys: ConfigKeys) -> dict[str, Any]:
-    """Read the fields of an `Architecture` from a config.json of Qwen 2: queries, keys and values have biases."""
+    """Read the fields of an `Architecture` from a config.json of Qwen 2: queries, keys and values have biases.
+
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> layer = read_qwen2(ConfigKeys(read_config("qwen2.5-7b", None), "config.json"))["segments"][0].layers[0]
+    >>> layer.attention.has_bias, layer.attention.has_output_bias
+    (True, False)
+    """
     return _read(keys, replace(read_heads(keys), has_bias=True), read_rms_norm(keys))
 
 
 def read_qwen3(keys: ConfigKeys) -> dict[str, Any]:
-    """Read the fields of an `Architecture` from a config.json of Qwen 3: queries and keys are normalised."""
+    """Read the fields of an `Architecture` from a config.json of Qwen 3: queries and keys are normalised.
+
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> layer = read_qwen3(ConfigKeys(read_config("qwen3-8b", None), "config.json"))["segments"][0].layers[0]
+    >>> layer.attention.has_bias, layer.attention.head_norm.extent.value
+    (False, 'the channels of a head; all heads have the same weights')
+    """
     norm = read_rms_norm(keys)
     return _read(keys, replace(read_attention(keys, 128), head_norm=HeadNorm(norm)), norm)
 
 
 def read_qwen3_moe(keys: ConfigKeys) -> dict[str, Any]:
-    """Return the fields of the `Architecture` of a config.json of Qwen 3 with experts; all layers have the window."""
+    """Read the fields of an `Architecture` from a config.json of Qwen 3 with experts; all layers have the window.
+
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> fields = read_qwen3_moe(ConfigKeys(read_config("qwen3-30b-a3b", None), "config.json"))
+    >>> mlp = fields["segments"][0].layers[0].mlp
+    >>> mlp.router.experts, mlp.router.experts_per_token, mlp.size, mlp.shared
+    (128, 8, 768, None)
+    """
     norm = read_rms_norm(keys)
     heads = replace(read_attention(keys, kv_heads=4), head_norm=HeadNorm(norm))
     window = None
@@ -74,6 +93,7 @@ def _read(keys: ConfigKeys, attention: GroupedAttention, norm: NormConfig) -> di
     uses_windows = keys.flag("use_sliding_window", default=False) and not keys.is_null("sliding_window")
     if not uses_windows and SLIDING in (keys.take("layer_types") or ()):
         keys.refuse("layer_types", keys.take("layer_types"), f"without {SLIDING}, as windows are not used")
+    # the number of layers without a window, whatever its name says: transformers gives a window to all after them
     first = keys.integer("max_window_layers", default=28, least=0)
     windows = read_windows(keys, lambda i: not uses_windows or i < first, 4096)
     return architecture(keys, with_windows(layer, windows), norm, positions=32768)

@@ -12,7 +12,14 @@ from shardplan.decoder.parts.block import LayerConfig
 
 
 def read(keys: ConfigKeys) -> dict[str, Any]:
-    """Read the fields of an `Architecture` from a config.json."""
+    """Read the fields of an `Architecture` from a config.json.
+
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> fields = read(ConfigKeys(read_config("seed-oss-36b", None), "config.json"))
+    >>> attention = fields["segments"][0].layers[0].attention
+    >>> attention.has_bias, attention.has_output_bias
+    (True, False)
+    """
     heads, norm = read_heads(keys, 128, 8), read_rms_norm(keys)
     attention = replace(
         heads,

@@ -19,7 +19,13 @@ from shardplan.decoder.parts.block import LayerConfig
 
 
 def read(keys: ConfigKeys) -> dict[str, Any]:
-    """Read the fields of an `Architecture` from a config.json."""
+    """Read the fields of an `Architecture` from a config.json.
+
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> fields = read(ConfigKeys(read_config("smollm3-3b", None), "config.json"))
+    >>> [layer.attention.rotary is not None for layer in fields["segments"][0].layers]
+    [True, True, True, False]
+    """
     attention, norm = read_attention(keys, kv_heads=4), read_rms_norm(keys)
     rotary = read_rotary(keys, attention.head_size, 2e6)
     mlp = read_gated_mlp(keys, keys.flag("mlp_bias", default=False))

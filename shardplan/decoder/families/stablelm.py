@@ -19,7 +19,13 @@ from shardplan.decoder.parts.norm import NormConfig, NormKind
 
 
 def read(keys: ConfigKeys) -> dict[str, Any]:
-    """Read the fields of an `Architecture` from a config.json."""
+    """Read the fields of an `Architecture` from a config.json.
+
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> layer = read(ConfigKeys(read_config("stablelm-2-1.6b", None), "config.json"))["segments"][0].layers[0]
+    >>> layer.norm.kind.value, layer.attention.head_size, 2 * layer.attention.rotary.frequencies.pairs
+    ('layer', 64, 16)
+    """
     heads, epsilon = read_heads(keys), keys.number("layer_norm_eps", default=1e-5)
     norm, of_heads = NormConfig(NormKind.LAYER, epsilon, has_bias=True), NormConfig(NormKind.LAYER, epsilon)
     has_head_norms = keys.flag("qk_layernorm", default=False)
@@ -35,7 +41,15 @@ def read(keys: ConfigKeys) -> dict[str, Any]:
 
 
 def layer_rules(config: Architecture, layer: LayerConfig, index: int) -> Rules:
-    """Return the rules of a layer, by path of the parameter in the layer."""
+    """Return the rules of a layer, by path of the parameter in the layer.
+
+    >>> from shardplan.decoder.config import DecoderConfig
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> config = DecoderConfig.from_hf_config({**read_config("stablelm-2-1.6b", None), "qk_layernorm": True})
+    >>> norms = layer_rules(config, config.segments[0].layers[0], 0)["self_attn.q_norm.weight"]
+    >>> len(norms.rules), norms.rules[31]
+    (32, StoredTensor(name='model.layers.0.self_attn.q_layernorm.norms.31.weight', shape=(64,)))
+    """
     found, attention = standard_layer_rules(config, layer, index), layer.grouped_attention
     if attention.head_norm is not None:
         for part, heads in (("q", attention.heads), ("k", attention.kv_heads)):

@@ -15,7 +15,13 @@ from shardplan.decoder.parts.norm import NormConfig, NormKind
 
 
 def read(keys: ConfigKeys) -> dict[str, Any]:
-    """Read the fields of an `Architecture` from a config.json."""
+    """Read the fields of an `Architecture` from a config.json.
+
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> layer = read(ConfigKeys(read_config("starcoder2-3b", None), "config.json"))["segments"][0].layers[0]
+    >>> layer.attention.window, layer.attention.has_bias, layer.mlp.is_gated
+    (4096, True, False)
+    """
     keys.only("mlp_type", ["default"])
     keys.only("norm_type", ["layer_norm"])
     keys.only("scale_attn_weights", [True])
@@ -39,7 +45,15 @@ def read(keys: ConfigKeys) -> dict[str, Any]:
 
 
 def layer_rules(config: Architecture, layer: LayerConfig, index: int) -> Rules:
-    """Return the rules of a layer, by path of the parameter in the layer."""
+    """Return the rules of a layer, by path of the parameter in the layer.
+
+    >>> from shardplan.decoder.config import DecoderConfig
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> config = DecoderConfig.from_hf_config(read_config("starcoder2-3b", None))
+    >>> rules = layer_rules(config, config.segments[0].layers[0], 0)
+    >>> [rules[f"mlp.{part}.weight"].name for part in ("up_proj", "down_proj")]
+    ['model.layers.0.mlp.c_fc.weight', 'model.layers.0.mlp.c_proj.weight']
+    """
     at, embed = f"model.layers.{index}", config.embed
     return {
         **attention_rules(layer.grouped_attention, f"{at}.self_attn", embed),

@@ -15,27 +15,56 @@ from shardplan.experts.statistics.metrics import layer_metrics
 REDUCTIONS = {
     "buffer_use": ReductionType.MAX, "overflow_rows": ReductionType.SUM, "further_rounds": ReductionType.SUM,
 }  # fmt: skip
-"""Metric of a layer -> how Levanter's Trainer joins those of microbatches; others are means."""
+"""Metric of a layer -> how Levanter's Trainer reduces it over microbatches; others are means."""
 
 
 def expert_layers(segments: Sequence[Segment]) -> list[list[range]]:
-    """Return, for each segment and each layer with experts in its block, the numbers of that layer's repetitions."""
+    """Return the numbers of layers with experts: for each segment, a range for each such layer in its block.
+
+    >>> from shardplan.decoder.config import DecoderConfig
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> config = DecoderConfig.from_hf_config(read_config("deepseek-v2-lite", None))
+    >>> expert_layers(config.segments)
+    [[], [range(1, 27)]]
+    """
     return number_layers(segments, lambda layer: isinstance(layer.mlp, ExpertsConfig))
 
 
 def has_experts(segments: Sequence[Segment]) -> bool:
-    """Whether any layer has routed experts."""
+    """Return whether any layer has routed experts.
+
+    >>> from shardplan.decoder.config import DecoderConfig
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> configs = [DecoderConfig.from_hf_config(read_config(name, None)) for name in ("llama-3.1-8b", "olmoe-1b-7b")]
+    >>> [has_experts(config.segments) for config in configs]
+    [False, True]
+    """
     return any(expert_layers(segments))
 
 
 def has_corrections(segments: Sequence[Segment]) -> bool:
-    """Whether all routers have corrections of their scores, by which training balances the load of experts."""
+    """Return whether all routers have corrections of their scores, by which training balances the load of experts.
+
+    >>> from shardplan.decoder.config import DecoderConfig
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> configs = [DecoderConfig.from_hf_config(read_config(name, None)) for name in ("mixtral-8x7b", "moonlight-16b")]
+    >>> [has_corrections(config.segments) for config in configs]
+    [False, True]
+    """
     routed = [layer.mlp for segment in segments for layer in segment.layers if isinstance(layer.mlp, ExpertsConfig)]
     return all(mlp.router.has_correction for mlp in routed)
 
 
 def records_by_layer(segments: Sequence[Segment], records: Sequence[Sequence[LayerRecord]]) -> dict[int, LayerRecord]:
-    """Return the number of each layer with experts -> its record.
+    """Map the number of each layer with experts to its record.
+
+    >>> import numpy as np
+    >>> from shardplan.decoder.config import DecoderConfig
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> config = DecoderConfig.from_hf_config(read_config("deepseek-v2-lite", None))
+    >>> records = records_by_layer(config.segments, [(), (LayerRecord(*[np.arange(26)] * 8),)])
+    >>> list(records)[:3], records[26].tokens.item()
+    ([1, 2, 3], 25)
 
     Args:
         records: `RoutingRecording.segments`, of a forward pass.

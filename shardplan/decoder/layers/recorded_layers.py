@@ -15,11 +15,11 @@ from shardplan.experts.statistics.recording import RoutingRecording, routing_rec
 
 
 def fold_layers(layers: Stacked, x: NamedArray, *arguments: Any) -> NamedArray:
-    """Apply a loop over layers, as `layers.fold(x, *arguments)`, and append their records to what records them."""
+    """Apply a loop over layers as `layers.fold(x, *arguments)` does, and add their records to the active recordings."""
     recordings: list[RoutingRecording | SelectionRecording] = [
         each for each in (routing_recording(), selection_recording()) if each is not None
     ]
-    if not recordings:
+    if not recordings:  # the program has no further outputs then
         folded: NamedArray = layers.fold(x, *arguments)
         return folded
 

@@ -15,7 +15,7 @@ PREFIX = "nsa"
 MAX_LOADS = 1024
 """Most blocks of all layers whose loads are metrics of their own: trackers are slow with more."""
 REDUCTIONS = {"rows": ReductionType.SUM, "k_max": ReductionType.MAX}
-"""Figure -> how those of layers, and Levanter's Trainer those of microbatches, are joined; others are means."""
+"""Figure -> its reduction over layers, and by Levanter's Trainer over microbatches; others are means."""
 
 
 def selection_metrics(segments: Sequence[Segment], records: Sequence[Sequence[SelectionSums]]) -> dict[str, Metric]:
@@ -32,7 +32,7 @@ def selection_metrics(segments: Sequence[Segment], records: Sequence[Sequence[Se
     together: dict[str, list[jax.Array]] = {}
     for number, figures in by_layer.items():
         prefix = f"{PREFIX}/layer_{number:02d}"
-        loads = figures.pop("load")
+        loads = figures.pop("load")  # an array; every other figure is one number
         for name, value in figures.items():
             values[f"{prefix}/{name}"] = value
             together.setdefault(name, []).append(value)
@@ -51,7 +51,7 @@ def _figures_by_layer(
     segments: Sequence[Segment], records: Sequence[Sequence[SelectionSums]]
 ) -> dict[int, dict[str, jax.Array]]:
     """Return the number of each layer with this attention -> its figures."""
-    config = next(sparse_attentions(segments)).sizes
+    config = next(sparse_attentions(segments)).sizes  # config.json gives all layers the same
     by_layer = {}
     of_segments = number_layers(segments, lambda layer: isinstance(layer.attention, SparseAttention))
     for numbers_of_segment, sums_of_segment in zip(of_segments, records, strict=True):

@@ -13,7 +13,14 @@ from shardplan.positions.sequence_order import SequenceOrder
 
 
 def sparse_attentions(segments: Sequence[Segment]) -> Iterator[SparseAttention]:
-    """Yield the attention of each layer with Native Sparse Attention, once for each block of layers."""
+    """Yield the attention of each layer with Native Sparse Attention, once for each block of layers.
+
+    >>> from shardplan.decoder.config import DecoderConfig
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> config = DecoderConfig.from_hf_config(read_config("nsa-125m", None))
+    >>> config.num_layers, [attention.sizes.selected for attention in sparse_attentions(config.segments)]
+    (12, [16])
+    """
     for segment in segments:
         for layer in segment.layers:
             if isinstance(layer.attention, SparseAttention):
@@ -21,12 +28,26 @@ def sparse_attentions(segments: Sequence[Segment]) -> Iterator[SparseAttention]:
 
 
 def selected_method(segments: Sequence[Segment]) -> SelectedMethod | None:
-    """Return how layers attend to their selected blocks; None if no layer has Native Sparse Attention."""
+    """Return how layers attend to their selected blocks; None if no layer has Native Sparse Attention.
+
+    >>> from shardplan.decoder.config import DecoderConfig
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> configs = [DecoderConfig.from_hf_config(read_config(name, None)) for name in ("nsa-125m", "llama-3.1-8b")]
+    >>> [selected_method(config.segments) for config in configs]
+    [<SelectedMethod.DENSE_MASK: 'dense_mask'>, None]
+    """
     return next((attention.method for attention in sparse_attentions(segments)), None)
 
 
 def methods_by_layer(segments: Sequence[Segment]) -> dict[int, SelectedMethod]:
-    """Return the number of each layer with Native Sparse Attention -> how it attends to its selected blocks."""
+    """Map the number of each layer with Native Sparse Attention to the method that attends to its selected blocks.
+
+    >>> from shardplan.decoder.config import DecoderConfig
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> methods = methods_by_layer(DecoderConfig.from_hf_config(read_config("nsa-125m", None)).segments)
+    >>> len(methods), methods[11].value
+    (12, 'dense_mask')
+    """
     methods: dict[int, SelectedMethod] = {}
     of_segments = number_layers(segments, lambda layer: isinstance(layer.attention, SparseAttention))
     for segment, numbers_of_segment in zip(segments, of_segments, strict=True):
@@ -38,6 +59,14 @@ def methods_by_layer(segments: Sequence[Segment]) -> dict[int, SelectedMethod]:
 def check_has_selection(key: str, config: Architecture) -> None:
     """Check that a model has Native Sparse Attention, whose statistics a key turns on.
 
+    >>> from shardplan.decoder.config import DecoderConfig
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> config = DecoderConfig.from_hf_config(read_config("llama-3.1-8b", None))
+    >>> check_has_selection("selection_statistics", config)
+    Traceback (most recent call last):
+        ...
+    shardplan.errors.ConfigError: selection_statistics is true, and a llama has no native sparse attention; leave it out
+
     Raises:
         ConfigError: it does not.
     """
@@ -48,7 +77,14 @@ def check_has_selection(key: str, config: Architecture) -> None:
 def with_selected_method(
     segments: Sequence[Segment], method: SelectedMethod, layout: SequenceOrder = SequenceOrder.CONTIGUOUS
 ) -> tuple[Segment, ...]:
-    """Return the segments with another method of attention to selected blocks, and another order of positions."""
+    """Return the segments with another method of attention to selected blocks, and another order of positions.
+
+    >>> from shardplan.decoder.config import DecoderConfig
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> segments = DecoderConfig.from_hf_config(read_config("nsa-125m", None)).segments
+    >>> selected_method(segments).value, selected_method(with_selected_method(segments, SelectedMethod.KERNEL)).value
+    ('dense_mask', 'kernel')
+    """
 
     def change(layer: LayerConfig) -> LayerConfig:
         if not isinstance(layer.attention, SparseAttention):

@@ -29,7 +29,7 @@ class Segment:
 
 
 def number_layers(segments: Sequence[Segment], is_meant: Callable[[LayerConfig], bool]) -> list[list[range]]:
-    """Return, for each segment and each layer in its block that is meant, the numbers of that layer's repetitions.
+    """Return the numbers of the layers that are meant: for each segment, a range for each such layer in its block.
 
     >>> segments = [Segment(("dense",), 2), Segment(("windowed", "dense"), 3)]
     >>> number_layers(segments, lambda layer: layer == "dense")

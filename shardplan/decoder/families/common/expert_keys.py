@@ -35,18 +35,26 @@ class ExpertDefaults(NamedTuple):
 def read_experts(keys: ConfigKeys, defaults: ExpertDefaults, router: RouterConfig) -> ExpertsConfig:
     """Read experts, and the shared experts beside them.
 
+    >>> keys = ConfigKeys({"moe_intermediate_size": 1408, "n_shared_experts": 2}, "config.json")
+    >>> experts = read_experts(keys, ExpertDefaults(64, 6, size=1407, shared=None, scale=1.0), RouterConfig(64, 6))
+    >>> experts.size, experts.shared.size
+    (1408, 2816)
+
     Args:
-        router: that of `read_router`.
+        router: the result of `read_router`.
     """
     size = keys.integer("moe_intermediate_size", default=defaults.size)
     shared = 0
-    if not keys.is_null("n_shared_experts"):
+    if not keys.is_null("n_shared_experts"):  # null says that there are none, whatever the default is
         shared = keys.integer("n_shared_experts", default=defaults.shared, least=0)
     return gated_experts(keys, router, size, shared)
 
 
 def gated_experts(keys: ConfigKeys, router: RouterConfig, size: int, shared: int = 0) -> ExpertsConfig:
     """Return experts with the activation of `hidden_act`.
+
+    >>> gated_experts(ConfigKeys({"hidden_act": "silu"}, "config.json"), RouterConfig(8, 2), size=1024, shared=2).shared
+    MlpConfig(size=2048, activation='silu', has_bias=False, is_gated=True, axis='mlp')
 
     Args:
         size: elements of the hidden state of an expert.
@@ -96,7 +104,13 @@ def read_router(
     has_correction: bool = False,
     is_normalised: bool | None = None,
 ) -> RouterConfig:
-    """Read how experts are chosen and weighed.
+    """Read how a router chooses and weighs experts.
+
+    >>> keys = ConfigKeys({"n_group": 8, "topk_group": 3}, "config.json")
+    >>> defaults = ExpertDefaults(experts=64, per_token=6, size=1408, shared=2, scale=1.0)
+    >>> router = read_router(keys, defaults, Scoring.SOFTMAX, best_of_group=1)
+    >>> router.experts, router.groups
+    (64, ExpertGroups(groups=8, chosen=3, best=1))
 
     Args:
         best_of_group: experts whose scores are the score of their group; None where the family has no groups.
@@ -123,7 +137,7 @@ def _read_groups(
     """Read the groups of experts; None where a token may choose from all."""
     groups = 1 if keys.is_null("n_group") else keys.integer("n_group", default=defaults.groups)
     chosen = 1 if keys.is_null("topk_group") else keys.integer("topk_group", default=defaults.chosen_groups)
-    if chosen >= groups:
+    if chosen >= groups:  # all groups are chosen, which excludes no expert
         return None
     if experts % groups or experts // groups < best:
         keys.refuse("n_group", groups, f"a divisor of the {experts} experts, with at least {best} in a group")
@@ -157,9 +171,15 @@ def read_kinds_of_mlp(keys: ConfigKeys, first: int) -> list[bool]:
 
 
 def read_mlps(keys: ConfigKeys, experts: ExpertsConfig, kinds: Sequence[bool]) -> list[MlpConfig | ExpertsConfig]:
-    """Return the MLP of every layer: experts where `kinds` says so, else an MLP with a gate."""
+    """Return the MLP of every layer: experts where `kinds` says so, else an MLP with a gate.
+
+    >>> keys = ConfigKeys({"intermediate_size": 10944}, "config.json")
+    >>> mlps = read_mlps(keys, gated_experts(keys, RouterConfig(64, 6), size=1408), kinds=[False, True, True])
+    >>> [(type(mlp).__name__, mlp.size) for mlp in mlps]
+    [('MlpConfig', 10944), ('ExpertsConfig', 1408), ('ExpertsConfig', 1408)]
+    """
     if all(kinds):
-        keys.take("intermediate_size")
+        keys.take("intermediate_size")  # releases give it all the same, and a key that is not taken is refused
         return [experts] * len(kinds)
     dense = read_gated_mlp(keys)
     return [experts if has_experts else dense for has_experts in kinds]

@@ -1,4 +1,4 @@
-"""Rules of layers with routed experts: the router, the experts, in a tensor each or in one, and shared experts."""
+"""Rules of layers with routed experts, whether each expert has tensors of its own or all experts share them."""
 
 from typing import NamedTuple
 
@@ -35,7 +35,14 @@ def expert_layer_rules(
     names: ExpertNames = DEEPSEEK_NAMES,
     mlp: str = "mlp",
 ) -> Rules:
-    """Return the rules of a layer that has the names of Llama's, and perhaps experts in place of its MLP.
+    """Return the rules of a layer under the names of Llama, whether it has experts or an MLP.
+
+    >>> from shardplan.decoder.config import DecoderConfig
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> config = DecoderConfig.from_hf_config(read_config("qwen3-30b-a3b", None))
+    >>> rules = expert_layer_rules(config, config.segments[0].layers[0], 47)
+    >>> rules["self_attn.q_norm.weight"].name, rules["mlp.router.weight"].name
+    ('model.layers.47.self_attn.q_norm.weight', 'model.layers.47.mlp.gate.weight')
 
     Args:
         mlp: name of the MLP behind the prefix of the layer.
@@ -49,18 +56,26 @@ def expert_layer_rules(
 
 
 def separate_expert_rules(mlp: Mlp, name: str, embed: int, names: ExpertNames = DEEPSEEK_NAMES) -> Rules:
-    """Return rules of experts with one tensor per projection and expert; of an MLP in a layer without experts.
+    """Return the rules of experts with one tensor per projection and expert, or of the MLP of a layer without experts.
+
+    >>> from shardplan.decoder.parts.mlp.experts import GatedActivation
+    >>> from shardplan.decoder.parts.mlp.router import RouterConfig
+    >>> experts = ExpertsConfig(RouterConfig(experts=2, experts_per_token=1), 16, GatedActivation("silu"))
+    >>> rules = separate_expert_rules(experts, "mlp", embed=64)
+    >>> [(each.rule.name, each.rule.shape) for each in rules["mlp.experts.down"].rules]
+    [('mlp.experts.0.down_proj.weight', (64, 16)), ('mlp.experts.1.down_proj.weight', (64, 16))]
 
     Args:
         name: prefix of the MLP.
     """
     if isinstance(mlp, MlpConfig):
         return mlp_rules(mlp, name, embed)
-    found = router_rules(mlp, name, embed, names)
+    found = _router_rules(mlp, name, embed, names)
     for parameter, projection in zip(("gate", "up", "down"), names.projections, strict=True):
         shape = (embed, mlp.size) if parameter == "down" else (mlp.size, embed)
         each: list[Rule] = []
         for expert in range(mlp.router.experts):
+            # files have outputs first, as Linear does; grouped matmuls take experts' weights with inputs first
             stored = StoredTensor(f"{name}.{names.experts}.{expert}.{projection}.weight", shape)
             each.append(Transposed(stored, (1, 0)))
         found[f"mlp.experts.{parameter}"] = Stacked(tuple(each))
@@ -68,10 +83,17 @@ def separate_expert_rules(mlp: Mlp, name: str, embed: int, names: ExpertNames = 
 
 
 def stacked_expert_rules(mlp: Mlp, name: str, embed: int, names: ExpertNames = DEEPSEEK_NAMES) -> Rules:
-    """Return rules of experts stacked in two tensors; of an MLP in a layer without experts.
+    """Return the rules of experts stacked in two tensors, or of the MLP of a layer without experts.
 
     The tensors are `gate_up_proj` {experts, gates and then projections up, embed}, and `down_proj` {experts, embed,
     mlp}.
+
+    >>> from shardplan.decoder.parts.mlp.experts import GatedActivation
+    >>> from shardplan.decoder.parts.mlp.router import RouterConfig
+    >>> experts = ExpertsConfig(RouterConfig(experts=2, experts_per_token=1), 16, GatedActivation("silu"))
+    >>> up = stacked_expert_rules(experts, "mlp", embed=64)["mlp.experts.up"]
+    >>> up.start, up.stop, up.rule.rule
+    (16, 32, StoredTensor(name='mlp.experts.gate_up_proj', shape=(2, 32, 64)))
 
     Args:
         name: prefix of the MLP.
@@ -82,14 +104,14 @@ def stacked_expert_rules(mlp: Mlp, name: str, embed: int, names: ExpertNames = D
     both = Transposed(StoredTensor(f"{name}.{names.experts}.gate_up_proj", (count, 2 * size, embed)), (0, 2, 1))
     down = StoredTensor(f"{name}.{names.experts}.down_proj", (count, embed, size))
     return {
-        **router_rules(mlp, name, embed, names),
+        **_router_rules(mlp, name, embed, names),
         "mlp.experts.gate": Sliced(both, 2, 0, size),
         "mlp.experts.up": Sliced(both, 2, size, 2 * size),
         "mlp.experts.down": Transposed(down, (0, 2, 1)),
     }
 
 
-def router_rules(mlp: ExpertsConfig, name: str, embed: int, names: ExpertNames = DEEPSEEK_NAMES) -> Rules:
+def _router_rules(mlp: ExpertsConfig, name: str, embed: int, names: ExpertNames = DEEPSEEK_NAMES) -> Rules:
     """Return the rules of the router, and of the shared experts if there are any.
 
     Args:

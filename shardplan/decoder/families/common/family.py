@@ -11,7 +11,7 @@ from shardplan.decoder.names import Rule
 from shardplan.decoder.parts.block import LayerConfig
 
 
-def no_constants(config: Architecture, layer: LayerConfig, index: int) -> Mapping[str, float]:
+def _no_constants(config: Architecture, layer: LayerConfig, index: int) -> Mapping[str, float]:
     """Return no constants: checkpoints of most families hold only parameters for a layer."""
     return {}
 
@@ -26,7 +26,7 @@ class Family:
     """Return the rules of the layer with this index, by path of the parameter in the layer."""
     rules: Callable[[Architecture, int], Mapping[str, Rule]] = top_rules
     """Return the rules of the parameters outside of layers, by path, for a vocabulary of this many tokens."""
-    constants: Callable[[Architecture, LayerConfig, int], Mapping[str, float]] = no_constants
+    constants: Callable[[Architecture, LayerConfig, int], Mapping[str, float]] = _no_constants
     """Return name -> value of the scalars that checkpoints hold for a layer, but that are no parameters."""
     dispensable: tuple[str, ...] = ()
     """Parts of the names of tensors that checkpoints hold for a layer, and that the decoder does without."""

@@ -22,6 +22,9 @@ UNREAD = (
 def read_indexer(keys: ConfigKeys, fields: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of an `Architecture`, with no more positions than the indexer chooses for a query.
 
+    >>> read_indexer(ConfigKeys({"index_topk": 2048}, "config.json"), {"max_seq_len": 163840})
+    {'max_seq_len': 2048, 'index_topk': 2048}
+
     Args:
         fields: the fields without an indexer.
     """

@@ -127,7 +127,13 @@ def read_uniform_window(keys: ConfigKeys, window: int | None) -> int | None:
 
 
 def with_windows(layer: LayerConfig, windows: Sequence[int | None]) -> list[LayerConfig]:
-    """Return a copy of a layer for each window."""
+    """Return a copy of a layer for each window.
+
+    >>> keys = ConfigKeys({"hidden_size": 64, "num_attention_heads": 8, "intermediate_size": 128}, "config.json")
+    >>> layer = LayerConfig(read_heads(keys), read_gated_mlp(keys), read_rms_norm(keys))
+    >>> [each.attention.window for each in with_windows(layer, [128, 128, None])]
+    [128, 128, None]
+    """
     return [replace(layer, attention=replace(layer.grouped_attention, window=window)) for window in windows]
 
 
@@ -150,6 +156,12 @@ def architecture(
     **more: Any,
 ) -> dict[str, Any]:
     """Return the fields of an `Architecture`, read from keys that nearly all families have.
+
+    >>> keys = ConfigKeys({"hidden_size": 64, "num_attention_heads": 8, "intermediate_size": 128}, "config.json")
+    >>> layer = LayerConfig(read_heads(keys), read_gated_mlp(keys), read_rms_norm(keys))
+    >>> fields = architecture(keys, [layer] * 2, layer.norm, positions=4096)
+    >>> fields["max_seq_len"], fields["embed"], fields["segments"][0].repeats, fields["is_tied"]
+    (4096, 64, 2, False)
 
     Args:
         is_tied: default of `tie_word_embeddings`.

@@ -24,12 +24,25 @@ class LatentSizes(NamedTuple):
 
 
 def read_latent_attention(keys: ConfigKeys, defaults: LatentSizes) -> LatentAttention:
-    """Read latent attention with rotary embeddings on `qk_rope_head_dim` channels of a head."""
+    """Read latent attention with rotary embeddings on `qk_rope_head_dim` channels of a head.
+
+    >>> keys = ConfigKeys({"model_type": "deepseek_v2", "num_attention_heads": 16, "q_lora_rank": None}, "config.json")
+    >>> attention = read_latent_attention(keys, LatentSizes(1536, 512, unrotated=128, rotated=64, value=128))
+    >>> attention.query_rank, attention.kv_rank, attention.head_size
+    (None, 512, 192)
+    """
     return _read(keys, defaults, read_rotary(keys, _rotated(keys, defaults)))
 
 
 def read_latent_attention_with_temperature(keys: ConfigKeys, defaults: LatentSizes) -> LatentAttention:
-    """Read latent attention whose queries are scaled by position, with rotary embeddings on some channels."""
+    """Read latent attention whose queries are scaled by position, with rotary embeddings on some channels.
+
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> keys = ConfigKeys(read_config("mistral-small-4-119b", None), "config.json")
+    >>> sizes = LatentSizes(query_rank=1024, kv_rank=256, unrotated=64, rotated=64, value=128)
+    >>> read_latent_attention_with_temperature(keys, sizes).temperature
+    QueryTemperature(beta=0.1, positions=8192, first=0)
+    """
     rotated, unrotated = _rotated(keys, defaults), keys.integer("qk_nope_head_dim", default=defaults.unrotated)
     head_size = rotated + unrotated
     rotary = read_rotary(keys, head_size, partial=rotated / head_size, has_temperature=True)

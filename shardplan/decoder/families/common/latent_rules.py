@@ -13,6 +13,14 @@ from shardplan.decoder.parts.attention.latent_attention import LatentAttention
 def latent_attention_rules(attention: LatentAttention, name: str, embed: int) -> Rules:
     """Return the rules of the projections and norms of latent attention.
 
+    >>> from shardplan.decoder.config import DecoderConfig
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> config = DecoderConfig.from_hf_config(read_config("moonlight-16b", None))
+    >>> rules = latent_attention_rules(config.segments[0].layers[0].attention, "self_attn", config.embed)
+    >>> keys, values = rules["self_attn.k_proj.weight"], rules["self_attn.v_proj.weight"]
+    >>> keys.rule.rule.name, (keys.start, keys.stop), (values.start, values.stop)
+    ('self_attn.kv_b_proj.weight', (0, 128), (128, 256))
+
     Args:
         name: prefix of the attention.
     """

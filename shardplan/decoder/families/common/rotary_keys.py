@@ -76,7 +76,7 @@ def read_rotary(
         keys.refuse("partial_rotary_factor", part, "1, for this family rotates whole heads")
     if head_size % 2 and part == 1.0:
         keys.refuse("head_dim", head_size, "an even number, for rotary embeddings")
-    channels = int(head_size * part)
+    channels = int(head_size * part)  # rounded down, as in transformers
     if part > 1 or channels < 2 or channels % 2:
         keys.refuse("partial_rotary_factor", part, f"a part of the {head_size} channels of a head, an even number")
     if values.get(ALPHA):
@@ -89,6 +89,12 @@ def read_rotary(
 
 def require_rope(keys: ConfigKeys) -> None:
     """Check that a config.json describes its rotary embeddings, for families that scale them by default.
+
+    >>> require_rope(ConfigKeys({"rope_scaling": {"rope_type": "yarn", "factor": 32.0}}, "config.json"))
+    >>> require_rope(ConfigKeys({}, "config.json"))  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+        ...
+    shardplan.errors.ConfigError: config.json: rope_parameters is missing; it must be given: a default that scales ...
 
     Raises:
         ConfigError: neither `rope_scaling` nor `rope_parameters` is given.
@@ -115,7 +121,12 @@ def read_rotated_layers(keys: ConfigKeys) -> list[bool]:
 
 
 def read_temperature(keys: ConfigKeys) -> QueryTemperature | None:
-    """Read how queries grow with their position; None if they do not grow."""
+    """Read how queries grow with their position; None if they do not grow.
+
+    >>> scaling = {"rope_type": "yarn", "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 16384}
+    >>> read_temperature(ConfigKeys({"rope_parameters": scaling}, "config.json"))
+    QueryTemperature(beta=0.1, positions=16384, first=0)
+    """
     values = _values(keys, None, True)
     beta = values.get(TEMPERATURE)
     if not beta:
@@ -128,10 +139,14 @@ def read_temperature(keys: ConfigKeys) -> QueryTemperature | None:
 
 
 def read_score_factor(keys: ConfigKeys) -> float:
-    """Read what scores are multiplied by beside the scale of their heads: the square of YaRN's magnitude.
+    """Read the factor by which YaRN changes the scale of scores: the square of its magnitude.
 
     The magnitude is 0.1 * mscale_all_dim * ln(factor) + 1, and 1 where `mscale_all_dim` is not given. Source:
     DeepSeek's attention.
+
+    >>> scaling = {"type": "yarn", "factor": 40, "mscale_all_dim": 1.0}
+    >>> round(read_score_factor(ConfigKeys({"rope_scaling": scaling}, "config.json")), 4)
+    1.8739
     """
     values = _values(keys, None, True)
     kind = values.get("rope_type") or values.get("type") or "default"
@@ -166,6 +181,7 @@ def _scaling(keys: ConfigKeys, values: Mapping[str, Any], pairs: int) -> dict[st
     """Return the scaling of the frequencies with all its values; None if they are not scaled."""
     positions = keys.take("max_position_embeddings")
     original = keys.take("original_max_position_embeddings")
+    # read by `read_rotary` and `read_temperature`; `read_rope` would refuse some of them
     own = ("rope_theta", "partial_rotary_factor", TEMPERATURE, ALPHA)
     scaling = {name: value for name, value in values.items() if name not in own}
     kind = scaling.get("rope_type") or scaling.get("type")

@@ -35,6 +35,13 @@ def top_rules(
 ) -> Rules:
     """Return the rules of the embedding, the last norm and the output head.
 
+    >>> from shardplan.decoder.config import DecoderConfig
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> tied = DecoderConfig.from_hf_config(read_config("llama-3.2-1b", None))
+    >>> untied = DecoderConfig.from_hf_config(read_config("llama-3.1-8b", None))
+    >>> list(top_rules(tied, vocab=128256)), list(top_rules(untied, vocab=128256))
+    (['embedding', 'norm.weight'], ['embedding', 'norm.weight', 'lm_head.weight'])
+
     Args:
         model: prefix of all tensors except the output head.
         embedding, norm: names after the prefix.
@@ -51,7 +58,14 @@ def top_rules(
 
 
 def standard_layer_rules(config: Architecture, layer: LayerConfig, index: int) -> Rules:
-    """Return the rules of a layer whose tensors have the names of Llama, with the norms of its wiring."""
+    """Return the rules of a layer whose tensors have Llama's names, with the norms of its wiring.
+
+    >>> from shardplan.decoder.config import DecoderConfig
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> config = DecoderConfig.from_hf_config(read_config("llama-3.1-8b", None))
+    >>> standard_layer_rules(config, config.segments[0].layers[0], 31)["self_attn.k_proj.weight"]
+    StoredTensor(name='model.layers.31.self_attn.k_proj.weight', shape=(1024, 4096))
+    """
     at, embed = f"model.layers.{index}", config.embed
     return {
         **attention_rules(layer.grouped_attention, f"{at}.self_attn", embed),
@@ -61,13 +75,28 @@ def standard_layer_rules(config: Architecture, layer: LayerConfig, index: int) -
 
 
 def interleaved_layer_rules(config: Architecture, layer: LayerConfig, index: int) -> Rules:
-    """Return the rules of a layer with Llama's names, if the checkpoint rotates pairs of neighbouring channels."""
+    """Return the rules of a layer with Llama's names, if the checkpoint rotates pairs of neighbouring channels.
+
+    >>> from shardplan.decoder.config import DecoderConfig
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> config = DecoderConfig.from_hf_config(read_config("command-r", None))
+    >>> rules = interleaved_layer_rules(config, config.segments[0].layers[0], 0)
+    >>> [type(rules[f"self_attn.{part}_proj.weight"]).__name__ for part in "qkvo"]
+    ['Reshaped', 'Reshaped', 'StoredTensor', 'StoredTensor']
+    """
     found = standard_layer_rules(config, layer, index)
     return {**found, **in_halves(found, layer.grouped_attention, config.embed)}
 
 
 def layer_norm_rules(layer: LayerConfig, at: str, embed: int, names: Mapping[str, str] | None = None) -> Rules:
     """Return the rules of the norms of a layer.
+
+    >>> from shardplan.decoder.config import DecoderConfig
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> config = DecoderConfig.from_hf_config(read_config("olmo2-7b", None))
+    >>> rules = layer_norm_rules(config.segments[0].layers[0], "layers.0", config.embed)
+    >>> [rule.name for rule in rules.values()]
+    ['layers.0.post_attention_layernorm.weight', 'layers.0.post_feedforward_layernorm.weight']
 
     Args:
         at: prefix of the layer.
@@ -88,6 +117,10 @@ def attention_rules(
 ) -> Rules:
     """Return the rules of attention, if every projection is a tensor of its own.
 
+    >>> rules = attention_rules(GroupedAttention(heads=8, kv_heads=2, head_size=64), "self_attn", embed=256)
+    >>> [(path.split(".")[1], rule.shape) for path, rule in rules.items()]
+    [('q_proj', (512, 256)), ('k_proj', (128, 256)), ('v_proj', (128, 256)), ('o_proj', (256, 512))]
+
     Args:
         name: prefix of the attention.
         projections: names of the query, key, value and output projections after the prefix.
@@ -102,13 +135,13 @@ def attention_rules(
         **linear_rules("self_attn.v_proj", value, attention.kv_heads * value_size, embed, attention.has_bias),
         **linear_rules("self_attn.o_proj", output, embed, attention.heads * value_size, attention.has_output_bias),
         **({"self_attn.sinks": StoredTensor(f"{name}.sinks", (attention.heads,))} if attention.has_sinks else {}),
-        **head_norm_rules(attention, "self_attn.q_norm", f"{name}.{norms[0]}", attention.heads),
-        **head_norm_rules(attention, "self_attn.k_norm", f"{name}.{norms[1]}", attention.kv_heads),
+        **_head_norm_rules(attention, "self_attn.q_norm", f"{name}.{norms[0]}", attention.heads),
+        **_head_norm_rules(attention, "self_attn.k_norm", f"{name}.{norms[1]}", attention.kv_heads),
     }
 
 
-def head_norm_rules(attention: GroupedAttention, path: str, name: str, heads: int) -> Rules:
-    """Return the rules of the norm of queries or of keys; none if attention has no such norms, or without weights."""
+def _head_norm_rules(attention: GroupedAttention, path: str, name: str, heads: int) -> Rules:
+    """Return the rules of the norm of queries or of keys; none if there is no such norm, or it has no weight."""
     if attention.head_norm is None or not attention.head_norm.norm.has_weight:
         return {}
     size = attention.head_size
@@ -187,6 +220,14 @@ def in_halves(rules: Rules, attention: GroupedAttention, embed: int) -> Rules:
     The checkpoint rotates pairs of neighbouring channels. The rules put the first channels of all pairs before the
     second channels, as `shardplan.decoder.parts.attention.rotary` rotates them. Scores do not depend on the order of
     channels.
+
+    >>> from shardplan.decoder.config import DecoderConfig
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> config = DecoderConfig.from_hf_config(read_config("llama-4-scout", None))
+    >>> attention = config.segments[0].layers[0].attention
+    >>> rules = attention_rules(attention, "self_attn", config.embed)
+    >>> list(in_halves(rules, attention, config.embed))
+    ['self_attn.q_proj.weight', 'self_attn.k_proj.weight']
 
     Args:
         rules: the rules of a layer, for channels in the order of the checkpoint.

@@ -64,7 +64,7 @@ def attend(
     """Return for every query the mean of the values, weighted by the softmax of its scores.
 
     Args:
-        axes: those of the heads in the arrays.
+        axes: the axes of the heads in the arrays.
         queries: {..., position, kv_head, q_heads_per_group, head_size}, in any order.
         keys: {..., position, kv_head, head_size}, in any order.
         values: the same axes as keys, or with another axis in place of head_size.
@@ -86,7 +86,7 @@ def attend(
         mask,
         attn_backend=kernel.backend,
         flash_block_size=kernel.block,
-        inference=True,
+        inference=True,  # no dropout
         **settings,
     )
     return attended.flatten_axes((axes.KVHeads, axes.QHeadsPerGroup), axes.Heads)

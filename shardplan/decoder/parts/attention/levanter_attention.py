@@ -39,6 +39,7 @@ def dot_product_attention(
         return result
     (Value,) = of_values
     Both = Key.resize(max(Key.size, Value.size))
+    # Levanter's default would follow from the padded size
     settings = {"scaling_factor": Key.size**-0.5, **settings}
     query, key, value = (_widen(x, Both) for x in (query, key, value.rename({Value.name: Key.name})))
     result = levanter_attention(QPos, KPos, Both, query, key, value, mask, **settings)

@@ -16,7 +16,7 @@ class SelectionRecording:
     """The records of one forward pass."""
 
     segments: list[tuple[SelectionSums, ...]] = field(default_factory=list)
-    """Of each loop over layers, the layers with this attention in its block: sums [repetition, ...]."""
+    """For each loop over layers, the sums [repetition, ...] of the layers with this attention in its block."""
     sums: list[SelectionSums] = field(default_factory=list)
     """Of layers outside of loops, or in one repetition, in the order of the model."""
 
@@ -33,13 +33,26 @@ _recording: ContextVar[SelectionRecording | None] = ContextVar("selection_record
 
 
 def selection_recording() -> SelectionRecording | None:
-    """Return what records the forward pass that is traced; None if nothing does."""
+    """Return the recording of the forward pass that is traced; None if nothing is recorded.
+
+    >>> selection_recording() is None
+    True
+    >>> with record_selection() as recording:
+    ...     selection_recording() is recording
+    True
+    """
     return _recording.get()
 
 
 @contextmanager
 def record_selection() -> Iterator[SelectionRecording]:
-    """Record the forward passes that are traced within the block."""
+    """Record the forward passes that are traced within the block.
+
+    >>> with record_selection() as recording:
+    ...     selection_recording().sums.append("the sums of a layer")
+    >>> recording.layers()
+    ('the sums of a layer',)
+    """
     recording = SelectionRecording()
     token = _recording.set(recording)
     try:

@@ -45,7 +45,7 @@ class ClampedSwish:
 
     alpha: float
     limit: float
-    """The gate is at most so much, and the projection up is between minus and plus so much."""
+    """Largest gate, and largest absolute value of the projection up."""
 
     def __call__(self, gate: Array | None, up: Array) -> Array:
         """Compute the hidden states."""
@@ -129,6 +129,7 @@ class ExpertsLayer(eqx.Module):
         config = self.config
         function = ExpertFunction(config.activation, config.weighs_inputs)
         chosen, weights = self.router(x)
+        # the axis that `x` has; weights of experts have the same axis under another name
         (embed,) = (axis for axis in self.router.weight.axes if axis.name != config.router.Scores.name)
         outputs = routed_mlp(config.Experts, config.ExpertMlp, embed, x, chosen, weights, self.experts, function)
         if self.shared is not None:

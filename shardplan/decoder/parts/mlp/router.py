@@ -38,7 +38,7 @@ class ExpertGroups:
     chosen: int
     """Groups that a token chooses experts from: those with the largest scores."""
     best: int
-    """The score of a group is the sum of the scores of so many of its experts, the best ones."""
+    """Number of a group's best experts whose scores add up to the score of the group."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class RouterConfig:
     is_normalised: bool = True
     """Whether the weights of a token's experts are divided by their sum."""
     min_sum: float = 0.0
-    """Least sum that they are divided by."""
+    """Least divisor: a smaller sum is replaced by it."""
     scale: float = 1.0
     """What weights are multiplied by at last."""
 
@@ -107,6 +107,7 @@ class Router(Float32Module):
         config, scores_axis = self.config, self.config.Scores
         embed = tuple(axis for axis in self.weight.axes if axis != scores_axis)
         wide, weight = x.astype(jnp.float32), self.weight.astype(jnp.float32)
+        # TPUs multiply float32 as bfloat16 by default, which would give some tokens other experts
         products = hax.dot(wide, weight, axis=embed, precision=jax.lax.Precision.HIGHEST)
         if self.bias is not None:
             products = products + self.bias.astype(jnp.float32)

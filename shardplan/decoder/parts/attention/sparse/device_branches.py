@@ -91,6 +91,7 @@ class DeviceBranches:
         config, shards, chunk = self.config, self.shards, self.queries_per_chunk
         positions = shards.positions()
         queries = self._rotate(inputs.queries, positions)
+        # scores depend on relative positions only if both sides are rotated
         of_compressed = queries if config.compressed_rope is CompressedRope.BLOCK_START else inputs.queries
         compressed_keys, compressed_values = self._compressed_keys_and_values(inputs, parameters, positions)
         selected_keys = shards.gather(self._rotate(inputs.selected_keys, positions))
@@ -158,7 +159,7 @@ class DeviceBranches:
     def _attend_to_windows(self, inputs: TokenInputs, positions: jax.Array, queries: jax.Array) -> jax.Array:
         """Attend to the windows of the queries [b, t, g, r, d]."""
         shards = self.shards
-        halo = min(self.config.window, shards.parts.length) - 1
+        halo = min(self.config.window, shards.parts.length) - 1  # a window includes the query's own token
         keys = shards.with_previous(self._rotate(inputs.window_keys, positions), halo)
         values = shards.with_previous(inputs.window_values, halo)
         outputs = []

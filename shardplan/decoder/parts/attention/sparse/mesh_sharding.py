@@ -49,6 +49,13 @@ class MeshSharding:
 def resolve_mesh_sharding(subject: str, Batch: Axis, Pos: Axis, KVHeads: Axis, QHeadsPerGroup: Axis) -> MeshSharding:
     """Look up the mesh axes of attention under the axis mapping in force, on the current mesh.
 
+    >>> import haliax as hax
+    >>> axes = Axis("batch", 4), Axis("position", 64), Axis("kv_head", 2), Axis("q_heads_per_group", 8)
+    >>> mesh = jax.sharding.AbstractMesh((2, 4), ("data", "model"))
+    >>> with jax.sharding.use_abstract_mesh(mesh), hax.axis_mapping({"batch": "data", "position": "model"}):
+    ...     resolve_mesh_sharding("attention", *axes)
+    MeshSharding(batch=('data',), position=('model',), groups=(), heads=())
+
     Args:
         subject: the kind of attention, for messages.
 
@@ -66,6 +73,7 @@ def resolve_mesh_sharding(subject: str, Batch: Axis, Pos: Axis, KVHeads: Axis, Q
                     f"{subject}: {users[name]} and {axis.name} are both mapped to {name}; "
                     "map each of them to mesh axes of its own"
                 )
+        # `PositionParts.check` is stricter for positions: a part has complete blocks
         if axis != Pos and axis.size % device_count(names):
             raise ConfigError(
                 f"{subject}: {axis.name} ({axis.size}) is not divisible by the {device_count(names)} "
@@ -99,12 +107,24 @@ def run_on_mesh[Result](
 
 
 def device_count(mesh_axes: tuple[str, ...]) -> int:
-    """Return the number of devices along axes of the current mesh."""
+    """Return the number of devices along axes of the current mesh.
+
+    >>> with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((2, 4), ("data", "model"))):
+    ...     device_count(("data", "model"))
+    8
+    """
     shape = jax.sharding.get_abstract_mesh().shape
     return math.prod(shape[name] for name in mesh_axes)
 
 
 def mesh_axes_of(axis: Axis) -> tuple[str, ...]:
-    """Return the mesh axes of several devices that shard an axis under the axis mapping in force."""
+    """Return the mesh axes of several devices that shard an axis under the axis mapping in force.
+
+    >>> import haliax as hax
+    >>> mesh = jax.sharding.AbstractMesh((1, 2, 4), ("replica", "data", "model"))
+    >>> with jax.sharding.use_abstract_mesh(mesh), hax.axis_mapping({"batch": ("replica", "data")}):
+    ...     mesh_axes_of(Axis("batch", 8))
+    ('data',)
+    """
     shape = jax.sharding.get_abstract_mesh().shape
     return tuple(name for name in ensure_tuple(physical_axis_name(axis) or ()) if shape.get(name, 1) > 1)

@@ -146,6 +146,7 @@ class NativeSparseAttention(eqx.Module):
         )
         if not with_details:
             return self._output(attend_sparsely(call).astype(x.dtype), Batch, Pos)
+        # not by `attend_sparsely`, whose replacement would return neither blocks nor sums
         results, sums = call.run(query_tile)
         assert sums is not None
         output = self._output(results.mixed.astype(x.dtype), Batch, Pos)

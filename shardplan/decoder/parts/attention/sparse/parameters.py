@@ -36,6 +36,11 @@ def parameter_table(config: NativeSparseConfig) -> dict[str, SparseParameter]:
     values of the compressed, selected and window branch; `gate_w` and `gate_b` make gates; `phi_k_...` and `phi_v_...`
     compress keys and values: `pe` is added to the tokens of a block, `w` is the linear map, and `w1`, `b1`, `w2`, `b2`
     are the MLP.
+
+    >>> sizes = {"embed": 8, "groups": 2, "heads_per_group": 4, "key_size": 4, "value_size": 4, "window": 4}
+    >>> config = NativeSparseConfig(**sizes, block=4, stride=2, selection_block=4, selected=3, compression="mean")
+    >>> [name for name in parameter_table(config) if name.startswith(("gate", "phi"))]
+    ['gate_w', 'gate_b', 'phi_k_pe', 'phi_v_pe']
     """
     embed, groups, heads = config.Embed, config.KVHeads, config.QHeadsPerGroup
     table = {
@@ -79,6 +84,14 @@ def init_parameters(config: NativeSparseConfig, key: jax.Array) -> dict[str, Nam
 
 def name_arrays(config: NativeSparseConfig, arrays: Mapping[str, Any]) -> dict[str, NamedArray]:
     """Return given arrays as the parameters of a layer.
+
+    >>> import numpy as np
+    >>> sizes = {"embed": 8, "groups": 2, "heads_per_group": 4, "key_size": 4, "value_size": 4, "window": 4}
+    >>> config = NativeSparseConfig(**sizes, block=4, stride=2, selection_block=4, selected=3, compression="mean")
+    >>> name_arrays(config, {"phi_k_w1": np.zeros((2, 4, 4, 8))})
+    Traceback (most recent call last):
+        ...
+    shardplan.errors.ConfigError: parameter 'phi_k_w1' is unknown with compression mean; did you mean 'phi_k_pe'?
 
     Args:
         arrays: name -> array, as `parameter_table` has them.

@@ -81,23 +81,28 @@ class SparseCall:
         )
 
 
-def compute_sparse_call(call: SparseCall) -> jax.Array:
+def _compute_sparse_call(call: SparseCall) -> jax.Array:
     """Compute float32[b, t, g, r, d], the sum of the branches."""
     results, _ = call.run()
     return results.mixed
 
 
-_replacement: ContextVar[Callable[[SparseCall], jax.Array]] = ContextVar("sparse_call", default=compute_sparse_call)
+_replacement: ContextVar[Callable[[SparseCall], jax.Array]] = ContextVar("sparse_call", default=_compute_sparse_call)
 
 
 def attend_sparsely(call: SparseCall) -> jax.Array:
-    """Return [b, t, g, r, d], the sum of the branches, as `compute_sparse_call` does or what replaces it."""
+    """Return [b, t, g, r, d], the sum of the branches, by `SparseCall.run` or by what replaces it."""
     return _replacement.get()(call)
 
 
 @contextmanager
 def replace_sparse_calls(compute: Callable[[SparseCall], jax.Array]) -> Iterator[None]:
-    """Let `compute` compute every call: it returns [b, t, g, r, d], the sum of the branches."""
+    """Replace what computes a call within the block: `compute` returns [b, t, g, r, d], the sum of the branches.
+
+    >>> with replace_sparse_calls(lambda call: f"the price of {call}"):
+    ...     attend_sparsely("a call")
+    'the price of a call'
+    """
     token = _replacement.set(compute)
     try:
         yield

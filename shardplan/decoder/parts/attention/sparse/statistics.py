@@ -94,6 +94,7 @@ def selection_sums(
     importance, free_mass, gates = jax.lax.stop_gradient((importance, free_mass, gates))
     by_row = positions[:, None, None]
     numbers = jnp.arange(importance.shape[-1])
+    # of its own block a query has the keys up to itself alone
     keys_of_blocks = jnp.clip(by_row + 1 - blocks * config.selection_block, 0, config.selection_block)
     k = jnp.where(blocks == UNUSED, 0, keys_of_blocks).sum(axis=-1)
     is_free_block = ~config.selection.is_forced(numbers, positions[:, None])
@@ -142,7 +143,14 @@ def _tile_unions(blocks: jax.Array, numbers: jax.Array, query_tile: int) -> tupl
 
 
 def add_sums(first: SelectionSums, second: SelectionSums) -> SelectionSums:
-    """Add two sets of sums, of layers or steps with equally long sequences."""
+    """Add the sums of two layers, or of two steps with equally long sequences.
+
+    >>> first = SelectionSums(*[0] * 15)._replace(rows=4, k_max=64, rows_at_max=1)
+    >>> second = first._replace(k_max=128, rows_at_max=3)
+    >>> both = add_sums(first, second)
+    >>> both.rows, both.k_max.item(), both.rows_at_max.item()
+    (8, 128, 3)
+    """
     k_max = jnp.maximum(first.k_max, second.k_max)
     at_max = [jnp.where(each.k_max == k_max, each.rows_at_max, 0) for each in (first, second)]
     added = SelectionSums(*(one + other for one, other in zip(first, second, strict=True)))
@@ -173,6 +181,13 @@ def figures(config: NativeSparseConfig, sums: SelectionSums) -> dict[str, Any]:
     | tile_union | mean number of different blocks that a tile of queries selects |
     | load | float[j], share of rows that select each block |
 
+    >>> config = NativeSparseConfig(768, 2, 6, 64, 64, block=32, stride=16, selection_block=64, selected=16, window=512)
+    >>> ones = SelectionSums(*[np.ones(3)] * 15)
+    >>> sums = ones._replace(rows=4, whole_blocks=6, rest=2, k_max=128, rows_at_max=1, load=np.array([4, 2, 1]))
+    >>> values = figures(config, sums)
+    >>> values["k_mean"], values["pct_at_max"], values["load"].tolist()
+    (96.5, 0.25, [1.0, 0.5, 0.25])
+
     Args:
         sums: as `selection_sums` or `add_sums` returns them.
     """
@@ -185,7 +200,7 @@ def figures(config: NativeSparseConfig, sums: SelectionSums) -> dict[str, Any]:
 
 
 def traced_figures(config: NativeSparseConfig, sums: SelectionSums) -> dict[str, jax.Array]:
-    """Return the figures of `figures` within a program, in int32 and float32."""
+    """Compute the figures of `figures` within a program, in int32 and float32."""
     return _figures(config, sums, jnp)
 
 

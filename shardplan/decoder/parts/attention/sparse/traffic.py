@@ -63,15 +63,29 @@ def backward_traffic(config: NativeSparseConfig, parts: PositionParts, groups: i
     """Return the bytes of a backward pass: each transfer reversed, with float32 gradients of gathered rows.
 
     A forward pass that is computed again is not included.
+
+    >>> paper = NativeSparseConfig(
+    ...     embed=2560, groups=4, heads_per_group=16, key_size=128, value_size=128,
+    ...     block=32, stride=16, selection_block=64, selected=16, window=512,
+    ... )
+    >>> backward_traffic(paper, PositionParts(65536, devices=8), groups=4, itemsize=2)
+    SparseTraffic(compression_halo=32768, compressed=14680064.0, window_halo=1046528, selected=234881024.0)
     """
     channels = _channels(config, groups)
     return _traffic(config, parts, itemsize * channels, FLOAT32_BYTES * channels, is_backward=True)
 
 
 def importance_all_reduce_bytes(config: NativeSparseConfig, positions: int, groups: int, devices: int) -> float:
-    """Return the bytes that heads of a group on several devices would cost: an all-reduce before the selection.
+    """Return the bytes of the all-reduce that sharding the heads of a group would need before the selection.
 
     bytes = 2 * 4 * (devices - 1) / devices * positions * groups * selection blocks, for float32.
+
+    >>> paper = NativeSparseConfig(
+    ...     embed=2560, groups=4, heads_per_group=16, key_size=128, value_size=128,
+    ...     block=32, stride=16, selection_block=64, selected=16, window=512,
+    ... )
+    >>> importance_all_reduce_bytes(paper, positions=65536, groups=4, devices=2) / 2**30
+    1.0
     """
     elements = positions * groups * config.selection_blocks(positions)
     return 2 * FLOAT32_BYTES * (devices - 1) / devices * elements

@@ -14,6 +14,12 @@ from shardplan.decoder.parts.attention.sparse.config import Compression, NativeS
 def compress(config: NativeSparseConfig, x: jax.Array, phi: Mapping[str, jax.Array]) -> jax.Array:
     """Return the compressed keys or values of a sequence, one for each block that is complete.
 
+    >>> import numpy as np
+    >>> sizes = {"embed": 8, "groups": 1, "heads_per_group": 1, "key_size": 2, "value_size": 1, "window": 4}
+    >>> config = NativeSparseConfig(**sizes, block=4, stride=2, selection_block=4, selected=3, compression="mean")
+    >>> compress(config, np.arange(8.0).reshape(1, 8, 1, 1), {"pe": np.zeros((1, 4, 1))}).ravel().tolist()
+    [1.5, 3.5, 5.5]
+
     Args:
         x: [b, s, g, d], keys or values of the compressed branch, not rotated.
         phi: the parameters of the compression, by the names of `parameter_table` without `phi_k_` or `phi_v_`.

@@ -36,5 +36,6 @@ def select(config: NativeSparseConfig, importance: jax.Array, positions: jax.Arr
     scores, chosen = jax.lax.top_k(ranked, min(config.selected, count))
     ascending = jnp.sort(jnp.where(scores == -jnp.inf, count, chosen), axis=-1)
     used = jnp.where(ascending == count, UNUSED, ascending).astype(jnp.int32)
+    # a short sequence has fewer blocks than queries may select
     missing = config.selected - used.shape[-1]
     return jnp.pad(used, [(0, 0), (0, 0), (0, 0), (0, missing)], constant_values=UNUSED)

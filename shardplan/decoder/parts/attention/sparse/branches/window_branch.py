@@ -1,7 +1,7 @@
 """Attention to the last tokens: the window of each query, with its own token. Paper: section 3.3.3.
 
-`attend_to_window` computes one tile of queries, with the keys of the tile and the window before it. Where positions are
-sharded, those are the device's own keys and a halo of window - 1 tokens.
+A chunk of queries attends to its own keys and to those of the window before it. Where positions are sharded, those are
+the device's own keys and a halo of window - 1 tokens.
 """
 
 import jax
@@ -12,7 +12,7 @@ from shardplan.decoder.parts.attention.sparse.branches.query_chunks import map_q
 from shardplan.decoder.parts.attention.sparse.config import NativeSparseConfig
 
 
-def attend_to_window(
+def _attend_to_window(
     config: NativeSparseConfig,
     positions: jax.Array,
     queries: jax.Array,
@@ -71,6 +71,6 @@ def attend_to_windows(
     def attend_chunk(positions: jax.Array, chunk: jax.Array) -> jax.Array:
         start = positions[0] - first
         near = (jax.lax.dynamic_slice_in_dim(x, start, size + halo, 1) for x in (padded_keys, padded_values))
-        return attend_to_window(config, positions, chunk, positions[0] - halo + jnp.arange(size + halo), *near)
+        return _attend_to_window(config, positions, chunk, positions[0] - halo + jnp.arange(size + halo), *near)
 
     return map_query_chunks(attend_chunk, queries_per_chunk, first + jnp.arange(count), queries)

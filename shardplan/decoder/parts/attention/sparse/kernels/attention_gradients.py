@@ -141,7 +141,7 @@ def _add_gradients(
         @pl.when(i == 0)
         def start_range() -> None:
             tokens = pl.ds(pl.multiple_of(first_block * block, block), length)
-            copy_both((k.at[head, tokens], v.at[head, tokens]), (range_k, range_v), copied)
+            _copy_both((k.at[head, tokens], v.at[head, tokens]), (range_k, range_v), copied)
 
             def clear_block(number: jax.Array, _: jax.Array) -> jax.Array:
                 of_block = pl.ds(pl.multiple_of(number * block, block), block)
@@ -214,7 +214,7 @@ def _add_gradients(
 
         @pl.when(i == per_part - 1)
         def end_range() -> None:
-            copy_both((range_dk, range_dv), (dk.at[part], dv.at[part]), copied)
+            _copy_both((range_dk, range_dv), (dk.at[part], dv.at[part]), copied)
 
     def of_tile(*shape: int, memory_space: Any = pltpu.VMEM) -> pl.BlockSpec:
         return pl.BlockSpec((1, *shape), lambda part, i, _: (part * per_part + i, 0, 0), memory_space=memory_space)
@@ -247,7 +247,7 @@ def _add_gradients(
     return run(first_positions, range_number, *(tables or ()), keys, values, queries, gradients, row_sums, before)
 
 
-def copy_both(sources: tuple[Any, Any], targets: tuple[Any, Any], copied: Any) -> None:
+def _copy_both(sources: tuple[Any, Any], targets: tuple[Any, Any], copied: Any) -> None:
     """Copy two arrays between HBM and VMEM at the same time, and wait for both."""
     copies = [
         pltpu.make_async_copy(source, target, copied.at[number])

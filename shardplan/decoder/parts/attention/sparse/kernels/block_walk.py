@@ -176,7 +176,14 @@ class BlockWalk:
 
 
 def in_specs(tables: BlockTables) -> list[pl.BlockSpec]:
-    """Return the specs of blocks, the next tile's blocks, members, keys and values."""
+    """Return the specs of blocks, the next tile's blocks, members, keys and values.
+
+    Of 8 tiles, core 1 has the last 4, so that its step 2 reads the tables of tile 6, and the blocks of tile 7:
+
+    >>> specs = in_specs(BlockTables(blocks=jnp.zeros((8, 1, 16)), members=jnp.zeros((8, 1, 16))))
+    >>> [spec.index_map(1, 2, None)[0].item() for spec in specs[:3]]
+    [6, 7, 6]
+    """
     tiles, size = len(tables.blocks), tables.blocks.shape[-1]
 
     def of_tile(width: int, distance: int = 0) -> pl.BlockSpec:
@@ -190,12 +197,23 @@ def in_specs(tables: BlockTables) -> list[pl.BlockSpec]:
 
 
 def arguments(tables: BlockTables, keys: jax.Array, values: jax.Array) -> tuple[jax.Array, ...]:
-    """Return the arrays of `in_specs`; keys and values are [b * g, s, d] of complete blocks."""
+    """Return the arrays of `in_specs`; keys and values are [b * g, s, d] of complete blocks.
+
+    >>> tables = BlockTables(blocks=jnp.zeros((8, 1, 16)), members=jnp.zeros((8, 1, 16)))
+    >>> [x is tables.blocks for x in arguments(tables, jnp.zeros((2, 64, 8)), jnp.zeros((2, 64, 8)))]
+    [True, True, False, False, False]
+    """
     return tables.blocks, tables.blocks, tables.members, keys, values
 
 
 def scratch(sizes: WalkSizes, keys: jax.Array, values: jax.Array) -> list[Any]:
-    """Return the buffers of keys and values, the semaphores of their copies, and the slot of the next step."""
+    """Return the buffers of keys and values, the semaphores of their copies, and the slot of the next step.
+
+    >>> sizes = WalkSizes(QueryTiles.of(64, 8192, 16), SelectionBlocks(64), scale=0.1, keys_per_step=512)
+    >>> keys, values = (jax.ShapeDtypeStruct((4, 8192, size), jnp.bfloat16) for size in (128, 64))
+    >>> [each.shape for each in scratch(sizes, keys, values)]
+    [(2, 512, 128), (2, 512, 64), (2, 2), (1,)]
+    """
     return [
         pltpu.VMEM((2, sizes.keys, keys.shape[-1]), keys.dtype),
         pltpu.VMEM((2, sizes.keys, values.shape[-1]), values.dtype),
@@ -205,10 +223,19 @@ def scratch(sizes: WalkSizes, keys: jax.Array, values: jax.Array) -> list[Any]:
 
 
 def rows_spec(rows: int, size: int, tiles: int) -> pl.BlockSpec:
-    """Return the spec of an array [tile, rows, size]: every grid step has its own tile."""
+    """Return the spec of an array [tile, rows, size]: every grid step has its own tile.
+
+    >>> spec = rows_spec(rows=128, size=64, tiles=8)
+    >>> spec.block_shape, spec.index_map(1, 2, None)
+    ((1, 128, 64), (6, 0, 0))
+    """
     return pl.BlockSpec((1, rows, size), lambda core, i, _: (core * (tiles // CORES) + i, 0, 0))
 
 
 def grid(tables: BlockTables) -> tuple[int, int]:
-    """Return the grid of a walk: a part of the tiles per core, and the tiles of a part."""
+    """Return the grid of a walk: a part of the tiles per core, and the tiles of a part.
+
+    >>> grid(BlockTables(blocks=jnp.zeros((8, 1, 16)), members=jnp.zeros((8, 1, 16))))
+    (2, 4)
+    """
     return CORES, len(tables.blocks) // CORES

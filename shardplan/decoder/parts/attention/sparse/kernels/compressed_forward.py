@@ -109,9 +109,9 @@ def sum_importance(
         @pl.when(chunk == 0)
         def clear() -> None:
             carry[...] = jnp.zeros_like(carry)
-            reorder_rows(tiles, q[0], by_query, head_q)
+            _reorder_rows(tiles, q[0], by_query, head_q)
             columns = jnp.broadcast_to(row_to_column(sums[0]) * LOG2_E, (rows, LANES))
-            reorder_rows(tiles, columns, by_query, head_sums)
+            _reorder_rows(tiles, columns, by_query, head_sums)
 
         @pl.when(is_visible)
         def add_chunk() -> None:
@@ -122,8 +122,8 @@ def sum_importance(
                 mask = sizes.visible_blocks(first_position, chunk * sizes.chunk + start, LANES)
                 weights = jnp.exp2(jnp.where(mask, exponents, MASKED_SCORE))
                 of_parts.append(weights.sum(axis=0))
-            importance[0] = multiply_exactly(jnp.concatenate(of_parts, axis=1), own[...]) + carry[...]
-            carry[...] = multiply_exactly(of_parts[-1], after[...])
+            importance[0] = _multiply_exactly(jnp.concatenate(of_parts, axis=1), own[...]) + carry[...]
+            carry[...] = _multiply_exactly(of_parts[-1], after[...])
 
         @pl.when(~is_visible)
         def write_carry() -> None:
@@ -156,7 +156,7 @@ def sum_importance(
     return importance
 
 
-def reorder_rows(tiles: QueryTiles, x: jax.Array, scratch: Any, target: Any) -> None:
+def _reorder_rows(tiles: QueryTiles, x: jax.Array, scratch: Any, target: Any) -> None:
     """Store rows [query, head] as [head, query], so that sums over heads add whole registers."""
     # rows at a distance can be read from registers of one column only
     for start in range(0, x.shape[1], LANES):
@@ -168,7 +168,7 @@ def reorder_rows(tiles: QueryTiles, x: jax.Array, scratch: Any, target: Any) -> 
             target[pl.ds(head * tiles.queries, tiles.queries), columns] = of_head[:, :width].astype(target.dtype)
 
 
-def multiply_exactly(x: jax.Array, y: jax.Array) -> jax.Array:
+def _multiply_exactly(x: jax.Array, y: jax.Array) -> jax.Array:
     """Return x y with all bits of x, float32, which is split in 3 parts of bfloat16; y has exact bfloat16 values."""
     parts = []
     for _ in range(3):

@@ -69,7 +69,11 @@ def launch(
 
 
 def vmem_bytes() -> int:
-    """Return the bytes of VMEM of a core of the TPU that is compiled for; the fewest of all TPUs if it is not known."""
+    """Return the bytes of VMEM of a core of the TPU that is compiled for; the fewest of all TPUs if it is not known.
+
+    >>> vmem_bytes() // 2**20  # without a TPU
+    16
+    """
     return pltpu.get_tpu_info().vmem_capacity_bytes if pltpu.is_tpu_device() else SMALLEST_VMEM
 
 
@@ -101,12 +105,20 @@ def transpose_multiply(x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def transpose(x: jax.Array) -> jax.Array:
-    """Return x^T, by float32, which matrices of every size can be transposed in."""
+    """Return x^T, by float32, which matrices of every size can be transposed in.
+
+    >>> transpose(jnp.array([[1.0, 2.0, 3.0]])).tolist()
+    [[1.0], [2.0], [3.0]]
+    """
     return x.astype(jnp.float32).T.astype(x.dtype)
 
 
 def indices(shape: tuple[int, int], axis: int) -> jax.Array:
-    """Return int32[shape], the index along an axis."""
+    """Return int32[shape], the index along an axis.
+
+    >>> indices((2, 3), 1).tolist()
+    [[0, 1, 2], [0, 1, 2]]
+    """
     return jax.lax.broadcasted_iota(jnp.int32, shape, axis)
 
 
@@ -129,7 +141,12 @@ def remainder(x: jax.Array, divisor: int) -> jax.Array:
 
 
 def divide(x: jax.Array, divisor: int) -> jax.Array:
-    """Return x // divisor of int32 in 0 .. 2**20, by float32, because vector units have no division of integers."""
+    """Return x // divisor of int32 in 0 .. 2**20, by float32, because vector units have no division of integers.
+
+    >>> import numpy as np
+    >>> divide(np.array([0, 5, 6, 2**20]), 6).tolist(), 2**20 // 6
+    ([0, 0, 1, 174762], 174762)
+    """
     return ((x.astype(jnp.float32) + 0.5) * (1 / divisor)).astype(jnp.int32)
 
 

@@ -80,7 +80,12 @@ class OnlineSoftmax(NamedTuple):
 
 
 def fold_rows(combine: Callable[[jax.Array, jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """Return `combine` of all rows, [1, n]: pairs of registers first, because a chain would wait for each result."""
+    """Return `combine` of all rows, [1, n]: pairs of registers first, because a chain would wait for each result.
+
+    >>> import numpy as np
+    >>> fold_rows(jnp.maximum, np.arange(48).reshape(24, 2)).tolist()
+    [[46, 47]]
+    """
     parts = [x[i : i + SUBLANES] for i in range(0, x.shape[0], SUBLANES)]
     while len(parts) > 1:
         pairs = [combine(*parts[i : i + 2]) for i in range(0, len(parts) - 1, 2)]

@@ -23,6 +23,12 @@ def kernel_refusal(setting: str, block: int) -> str | None:
 def check_kernel(subject: str, setting: str, block: int) -> None:
     """Check that kernels can compute attention to blocks of `block` tokens.
 
+    >>> check_kernel("attend_to_blocks", "block_size", 64)
+    >>> check_kernel("attend_to_blocks", "block_size", 60)  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+        ...
+    shardplan.errors.ConfigError: attend_to_blocks: block_size is 60; kernels copy blocks of a multiple of 8 ...
+
     Args:
         subject: what attends, for the message.
         setting: the name of the size of blocks.

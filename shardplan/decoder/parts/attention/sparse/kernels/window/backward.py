@@ -120,6 +120,7 @@ def window_key_value_gradients(
 
     def of_tiles(rows: int, size: int) -> pl.BlockSpec:
         def index(head: jax.Array, block: jax.Array, step: jax.Array, _: jax.Array) -> tuple[jax.Array, int, int]:
+            # blocks at the ends have fewer runs: further steps read any run, and `add_tiles` skips it
             return head * runs + jnp.clip(run_of(block, step), 0, runs - 1), 0, 0
 
         return pl.BlockSpec((unit, rows, size), index)
