@@ -31,7 +31,7 @@ SCORES = "expert_score"
 """Name of the axis of the experts in what a router computes."""
 
 Result = tuple[NamedArray, dict[str, NamedArray]]
-"""What a block of Levanter returns: outputs, and what it says of its routing."""
+"""The result of a block of Levanter: outputs, and the statistics and losses of its routing."""
 
 
 @runtime_checkable
@@ -166,7 +166,13 @@ def _patched_call(own: Any, compute: Any, method: ExpertMethod | None) -> Any:
 
 
 def replace_blocks(module: Any, method: ExpertMethod | None) -> Any:
-    """Replace all blocks of experts of a model by blocks that use `method`; None is the default method."""
+    """Replace all blocks of experts of a model by blocks that use `method`; None is the default method.
+
+    >>> from levanter.models.mixtral import MixtralConfig
+    >>> block = eqx.filter_eval_shape(MixtralSparseMoeBlock.init, MixtralConfig(), key=jax.random.PRNGKey(0))
+    >>> type(replace_blocks(block, None)).__name__
+    'ExpertParallelMixtral'
+    """
 
     def change(node: Any) -> Any:
         if not _is_block(node):
@@ -180,7 +186,13 @@ def replace_blocks(module: Any, method: ExpertMethod | None) -> Any:
 
 
 def restore_blocks(module: Any) -> Any:
-    """Replace shardplan's blocks in a model by Levanter's own."""
+    """Replace shardplan's blocks in a model by Levanter's own.
+
+    >>> from levanter.models.mixtral import MixtralConfig
+    >>> block = eqx.filter_eval_shape(MixtralSparseMoeBlock.init, MixtralConfig(), key=jax.random.PRNGKey(0))
+    >>> type(restore_blocks(replace_blocks(block, None))).__name__
+    'MixtralSparseMoeBlock'
+    """
 
     def change(node: Any) -> Any:
         if not has_method(node):
@@ -193,13 +205,26 @@ def restore_blocks(module: Any) -> Any:
 
 
 def has_replaceable_experts(module: Any) -> bool:
-    """Return whether a model has Levanter's blocks of experts, all of which can be replaced."""
+    """Return whether a model has Levanter's blocks of experts, all of which can be replaced.
+
+    >>> from levanter.models.mixtral import MixtralConfig
+    >>> config = MixtralConfig(use_bias=True)
+    >>> block = eqx.filter_eval_shape(MixtralSparseMoeBlock.init, config, key=jax.random.PRNGKey(0))
+    >>> has_replaceable_experts(block)
+    False
+    """
     blocks = list(_blocks(module))
     return bool(blocks) and all(why_not_replaceable(block) is None for block in blocks)
 
 
 def has_parallel_experts(module: Any) -> bool:
-    """Return whether blocks of experts of a model have been replaced."""
+    """Return whether blocks of experts of a model have been replaced.
+
+    >>> from levanter.models.mixtral import MixtralConfig
+    >>> block = eqx.filter_eval_shape(MixtralSparseMoeBlock.init, MixtralConfig(), key=jax.random.PRNGKey(0))
+    >>> has_parallel_experts(block), has_parallel_experts(replace_blocks(block, None))
+    (False, True)
+    """
     return any(map(has_method, _blocks(module)))
 
 
