@@ -123,6 +123,14 @@ class SequenceParallelAttention(Attention):
 def accept_layout(module: Any, layout: SequenceLayout) -> Any:
     """Return `module` such that its attention accepts sequences in the order of `layout`.
 
+    >>> from levanter.layers.attention import AttentionConfig
+    >>> config = AttentionConfig(hax.Axis("embed", 128), num_heads=2, num_kv_heads=2)
+    >>> layout = SequenceLayout(8, ring=2, kind=SequenceOrder.ZIGZAG)
+    >>> module = eqx.filter_eval_shape(Attention.init, config, key=jax.random.key(0))
+    >>> module = with_sequence_parallel(module, Method("ring", layout=layout))
+    >>> module.accepts_layout, accept_layout(module, layout).accepts_layout
+    (False, True)
+
     Raises:
         ConfigError: its attention has a layout of another order, or of other documents.
     """
@@ -150,6 +158,12 @@ def with_sequence_parallel(module: Any, method: Method | Plan) -> Any:
     With a layout that is not contiguous the model takes sequences in its order: `shardplan.attention.sequence`. A plan
     that does not shard positions leaves the model unchanged.
 
+    >>> from levanter.layers.attention import AttentionConfig
+    >>> config = AttentionConfig(hax.Axis("embed", 128), num_heads=2, num_kv_heads=2)
+    >>> module = eqx.filter_eval_shape(Attention.init, config, key=jax.random.key(0))
+    >>> type(with_sequence_parallel(module, Method("ring"))).__name__
+    'SequenceParallelAttention'
+
     Raises:
         ConfigError: the model has no `Attention` module of Levanter, or a subclass that does more.
     """
@@ -164,7 +178,14 @@ def with_sequence_parallel(module: Any, method: Method | Plan) -> Any:
 
 
 def has_parallel_modules(module: Any) -> bool:
-    """Return whether `with_sequence_parallel` has replaced attention modules of a model."""
+    """Return whether `with_sequence_parallel` has replaced attention modules of a model.
+
+    >>> from levanter.layers.attention import AttentionConfig
+    >>> config = AttentionConfig(hax.Axis("embed", 128), num_heads=2, num_kv_heads=2)
+    >>> module = eqx.filter_eval_shape(Attention.init, config, key=jax.random.key(0))
+    >>> has_parallel_modules(module), has_parallel_modules(with_sequence_parallel(module, Method("ring")))
+    (False, True)
+    """
     return any(isinstance(each, SequenceParallelAttention) for each in jax.tree.leaves(module, is_leaf=_is_attention))
 
 

@@ -241,7 +241,7 @@ class DeviceProgram:
     def _exchange_tokens(self, tokens: Array, chosen: Array, routing_weights: Array, weights: LocalWeights) -> Array:
         """Send tokens to the devices of their experts, and sum the outputs that come back.
 
-        Devices that share the hidden states of an expert gather each other's tokens first.
+        Devices with shards of the hidden states of the same experts gather each other's tokens first.
         """
         group = DeviceGroup(self.token_axes, self.mlp_axes)
         tokens, chosen, routing_weights = map(group.gather, (tokens, chosen, routing_weights))

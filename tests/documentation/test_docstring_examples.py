@@ -10,6 +10,7 @@ ROOT = Path(__file__).parents[2]
 SLOW = {
     "shardplan.attention.axes",
     "shardplan.attention.block_sparse",
+    "shardplan.attention.dot_product",
     "shardplan.attention.sequence",
     "shardplan.decoder.parts.attention.sparse.branches.selection",
     "shardplan.decoder.parts.attention.sparse.gates",
