@@ -55,7 +55,7 @@ def loss_and_gradients(run: StepRun, module: Any, tokens: NamedArray, predicted:
             after the other and whose losses and gradients are summed.
         predicted: bool, with the axes of `tokens`; where it is False the token does not count.
     """
-    count = predicted.sum().array
+    count = predicted.sum().array  # of all microbatches, so that their losses and gradients only have to be added up
 
     def loss_of(module: Any, tokens: NamedArray, predicted: NamedArray) -> jax.Array:
         losses = next_token_losses(run.for_compute(module), tokens, predicted, run.model.mask, run.model.logit_soft_cap)
@@ -69,6 +69,7 @@ def loss_and_gradients(run: StepRun, module: Any, tokens: NamedArray, predicted:
 
     def add(sums: tuple[jax.Array, Any], part: tuple[jax.Array, jax.Array]) -> tuple[tuple[jax.Array, Any], None]:
         loss, gradients = differentiate(module, *(NamedArray(array, tokens.axes[1:]) for array in part))
+        # the sums of gradients are stored sharded between microbatches, as the parameters are
         added = jax.tree.map(jnp.add, sums, (loss, run.store(gradients)))
         return (added[0], run.store(added[1])), None
 
