@@ -35,6 +35,7 @@ def choose_batch(config: PlanConfig, model: Model, own_attention: bool = False) 
     if config.workload.batch != AUTO_BATCH:
         return config
     tokens = _token_range(config)
+    # both at once, because `step_tokens` is refused beside a batch that is a number
     closed = replace(config, workload=replace(config.workload, batch=1), step_tokens=None)
     hardware, position = parse_slice(config.hardware.slice), config.workload.position
     tried = list(batches(hardware.devices, position, tokens))

@@ -87,6 +87,7 @@ def rank_plans(
     """
     model = model or model_from_config(config)
     config = choose_batch(fit_position(config, model), model, own_attention)
+    # one more, because the reasons of a plan compare it with the next
     result = search_configuration(config, model, count + 1, own_attention)
     if not result.fits and not nearest_miss:
         raise _infeasible_error(result.ranked[0], config.workload)
@@ -262,6 +263,7 @@ def _attention_reasons(candidate: Candidate, layers: Mapping[str, str]) -> list[
         return []
     alternatives = []
     for methods in space.methods_for(candidate.mesh, position_axes):
+        # one kind at a time, so that a sentence has the effect of one change
         changed = [i for i, method in enumerate(methods or ()) if method != chosen[i]]
         if methods is None or len(changed) != 1:
             continue

@@ -216,6 +216,7 @@ class Space:
             expert_axes: mesh axes that shard experts in computations; without any, devices have all experts.
         """
         can_exchange = bool(expert_axes) and all(axis in token_axes for axis in expert_axes)
+        # XLA has no ragged all-to-all for CPUs
         exchange = (ExpertStrategy.EXCHANGE_TOKENS,) if can_exchange and not self.hardware.is_cpu else ()
         return (ExpertStrategy.GATHER_TOKENS, *exchange)
 
@@ -355,6 +356,7 @@ class Space:
         if not position_axes or not self.methods:
             return [None]
         strategies = {method.strategy for method in self.methods}
+        # over several mesh axes the other strategies are those over one axis of the product of the sizes (docs/log.md)
         if len(position_axes) == 1:
             possible = strategies - {Strategy.HYBRID}
         else:
@@ -368,6 +370,7 @@ class Space:
 
     def _orders(self, mesh: MeshShape, position_axes: MeshAxes) -> list[SequenceOrder]:
         """Return the orders of sharded positions; only a contiguous one lets a window leave out hops of the ring."""
+        # zigzag gives a device two parts, one from the beginning and one from the end
         is_even = self.sizes[self.position] % (2 * mesh_size(mesh, position_axes)) == 0
         kinds = self.step.attention_kinds
         has_full_attention = any(kind.pattern.difference_bounds == (None, None) for kind in kinds)
