@@ -46,7 +46,7 @@ class Method:
         return dict(self.kinds).get(kind.name, self)
 
 
-def method_of(plan: Plan) -> Method:
+def _method_of_plan(plan: Plan) -> Method:
     """Return how a plan computes attention."""
     kinds = tuple((name, _method_of(attention, plan)) for name, attention in plan.attention.kinds.items())
     return replace(_method_of(plan.attention, plan), kinds=kinds)
@@ -173,7 +173,7 @@ def with_sequence_parallel(module: Any, method: Method | Plan) -> Any:
     if isinstance(method, Plan):
         if not method.attention.is_sequence_parallel:
             return module
-        method = method_of(method)
+        method = _method_of_plan(method)
     return _replace_attention(module, partial(_make_parallel, method=method))
 
 

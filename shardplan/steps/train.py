@@ -39,13 +39,13 @@ class TrainStep:
         self, run: StepRun, module: Any, state: Any, tokens: NamedArray, predicted: NamedArray
     ) -> tuple[Any, Any, jax.Array]:
         """Compute one update of the module and the optimizer's state, and the mean loss."""
-        loss, gradients = loss_and_gradients(run, module, tokens, predicted)
+        loss, gradients = _loss_and_gradients(run, module, tokens, predicted)
         arrays = eqx.filter(module, eqx.is_inexact_array)
         updates, state = make_optimizer(run.workload.optimizer).update(gradients, state, arrays)
         return run.store(eqx.apply_updates(module, updates)), run.store(state), loss
 
 
-def loss_and_gradients(run: StepRun, module: Any, tokens: NamedArray, predicted: NamedArray) -> tuple[jax.Array, Any]:
+def _loss_and_gradients(run: StepRun, module: Any, tokens: NamedArray, predicted: NamedArray) -> tuple[jax.Array, Any]:
     """Compute the mean loss of the `predicted` tokens, in nats, and its gradients.
 
     The loss is Levanter's own, with the auxiliary loss of routers, as its trainer has it.
