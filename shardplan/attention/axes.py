@@ -203,6 +203,14 @@ class AttentionSharding:
 def resolve_attention_sharding(axes: AxisRoles, mapping: ResourceMapping) -> AttentionSharding:
     """Look up the mesh axes of every axis, on the current mesh.
 
+    >>> Pos, KPos, Head, Size = hax.make_axes(position=8, key_position=8, kv_head=2, head_size=4)
+    >>> query, key = hax.ones((Head, Pos, Size)), hax.ones((Head, KPos, Size))
+    >>> roles = resolve_axis_roles(AxisSelectors(Pos, KPos, Size), query, key, key)
+    >>> mesh = jax.sharding.AbstractMesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto, AxisType.Auto))
+    >>> with jax.sharding.use_abstract_mesh(mesh):
+    ...     resolve_attention_sharding(roles, {"position": ("data", "model")}).degree
+    8
+
     Args:
         mapping: logical axis -> mesh axes.
 

@@ -77,6 +77,12 @@ def dot_product_attention(
     It takes all arguments of Levanter's function, in their order, and refuses what it cannot do: biases, dropout, and
     the choice of one of Levanter's implementations.
 
+    >>> Pos, KPos, Head, Size = hax.make_axes(position=3, key_position=3, kv_head=1, head_size=1)
+    >>> query, key = hax.zeros((Head, Pos, Size)), hax.zeros((Head, KPos, Size))
+    >>> value = hax.named(jnp.array([[[1.0], [3.0], [8.0]]]), (Head, KPos, Size))
+    >>> dot_product_attention(Pos, KPos, Size, query, key, value, AttentionMask.causal()).array.ravel().tolist()
+    [1.0, 2.0, 4.0]
+
     Args:
         QPos: axis of the queries' positions. The mesh axes that `axis_mapping` gives it shard queries and keys.
         KPos: axis of the keys' positions, of another name.

@@ -46,7 +46,7 @@ class Method:
         return dict(self.kinds).get(kind.name, self)
 
 
-def method_of(plan: Plan) -> Method:
+def _method_of_plan(plan: Plan) -> Method:
     """Return how a plan computes attention."""
     kinds = tuple((name, _method_of(attention, plan)) for name, attention in plan.attention.kinds.items())
     return replace(_method_of(plan.attention, plan), kinds=kinds)
@@ -123,6 +123,14 @@ class SequenceParallelAttention(Attention):
 def accept_layout(module: Any, layout: SequenceLayout) -> Any:
     """Return `module` such that its attention accepts sequences in the order of `layout`.
 
+    >>> from levanter.layers.attention import AttentionConfig
+    >>> config = AttentionConfig(hax.Axis("embed", 128), num_heads=2, num_kv_heads=2)
+    >>> layout = SequenceLayout(8, ring=2, kind=SequenceOrder.ZIGZAG)
+    >>> module = eqx.filter_eval_shape(Attention.init, config, key=jax.random.key(0))
+    >>> module = with_sequence_parallel(module, Method("ring", layout=layout))
+    >>> module.accepts_layout, accept_layout(module, layout).accepts_layout
+    (False, True)
+
     Raises:
         ConfigError: its attention has a layout of another order, or of other documents.
     """
@@ -150,6 +158,12 @@ def with_sequence_parallel(module: Any, method: Method | Plan) -> Any:
     With a layout that is not contiguous the model takes sequences in its order: `shardplan.attention.sequence`. A plan
     that does not shard positions leaves the model unchanged.
 
+    >>> from levanter.layers.attention import AttentionConfig
+    >>> config = AttentionConfig(hax.Axis("embed", 128), num_heads=2, num_kv_heads=2)
+    >>> module = eqx.filter_eval_shape(Attention.init, config, key=jax.random.key(0))
+    >>> type(with_sequence_parallel(module, Method("ring"))).__name__
+    'SequenceParallelAttention'
+
     Raises:
         ConfigError: the model has no `Attention` module of Levanter, or a subclass that does more.
     """
@@ -159,12 +173,19 @@ def with_sequence_parallel(module: Any, method: Method | Plan) -> Any:
     if isinstance(method, Plan):
         if not method.attention.is_sequence_parallel:
             return module
-        method = method_of(method)
+        method = _method_of_plan(method)
     return _replace_attention(module, partial(_make_parallel, method=method))
 
 
 def has_parallel_modules(module: Any) -> bool:
-    """Return whether `with_sequence_parallel` has replaced attention modules of a model."""
+    """Return whether `with_sequence_parallel` has replaced attention modules of a model.
+
+    >>> from levanter.layers.attention import AttentionConfig
+    >>> config = AttentionConfig(hax.Axis("embed", 128), num_heads=2, num_kv_heads=2)
+    >>> module = eqx.filter_eval_shape(Attention.init, config, key=jax.random.key(0))
+    >>> has_parallel_modules(module), has_parallel_modules(with_sequence_parallel(module, Method("ring")))
+    (False, True)
+    """
     return any(isinstance(each, SequenceParallelAttention) for each in jax.tree.leaves(module, is_leaf=_is_attention))
 
 

@@ -107,6 +107,13 @@ def rank_strategies(
 
     A layout is left out if the groups of Ulysses are no parts of mesh axes.
 
+    >>> from shardplan.hardware import parse_slice
+    >>> heads = HeadShape(batch=1, key_heads=8, queries_per_key_head=4, head_size=128, value_size=128)
+    >>> attention = ShardedAttention(Pattern(causal=True), heads, ("model",), {"model": 8}, parse_slice("v5p-16"))
+    >>> layouts = [SequenceLayout(32768, ring=8, kind=order) for order in ("contiguous", "zigzag")]
+    >>> [cost.layout.kind.value for cost in rank_strategies(layouts, attention) if cost.strategy == Strategy.RING]
+    ['zigzag', 'contiguous']
+
     Args:
         available: bytes per device; strategies that hold more are left out.
     """
@@ -120,7 +127,16 @@ def rank_strategies(
 
 
 def strategy_cost(strategy: Strategy, layout: SequenceLayout, attention: ShardedAttention) -> StrategyCost | None:
-    """Return the cost of one strategy with one layout; None if its Ulysses groups would split a mesh axis."""
+    """Return the cost of one strategy with one layout; None if its Ulysses groups would split a mesh axis.
+
+    >>> from shardplan.hardware import parse_slice
+    >>> heads = HeadShape(batch=1, key_heads=8, queries_per_key_head=4, head_size=128, value_size=128)
+    >>> attention = ShardedAttention(Pattern(causal=True), heads, ("model",), {"model": 8}, parse_slice("v5p-16"))
+    >>> cost = strategy_cost(Strategy.RING, SequenceLayout(4096, ring=8), attention)
+    >>> keys_and_values = 2 * 4096 * 8 * 128 * 2  # bytes
+    >>> cost.received_bytes == keys_and_values * 7 / 8
+    True
+    """
     hardware = attention.hardware
     split = _split_for_ulysses(place_mesh(hardware, attention.mesh), attention.mesh_axes, layout.ulysses)
     if split is None:

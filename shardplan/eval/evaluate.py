@@ -47,6 +47,7 @@ def evaluate(*files: str, **sections: Any) -> dict[str, Any] | None:
             raise ConfigError(f"evaluate: {key} is a key of the command shardplan eval alone; leave it out")
     config = with_windows(config)
     store = open_inputs(config)
+    # JAX and Levanter take seconds to import: what is wrong with the configuration is said before
     from shardplan.eval.run import run_evaluation
 
     summary = run_evaluation(config, make_task(config), store, config.output, lambda _: None, config)
@@ -74,6 +75,11 @@ def open_inputs(config: EvalCommand) -> "TextStore":
 def check_evaluation(config: EvalCommand) -> None:
     """Check that a configuration names what an evaluation needs.
 
+    >>> check_evaluation(load_command(EvalCommand, [], {"model": "llama-3.1-8b"}, "evaluate"))
+    Traceback (most recent call last):
+        ...
+    shardplan.errors.ConfigError: data.path is not set; name a file or folder of texts to evaluate, or use --dry_run
+
     Raises:
         ConfigError: there are no texts or no weights, or the output is no folder.
     """
@@ -91,6 +97,11 @@ def with_windows(config: EvalCommand) -> EvalCommand:
     """For extraction, set the workload to scored windows; other configurations are returned unchanged.
 
     Where they are not set, the batch is the fastest one, and the sequences those that windows fill best.
+
+    >>> sections = {"model": "llama-3.1-8b", "task": {"kind": "extraction"}, "hardware": {"slice": "v5e-8"}}
+    >>> workload = with_windows(load_command(EvalCommand, [], sections, "evaluate")).workload
+    >>> workload.kind, workload.window, workload.position
+    ('score', 100, 512)
     """
     if config.task.kind is not EvaluationKind.EXTRACTION or config.plan is not None:
         return config
@@ -122,7 +133,12 @@ def with_windows(config: EvalCommand) -> EvalCommand:
 
 
 def make_task(config: EvalCommand) -> "EvaluationTask[Any]":
-    """Return the task that a configuration selects."""
+    """Return the task that a configuration selects.
+
+    >>> sections = {"model": "llama-3.1-8b", "task": {"kind": "extraction"}}
+    >>> make_task(load_command(EvalCommand, [], sections, "evaluate")).outputs
+    ('log_prob', 'rank', 'top_log_prob')
+    """
     from shardplan.eval.extraction.task import ExtractionTask
     from shardplan.eval.loss.task import LossTask
 

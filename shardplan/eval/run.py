@@ -96,7 +96,7 @@ def run_evaluation(
     """
     stops = stops or threading.Event()
     config, given = load_given_plan(config)
-    task.check_workload(config.workload)
+    task.check_workload(config.workload)  # before a search for a plan
     deadlines = monitoring.deadline
     session = prepare(config, given, deadlines.loading)
     if monitoring.expert_statistics:
@@ -123,6 +123,7 @@ def run_evaluation(
             processes.broadcast("claim", lambda: results.claim(determinants))
             processes.agree("shared results", results.check_shared, lambda _: {})
         source = make_source(store, data, name)
+        # one core is left for this process, which gives the devices their steps
         workers = stack.enter_context(open_workers(source, max(1, (os.cpu_count() or 2) - 1)))
         pieces = _count_all(source, workers, processes, check, deadlines.loading) if task.counts_tokens else []
         windows = task.divide(store, pieces, special, plan)
@@ -186,7 +187,7 @@ def run_evaluation(
                 monitor.record_time(loop.statistics, is_completed=not monitor.is_stopped)
         if monitor.too_slow is not None:
             error = SlowError(f"stopped: {monitor.too_slow}; the same command goes on from here")
-            error.is_shared = True
+            error.is_shared = True  # `_until_stopped` has ended the loop in all processes
             raise error
         if monitor.is_stopped:
             return None

@@ -58,7 +58,7 @@ def _start(config: TrackerSection, output: str) -> Tracker:
         return TensorboardConfig(logdir=f"{output}/{TENSORBOARD}").init(config.name)
     if "://" in output:
         raise ConfigError(f"it writes into the results folder, which must be a local one, and is {output}")
-    METRICS_LOGGER.propagate = False
+    METRICS_LOGGER.propagate = False  # the lines are for the file alone
     METRICS_LOGGER.setLevel(logging.INFO)
     METRICS_LOGGER.handlers = [logging.FileHandler(Path(output) / METRICS)]
     return JsonLoggerTracker(METRICS_LOGGER)

@@ -48,6 +48,7 @@ def make_rows(job: SequenceJob) -> Rows:
 @contextmanager
 def open_workers(source: Source, count: int) -> Iterator[Executor]:
     """Start `count` worker processes, which end with the block; yields their executor."""
+    # a forked process would inherit JAX's locks, but not the threads that release them
     with ProcessPoolExecutor(count, get_context("spawn"), _start_worker, (source,)) as workers:
         try:
             yield workers
@@ -58,7 +59,11 @@ def open_workers(source: Source, count: int) -> Iterator[Executor]:
 def count_tokens(
     workers: Executor, pieces: Sequence[tuple[int, int]], on_counted: Callable[[int], None]
 ) -> tuple[list[int], int]:
-    """Have workers do `TextReader.count_tokens`; `on_counted` takes how many more pieces are done."""
+    """Count the tokens of pieces in worker processes, with the result of `TextReader.count_tokens`.
+
+    Args:
+        on_counted: called with how many more pieces are done.
+    """
     jobs = [pieces[i : i + PIECES_PER_JOB] for i in range(0, len(pieces), PIECES_PER_JOB)]
     parts = []
     for counts, largest in workers.map(_count_tokens, jobs):

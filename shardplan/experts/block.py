@@ -66,6 +66,14 @@ def routed_mlp(
 
     Within `replace_routed_mlp` something else computes it, by the method of a plan; otherwise `method` does.
 
+    >>> Experts, Mlp, Embed = hax.make_axes(experts=2, mlp=1, embed=1)
+    >>> up = hax.named(jnp.array([[[1.0]], [[10.0]]]), (Experts, Embed, Mlp))
+    >>> weights = ExpertWeights(gate=None, up=up, down=hax.ones((Experts, Mlp, Embed)))
+    >>> x, chosen = hax.named(jnp.array([[3.0]]), ("token", "embed")), hax.named(jnp.array([[0, 1]]), ("token", "k"))
+    >>> halves, function = hax.full(chosen.axes, 0.5), ExpertFunction(lambda gate, up: up)
+    >>> routed_mlp(Experts, Mlp, Embed, x, chosen, halves, weights, function).array.tolist()
+    [[16.5]]
+
     Args:
         Experts: axis of the experts, in their weights.
         Mlp: axis of the hidden states, in the weights.
@@ -107,7 +115,7 @@ def routed_mlp(
 def compute_routed_mlp(
     call: RoutedCall, method: ExpertMethod | None = None, generation: Generation | None = None
 ) -> NamedArray:
-    """Implement `routed_mlp`, whose docstring lists what is raised.
+    """Compute a call of `routed_mlp` on the devices of the mesh; what is raised is in the docstring of `routed_mlp`.
 
     Args:
         method: default: that of the call.
@@ -231,7 +239,10 @@ class DeviceProgram:
         return jnp.concatenate(sums)
 
     def _exchange_tokens(self, tokens: Array, chosen: Array, routing_weights: Array, weights: LocalWeights) -> Array:
-        """Gather hidden states' tokens, send them to the devices of their experts, and sum what comes back."""
+        """Send tokens to the devices of their experts, and sum the outputs that come back.
+
+        Devices with shards of the hidden states of the same experts gather each other's tokens first.
+        """
         group = DeviceGroup(self.token_axes, self.mlp_axes)
         tokens, chosen, routing_weights = map(group.gather, (tokens, chosen, routing_weights))
         weights = self._with_bias_once(weights)

@@ -73,6 +73,11 @@ def apply_experts(rows: SortedRows, weights: LocalWeights, function: ExpertFunct
 
     The weight is multiplied into the hidden state, which is computed in float32, or into the token. Rows that hold
     nothing are no work for the grouped matmuls, and their results have any values.
+
+    >>> rows = SortedRows(jnp.array([[1.0], [2.0]]), weights=jnp.array([1.0, 0.5]), expert_sizes=jnp.array([1, 1]))
+    >>> weights = ExpertWeights(gate=None, up=jnp.array([[[1.0]], [[10.0]]]), down=jnp.ones((2, 1, 1)))
+    >>> apply_experts(rows, weights, ExpertFunction(lambda gate, up: up)).tolist()
+    [[1.0], [10.0]]
     """
     if function.weighs_inputs:
         weighted = (rows.tokens * rows.weights[:, None]).astype(rows.tokens.dtype)

@@ -31,7 +31,7 @@ SCORES = "expert_score"
 """Name of the axis of the experts in what a router computes."""
 
 Result = tuple[NamedArray, dict[str, NamedArray]]
-"""What a block of Levanter returns: outputs, and what it says of its routing."""
+"""The result of a block of Levanter: outputs, and the statistics and losses of its routing."""
 
 
 @runtime_checkable
@@ -74,7 +74,7 @@ class ExpertParallelMixtral(MixtralSparseMoeBlock):
     def __call__(self, x: NamedArray, *, key: Any = None) -> Result:
         """Compute {..., embed} from the same axes, and Levanter's statistics and auxiliary losses."""
         del key  # for noise in projections, which no model has
-        return mixtral_block(self, x, self.method)
+        return _mixtral_block(self, x, self.method)
 
 
 class ExpertParallelQwen3Moe(Qwen3MoeSparseMoeBlock):
@@ -87,7 +87,7 @@ class ExpertParallelQwen3Moe(Qwen3MoeSparseMoeBlock):
     def __call__(self, x: NamedArray, *, key: Any = None) -> Result:
         """Compute {..., embed} from the same axes, and Levanter's auxiliary loss."""
         del key  # for noise in projections, which no model has
-        return qwen3_moe_block(self, x, self.method)
+        return _qwen3_moe_block(self, x, self.method)
 
 
 PARALLEL_CLASSES: dict[Any, Any] = {
@@ -135,7 +135,7 @@ def with_expert_parallel(module: Any, method: ExpertMethod | HasExpertMethod) ->
     if chosen is None:
         return module
     for block in blocks:
-        problem = why_not_replaceable(block)
+        problem = _why_not_replaceable(block)
         if problem is not None:
             raise ConfigError(f"with_expert_parallel: {problem}")
     return replace_blocks(module, chosen)
@@ -147,7 +147,7 @@ def patch_blocks(method: ExpertMethod | None) -> None:
     Args:
         method: None for the default.
     """
-    for original, compute in ((MixtralSparseMoeBlock, mixtral_block), (Qwen3MoeSparseMoeBlock, qwen3_moe_block)):
+    for original, compute in ((MixtralSparseMoeBlock, _mixtral_block), (Qwen3MoeSparseMoeBlock, _qwen3_moe_block)):
         original.__call__ = _patched_call(LEVANTERS_CALLS[original], compute, method)
 
 
@@ -156,7 +156,7 @@ def _patched_call(own: Any, compute: Any, method: ExpertMethod | None) -> Any:
 
     def call(block: Any, x: NamedArray, *, key: Any = None) -> Result:
         """Compute a block of experts."""
-        if why_not_replaceable(block) is None:
+        if _why_not_replaceable(block) is None:
             result: Result = compute(block, x, method)
             return result
         other: Result = own(block, x, key=key)
@@ -166,12 +166,18 @@ def _patched_call(own: Any, compute: Any, method: ExpertMethod | None) -> Any:
 
 
 def replace_blocks(module: Any, method: ExpertMethod | None) -> Any:
-    """Replace all blocks of experts of a model by blocks that use `method`; None is the default method."""
+    """Replace all blocks of experts of a model by blocks that use `method`; None is the default method.
+
+    >>> from levanter.models.mixtral import MixtralConfig
+    >>> block = eqx.filter_eval_shape(MixtralSparseMoeBlock.init, MixtralConfig(), key=jax.random.PRNGKey(0))
+    >>> type(replace_blocks(block, None)).__name__
+    'ExpertParallelMixtral'
+    """
 
     def change(node: Any) -> Any:
         if not _is_block(node):
             return node
-        if has_method(node):
+        if _has_method(node):
             return replace(node, method=method)
         values = {field.name: getattr(node, field.name) for field in fields(node)}
         return PARALLEL_CLASSES[type(node)](**values, method=method)
@@ -180,10 +186,16 @@ def replace_blocks(module: Any, method: ExpertMethod | None) -> Any:
 
 
 def restore_blocks(module: Any) -> Any:
-    """Replace shardplan's blocks in a model by Levanter's own."""
+    """Replace shardplan's blocks in a model by Levanter's own.
+
+    >>> from levanter.models.mixtral import MixtralConfig
+    >>> block = eqx.filter_eval_shape(MixtralSparseMoeBlock.init, MixtralConfig(), key=jax.random.PRNGKey(0))
+    >>> type(restore_blocks(replace_blocks(block, None))).__name__
+    'MixtralSparseMoeBlock'
+    """
 
     def change(node: Any) -> Any:
-        if not has_method(node):
+        if not _has_method(node):
             return node
         values = {field.name: getattr(node, field.name) for field in fields(node) if field.name != "method"}
         original = next(own for own, parallel in PARALLEL_CLASSES.items() if type(node) is parallel)
@@ -193,24 +205,37 @@ def restore_blocks(module: Any) -> Any:
 
 
 def has_replaceable_experts(module: Any) -> bool:
-    """Return whether a model has Levanter's blocks of experts, all of which can be replaced."""
+    """Return whether a model has Levanter's blocks of experts, all of which can be replaced.
+
+    >>> from levanter.models.mixtral import MixtralConfig
+    >>> config = MixtralConfig(use_bias=True)
+    >>> block = eqx.filter_eval_shape(MixtralSparseMoeBlock.init, config, key=jax.random.PRNGKey(0))
+    >>> has_replaceable_experts(block)
+    False
+    """
     blocks = list(_blocks(module))
-    return bool(blocks) and all(why_not_replaceable(block) is None for block in blocks)
+    return bool(blocks) and all(_why_not_replaceable(block) is None for block in blocks)
 
 
 def has_parallel_experts(module: Any) -> bool:
-    """Return whether blocks of experts of a model have been replaced."""
-    return any(map(has_method, _blocks(module)))
+    """Return whether blocks of experts of a model have been replaced.
+
+    >>> from levanter.models.mixtral import MixtralConfig
+    >>> block = eqx.filter_eval_shape(MixtralSparseMoeBlock.init, MixtralConfig(), key=jax.random.PRNGKey(0))
+    >>> has_parallel_experts(block), has_parallel_experts(replace_blocks(block, None))
+    (False, True)
+    """
+    return any(map(_has_method, _blocks(module)))
 
 
-def has_method(block: Any) -> bool:
+def _has_method(block: Any) -> bool:
     """Return whether a block has been replaced."""
     return isinstance(block, tuple(PARALLEL_CLASSES.values()))
 
 
-def why_not_replaceable(block: Any) -> str | None:
+def _why_not_replaceable(block: Any) -> str | None:
     """Return why a block of Levanter cannot be replaced, with a remedy; None if it can."""
-    if type(block) not in PARALLEL_CLASSES and not has_method(block):
+    if type(block) not in PARALLEL_CLASSES and not _has_method(block):
         return (
             f"{type(block).__name__} is a subclass of Levanter's block of experts and may do more; use Levanter's "
             "class, or leave the model as it is"
@@ -225,7 +250,7 @@ def why_not_replaceable(block: Any) -> str | None:
     return None
 
 
-def mixtral_block(block: MixtralSparseMoeBlock, x: NamedArray, method: ExpertMethod | None) -> Result:
+def _mixtral_block(block: MixtralSparseMoeBlock, x: NamedArray, method: ExpertMethod | None) -> Result:
     """Compute a block of Levanter's Mixtral, whose router computes in the dtype of the tokens."""
     config = block.config
     logits, tokens = _router_logits(block, x), _token_axes(block, x)
@@ -245,7 +270,7 @@ def mixtral_block(block: MixtralSparseMoeBlock, x: NamedArray, method: ExpertMet
     return outputs, extras
 
 
-def qwen3_moe_block(block: Qwen3MoeSparseMoeBlock, x: NamedArray, method: ExpertMethod | None) -> Result:
+def _qwen3_moe_block(block: Qwen3MoeSparseMoeBlock, x: NamedArray, method: ExpertMethod | None) -> Result:
     """Compute a block of Levanter's Qwen3-MoE, whose router has its scores in float32."""
     config = block.config
     logits, tokens = _router_logits(block, x).astype(jnp.float32), _token_axes(block, x)

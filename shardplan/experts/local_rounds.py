@@ -100,6 +100,12 @@ def sum_local_experts(
 ) -> Array:
     """Return [tokens, embed]: for each token the weighted sum of the outputs of its experts on this device.
 
+    >>> from shardplan.experts.expert_weights import ExpertWeights
+    >>> weights = ExpertWeights(gate=None, up=jnp.array([[[1.0]], [[10.0]]]), down=jnp.ones((2, 1, 1)))
+    >>> tokens, chosen, function = jnp.array([[3.0]]), jnp.array([[0, 1]]), ExpertFunction(lambda gate, up: up)
+    >>> sum_local_experts(tokens, chosen, jnp.array([[0.5, 0.5]]), weights, function).tolist()
+    [[16.5]]
+
     Args:
         tokens: [tokens, embed].
         chosen: int32[tokens, k], numbers of experts.

@@ -18,7 +18,7 @@ def with_planned_experts(model: Model) -> Model:
 
 
 def with_own_experts(model: Model) -> Model:
-    """Return a model whose experts are computed by blocks of its class."""
+    """Return a model whose experts Levanter's own blocks compute: undo `with_planned_experts`."""
     if not has_parallel_experts(model.template):
         return model
     return replace(model, template=restore_blocks(model.template))

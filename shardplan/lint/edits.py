@@ -151,6 +151,7 @@ def _batch_edits(written: Mapping[str, Any], subject: Subject) -> Iterator[Edit]
     size, section = subject.section.batch or subject.workload.batch, subject.section
     shards = math.lcm(section.batch_shards, subject.devices(subject.compute.get(section.batch_axis, ())))
     axes = frozenset({section.batch_axis})
+    # only a batch that the file has: adding one "repairs" nearly everything, by more sequences a step (docs/log.md)
     if size % shards and written.get(BATCH_KEY) == size:
         for near in (size // shards * shards, (size // shards + 1) * shards):
             if 0 < near <= 2 * size:
@@ -225,5 +226,6 @@ def _new_entries(written: Mapping[str, Any], subject: Subject) -> Iterator[Edit]
 
 def _shards_residual(key: str, subject: Subject) -> bool:
     """Whether the entry would shard the residual axis in computations, which no plan does."""
+    # the cost model has no price for it: repairs would promise steps that no device can compute (docs/log.md)
     section, _, axis = key.rpartition(".")
     return axis == subject.axes.residual and section != subject.mapping_keys[1]

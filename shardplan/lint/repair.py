@@ -72,6 +72,7 @@ def review(path: str, config: PlanConfig, report: Callable[[str], None] = lambda
         repair = _find_repair(result, prepared, target, report, limit)
     if best is not None:
         best = _fastest_plan(best, repair, lambda batch: _plan_batch(result, target, batch))
+        # the smallest edit that runs may be many times slower than the best plan (docs/log.md)
         near, runnable = NEAR_BEST * plan_seconds(best), repair.lint if repair else result
         if runnable.plan and result_seconds(runnable) > near:
             faster = find_smallest_edit(result, target, near, report, limit)

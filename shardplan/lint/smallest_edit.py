@@ -173,5 +173,7 @@ def _distance(state: LintResult, usable: float) -> tuple[int, float]:
     """Distance from done: the number of errors, counting too much memory as one, then the bytes; or else the time."""
     if _fits(state):
         return 0, result_seconds(state)
+    # a path to a repair may lead through sections without a prediction, such as a duplicate mesh axis, of which the
+    # stored bytes decide: by the number of errors alone it is not found (docs/log.md)
     needed = state.needed_bytes
     return sum(bool(error.axes) for error in state.errors) + (needed > usable), needed

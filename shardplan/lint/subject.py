@@ -76,6 +76,7 @@ class Subject:
     def linear_results(self) -> dict[tuple[str, ...], str]:
         """Logical axes of the results of linear layers, which Haliax shards -> description of the result."""
         results: dict[tuple[str, ...], str] = {}
+        # inputs are left out: Haliax does not constrain their sharding, and such layers run (docs/log.md)
         paths = [parameter.path for parameter in self.axes.parameters]
         for task, weight in sorted(self.step.weight_matmuls, key=lambda product: paths.index(product[1].weight or "")):
             axes = tuple(

@@ -39,6 +39,7 @@ class CopyWindow(NamedTuple):
 def with_layer_flops(tasks: Iterable[Task]) -> tuple[Task, ...]:
     """Add to each task of routed experts the FLOPs of the other matmuls in its layer."""
     tasks = tuple(tasks)
+    # several blocks in a loop's body divide its other matmuls among them
     blocks = Counter(_layer(task) for task in tasks if task.kind == TaskKind.EXPERTS)
     flops: defaultdict[tuple[int, bool], float] = defaultdict(float)
     for task in tasks:

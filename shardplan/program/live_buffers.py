@@ -55,7 +55,7 @@ class LiveBuffer:
     experts are related."""
 
     def __hash__(self) -> int:
-        return self._hash
+        return self._hash  # computed once, as that of `TracedArray`
 
     @cached_property
     def _hash(self) -> int:

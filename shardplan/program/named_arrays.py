@@ -68,7 +68,7 @@ class TracedArray:
     """Whether it is in the memory of the device's host."""
 
     def __hash__(self) -> int:
-        return self._hash
+        return self._hash  # computed once, because arrays are keys of caches throughout the search
 
     @cached_property
     def _hash(self) -> int:
@@ -172,7 +172,7 @@ def mark_repeated_axes(dims: Sequence[Dim]) -> tuple[Dim, ...]:
         factors = []
         for name, size in dim:
             if isinstance(name, AxisCopy) and name.of not in names:
-                name = name.of
+                name = name.of  # the axis itself was summed over: what is left is no repetition
             while name is not None and name in seen:
                 name = AxisCopy(name)
             if name is not None:
@@ -219,6 +219,7 @@ def reshape_factors(
             if not left:
                 return None
             name, n = left.pop(0)
+            # an axis that consists of one other axis is this axis, under another name
             if isinstance(name, str) and len(merged_axes.get(name, ())) == 1:
                 name = merged_axes[name][0][0]
             if missing % n == 0:

@@ -79,7 +79,7 @@ def trace_step(model: Model, workload: Workload, selects_again: bool = False) ->
         with hax.axis_mapping(mapping):
             return kind.compute(run, module, *others)
 
-    mesh_axes = (*mapping.values(), *MESH_AXES)
+    mesh_axes = (*mapping.values(), *MESH_AXES)  # a model's `shard_map` may name the axes of a plan's mesh
     mesh = AbstractMesh((1,) * len(mesh_axes), mesh_axes, axis_types=(AxisType.Auto,) * len(mesh_axes))
     with (
         jax.sharding.use_abstract_mesh(mesh), _without_optimization(), one_block_of_tokens(),

@@ -392,7 +392,7 @@ class Step:
             others = {*score_positions(scores), *self.activation_axes}
             head_factors = [(n, size) for n, size in scores.factors if isinstance(n, str) and n not in others]
             heads = tuple(name for name, _ in head_factors)
-            several = [factor for factor in head_factors if factor[1] > 1]
+            several = [factor for factor in head_factors if factor[1] > 1]  # reshapes drop axes of size 1
             head_sizes = [name for name, _ in task.contracted if isinstance(name, str)]
             if heads and head_sizes:
                 flat = [name for name, parts in self.merged_axes.items() if [*parts] == several]

@@ -199,7 +199,7 @@ class _Tracer:
             return self.run(body, operands[len(operands) - operand_count :], out, label)
         arrays = [self.arrays[operand] for operand in operands]
         if primitive.is_scaling and is_one(equation.invars[-1]):
-            name = "copy"
+            name = "copy"  # XLA removes the operation
         moved = () if self.naming.is_local else moved_axes(equation, arrays)
         if any(axis in self.input_axes and not self.input_axes.issuperset(each.logical_axes) for axis, each in moved):
             self.approximations[EXCHANGES] += 1
@@ -335,8 +335,8 @@ class _Tracer:
     def name_rows(self, sums: TracedArray, indices: int) -> TracedArray:
         """Name the rows of a lookup's gradient after its table, because the zeros that it adds to have no names.
 
-        It has the indices of the lookup; where they were computed anew, it is that of the only table of its shape and
-        columns.
+        The indices tell which lookup it is the gradient of. Where they were computed again, the table is found by its
+        shape and columns, if only one fits.
         """
         fitting = [each for each in self.tables if _may_be_equal(each[1], sums.dims)]
         tables = {dims for lookup, dims in fitting if lookup == indices} or {dims for _, dims in fitting}
@@ -378,6 +378,7 @@ def _called_jaxpr(equation: Any) -> tuple[Any, int] | None:
     A jaxpr among the parameters is called if it takes the operands as they are; that of a `reduce` takes scalars.
     """
     p = equation.params
+    # where data decide, one trip and one branch count: `Primitive.approximation` says so
     if equation.primitive.name == "while":
         return p["body_jaxpr"].jaxpr, len(p["body_jaxpr"].jaxpr.invars)
     if equation.primitive.name == "cond":

@@ -57,6 +57,7 @@ def walk(trace: Trace) -> Walk:
 def build_step(trace: Trace) -> Step:
     """The tasks and program points of `trace`."""
     walked = walk(trace)
+    # of points with equal buffers one is enough for a peak: unrolled layers have many
     points = {frozenset(point.buffers.items()): tuple(point.buffers.items()) for point in walked.points}
     labels: dict[frozenset[tuple[LiveBuffer, int]], PointLabel] = {}
     for _, label, buffers in walked.points:

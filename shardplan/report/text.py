@@ -89,7 +89,7 @@ def print_first_fitting(tables: Iterable[Table], out: Console) -> None:
             if width <= out.width:
                 break
         table.width = max(out.width, width)
-    out.print(table, crop=False)
+    out.print(table, crop=False)  # a table that is too wide is wrapped by the terminal, and nothing of it is lost
 
 
 def with_path_ends(build: Callable[[list[str]], Table], paths: Sequence[str]) -> Iterator[Table]:

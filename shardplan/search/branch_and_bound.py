@@ -52,6 +52,7 @@ def find_smallest(
 ) -> Candidate | None:
     """The candidate with the smallest peak memory, even if it does not fit; None if no peak is below `limit_bytes`."""
     best: Candidate | None = None
+    # the one that may be smallest comes first, so that its size excludes most others: no time excludes any here
     for subproblem in sorted(enumerate_subproblems(space, meshes, statistics), key=lambda each: each.min_bytes):
         limit = best.peak_bytes if best is not None else limit_bytes
         if subproblem.min_bytes >= limit:  # and so is that of all that follow

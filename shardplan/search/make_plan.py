@@ -302,6 +302,7 @@ def _attention_reasons(candidate: Candidate, layers: Mapping[str, str]) -> list[
         return []
     alternatives = []
     for methods in space.methods_for(candidate.mesh, position_axes):
+        # one kind at a time, so that a sentence has the effect of one change
         changed = [i for i, method in enumerate(methods or ()) if method != chosen[i]]
         if methods is None or len(changed) != 1:
             continue

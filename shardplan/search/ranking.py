@@ -59,6 +59,7 @@ class Ranking:
     def limit(self) -> float:
         """Step time in seconds above which further candidates are dropped."""
         full = len(self.candidates) == self.keep
+        # a candidate that is slower by `LEFT_OUT` may still be the better one, if it is simpler
         return max(c.seconds for c in self.candidates) * (1 + LEFT_OUT) if full else math.inf
 
     @property
@@ -69,6 +70,7 @@ class Ranking:
     def add(self, group: list[Candidate]) -> None:
         """Add a group of Pareto-optimal candidates (time against memory), and keep at most one."""
         self._groups.append(group)
+        # from all groups anew: a smaller tie that replaces the best as they come lets the times drift (docs/log.md)
         everyone = list(itertools.chain.from_iterable(self._groups))
         tie_limit = _fastest(everyone).seconds * (1 + TIME_RESOLUTION)
         best = sorted(

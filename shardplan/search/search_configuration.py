@@ -105,6 +105,7 @@ def search_configuration(config: PlanConfig, model: Model, keep: int, own_attent
         for variant in itertools.chain(*variants) if not ranking.candidates else ():
             choice = variant.config
             space = replace(_build_space(variant, model, rules, own_attention), **relaxation)
+            # the windows of a sequence are apart only where a device has all of it
             if choice.workload.window is not None:
                 space = replace(space, position_choices=UNSHARDED_POSITIONS)
             started = time.perf_counter()

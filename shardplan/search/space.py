@@ -220,6 +220,7 @@ class Space:
             expert_axes: mesh axes that shard experts in computations; without any, devices have all experts.
         """
         can_exchange = bool(expert_axes) and all(axis in token_axes for axis in expert_axes)
+        # XLA has no ragged all-to-all for CPUs
         exchange = (ExpertStrategy.EXCHANGE_TOKENS,) if can_exchange and not self.hardware.is_cpu else ()
         return (ExpertStrategy.GATHER_TOKENS, *exchange)
 
@@ -358,6 +359,7 @@ class Space:
         if not position_axes or not self.methods:
             return [None]
         strategies = {method.strategy for method in self.methods}
+        # over several mesh axes the other strategies are those over one axis of the product of the sizes (docs/log.md)
         if len(position_axes) == 1:
             possible = strategies - {Strategy.HYBRID}
         else:

@@ -13,7 +13,11 @@ from shardplan.model.registry import Model
 
 
 def equal_windows(position: Axis, window: int | None) -> NamedArray | None:
-    """Return the `window_starts` of sequences that are divided into windows of `window` tokens; None for one window."""
+    """Return where each position's window begins, if windows have `window` tokens each; None for one window.
+
+    >>> equal_windows(Axis("position", 6), window=3).array.tolist()
+    [0, 0, 0, 3, 3, 3]
+    """
     return None if window is None else hax.arange(position) // window * window
 
 
@@ -29,7 +33,7 @@ def compute_activations(
     """
     mask, settings = model.mask, {}
     if window_starts is not None:
-        mask = mask.with_segment_ids(window_starts)
+        mask = mask.with_segment_ids(window_starts)  # windows of a sequence differ in where they begin
         settings = {"pos_ids": hax.arange(tokens.axes[-1]) - window_starts}
     result = module.activations(tokens, mask, key=None, **settings)
     # mixture-of-experts models return the router's auxiliary loss as well, which is not part of the likelihood
@@ -118,6 +122,7 @@ class SequenceForward:
         """Compute the loss of the token after each position; see `Forward`."""
         activations = compute_activations(model, module, tokens, window_starts)
         position = tokens.axes[-1]
+        # `roll` gives the last position the first token, which does not follow it
         has_target = 1 - hax.nn.one_hot(-1, position, dtype=jnp.float32)
         weights = predicted.astype(jnp.float32) * has_target
         targets = hax.roll(tokens, -1, position)

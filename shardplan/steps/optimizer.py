@@ -82,6 +82,7 @@ def with_average(optimizer: optax.GradientTransformation) -> optax.GradientTrans
 
 def _is_optimizer(name: str, function: Any) -> bool:
     """Whether `function` makes an optimizer from a learning rate alone."""
+    # `scale_by_learning_rate` and others take a learning rate, and are only parts of an optimizer
     if name.startswith(("_", "scale")) or not inspect.isfunction(function):
         return False
     is_required = {each.name: each.default is each.empty for each in inspect.signature(function).parameters.values()}
@@ -89,7 +90,12 @@ def _is_optimizer(name: str, function: Any) -> bool:
 
 
 def abstract_optimizer_state(transformation: optax.GradientTransformation, parameters: Any) -> Any:
-    """The state of an optimizer for `parameters`, as a pytree with a `jax.ShapeDtypeStruct` for every array.
+    """Return the state of an optimizer for `parameters`, as a pytree with a `jax.ShapeDtypeStruct` for every array.
+
+    >>> import jax
+    >>> state = abstract_optimizer_state(make_optimizer("adamw+mu_bfloat16"), jax.ShapeDtypeStruct((4,), "float32"))
+    >>> state[0].mu.shape, str(state[0].mu.dtype), str(state[0].nu.dtype)
+    ((4,), 'bfloat16', 'float32')
 
     Raises:
         ConfigError: the state has a list of arrays in place of a named array, or the update needs more than gradients.

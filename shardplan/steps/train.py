@@ -39,13 +39,13 @@ class TrainStep:
         self, run: StepRun, module: Any, state: Any, tokens: NamedArray, predicted: NamedArray
     ) -> tuple[Any, Any, jax.Array]:
         """Compute one update of the module and the optimizer's state, and the mean loss."""
-        loss, gradients = loss_and_gradients(run, module, tokens, predicted)
+        loss, gradients = _loss_and_gradients(run, module, tokens, predicted)
         arrays = eqx.filter(module, eqx.is_inexact_array)
         updates, state = make_optimizer(run.workload.optimizer).update(gradients, state, arrays)
         return run.store(eqx.apply_updates(module, updates)), run.store(state), loss
 
 
-def loss_and_gradients(run: StepRun, module: Any, tokens: NamedArray, predicted: NamedArray) -> tuple[jax.Array, Any]:
+def _loss_and_gradients(run: StepRun, module: Any, tokens: NamedArray, predicted: NamedArray) -> tuple[jax.Array, Any]:
     """Compute the mean loss of the `predicted` tokens, in nats, and its gradients.
 
     The loss is Levanter's own, with the auxiliary loss of routers, as its trainer has it.
@@ -55,7 +55,7 @@ def loss_and_gradients(run: StepRun, module: Any, tokens: NamedArray, predicted:
             after the other and whose losses and gradients are summed.
         predicted: bool, with the axes of `tokens`; where it is False the token does not count.
     """
-    count = predicted.sum().array
+    count = predicted.sum().array  # of all microbatches, so that their losses and gradients only have to be added up
 
     def loss_of(module: Any, tokens: NamedArray, predicted: NamedArray) -> jax.Array:
         losses = next_token_losses(run.for_compute(module), tokens, predicted, run.model.mask, run.model.logit_soft_cap)
@@ -69,6 +69,7 @@ def loss_and_gradients(run: StepRun, module: Any, tokens: NamedArray, predicted:
 
     def add(sums: tuple[jax.Array, Any], part: tuple[jax.Array, jax.Array]) -> tuple[tuple[jax.Array, Any], None]:
         loss, gradients = differentiate(module, *(NamedArray(array, tokens.axes[1:]) for array in part))
+        # the sums of gradients are stored sharded between microbatches, as the parameters are
         added = jax.tree.map(jnp.add, sums, (loss, run.store(gradients)))
         return (added[0], run.store(added[1])), None
 

@@ -55,6 +55,7 @@ def training_determinants(
         sections: the content of levanter.yaml.
     """
     work, trainer = plan.workload, sections["trainer"]
+    # the folder of synthetic data's tokenizer has another path on another host
     data = {name: "synthetic" if value == files.folder else value for name, value in sections["data"].items()}
     settings = {name: sections[name] for name in SETTINGS if name in sections}
     return {

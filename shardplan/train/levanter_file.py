@@ -126,6 +126,7 @@ def _trainer_defaults(config: TrainCommand, plan: Plan, files: TrainingFiles) ->
         "tracker": _tracker(config, files),
         "checkpointer": {"base_path": f"{files.output}/checkpoints", "append_run_id_to_base_path": False},
         **({} if "://" in files.output else {"log_dir": f"{files.output}/logs"}),
+        # for these Levanter's Trainer would trace the step once more, and lower it once more
         "log_jaxprs": False,
         "log_xla_hlo": False,
         "require_accelerator": not parse_slice(plan.hardware.slice).is_cpu,

@@ -43,6 +43,7 @@ def build_training_model(config: TrainCommand) -> TrainingModel:
     folder = open_folder(config.model.ref) if config.model.config is None else None
     hf_config = read_config(config.model.config, folder, config.model_class)
     model = build_configured(config, hf_config)
+    # the class is a key of shardplan's own: what is left is a config.json that transformers reads
     return TrainingModel(model, {name: value for name, value in hf_config.items() if name != CLASS_KEY})
 
 

@@ -100,6 +100,7 @@ def prepare_files(config: TrainCommand, training: TrainingModel, plan: Plan) -> 
     """
     output = OutputFolder(config.output).ref
     folder = reference_path(output)
+    # the same at every start of a run, and another one for another folder of the same name
     name = config.levanter.get("trainer.id") or f"{Path(output).name}-{hashlib.sha256(output.encode()).hexdigest()[:6]}"
     files = TrainingFiles(output, folder, initial_checkpoint(config) or folder, str(name))
     sections = levanter_sections(config, plan, training.model, files)
@@ -138,7 +139,7 @@ def check_training(config: TrainCommand) -> TrainCommand:
     texts = [name for name in TEXT_KEYS if config.levanter.get(name) is not None]
     if texts:
         raise ConfigError(f"{texts[0]} names texts to evaluate; to train on texts, set Levanter's data.components")
-    initial_checkpoint(config)
+    initial_checkpoint(config)  # raises where weights are asked for, and no checkpoint is named
     check_sections(nested_sections(config.levanter), TRAIN_LM, train_lm.TrainLmConfig)
     return with_planned_optimizer(config)
 
@@ -196,7 +197,7 @@ def run_training(
                 folder.add_records(_selection_records(prepared.config, watch))
         if monitor.too_slow is not None:
             error = SlowError(f"stopped: {monitor.too_slow}; the same command goes on from here")
-            error.is_shared = True
+            error.is_shared = True  # the training has stopped in all processes
             raise error
         if watch.is_stopped:
             return None
@@ -215,6 +216,7 @@ def _claim(prepared: PreparedTraining, folder: TrainingFolder, processes: Proces
     with processes.phase("preparing", config.deadline.loading):
         processes.broadcast("claim", write)
         processes.agree("shared output", folder.check_shared, lambda _: {})
+        # with a remote output each host has this folder on its own disk
         if "://" in files.output and not is_first_process():
             write_reference_folder(prepared)
 
@@ -232,6 +234,7 @@ def _print_notes(prepared: PreparedTraining) -> None:
 
 def _run_levanter(prepared: PreparedTraining, watch: TrainingWatch, processes: ProcessGroup) -> None:
     """Run `levanter.main.train_lm` with the plan, until its end or until it is stopped."""
+    # draccus removes keys from what it decodes, and the sections are read again below
     levanter_config = draccus.decode(train_lm.TrainLmConfig, copy.deepcopy(prepared.sections))
     # the processes are connected already
     levanter_config.trainer.distributed = DistributedConfig(initialize_jax_distributed=False)
@@ -275,7 +278,7 @@ def _log_to_files(prepared: PreparedTraining) -> Iterator[None]:
             handlers.append((logging.getLogger(name), handler))
     metrics = logging.getLogger(METRICS_LOGGER)
     metrics.setLevel(logging.INFO)
-    metrics.propagate = False
+    metrics.propagate = False  # the lines are for the file alone
     for logger, handler in handlers:
         logger.addHandler(handler)
     try:

@@ -89,6 +89,7 @@ class PlannedTrainer(Trainer):
         return self._compiled_step(functools.partial(self._train_step, _no_hooks=True))
 
     def _compiled_step(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        # as Levanter's own properties compile it, but for the options
         mapping = self.parameter_axis_mapping
         options = {"compiler_options": self._compiler_options} if self._compiler_options else {}
         program = named_jit(

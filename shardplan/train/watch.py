@@ -175,6 +175,7 @@ class EventTimes(Callback[Any]):
                 statistics.steps += 1
                 if self._ended is not None:
                     statistics.waiting_seconds += now - self._ended
+            # the first step compiles
             case ProgressEvent.TRAIN_STEP_FINISHED if self._began is not None and statistics.steps > 1:
                 statistics.blocked_seconds += now - self._began
             case ProgressEvent.EVALUATION_STARTED:

@@ -157,7 +157,14 @@ def facts_path(case: Case, folder: str | None) -> Path | None:
 
 
 def store(value: Compiled | ModelFacts, path: Path) -> None:
-    """Write `value` to `path` in one step, so that no reader sees half of it."""
+    """Write `value` to `path` in one step, so that no reader sees half of it.
+
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = Path(folder, "facts.json")
+    ...     store(ModelFacts(flops=1e12, attended_fraction=0.5, routed_rows=None), path)
+    ...     ModelFacts.load(path)
+    ModelFacts(flops=1000000000000.0, attended_fraction=0.5, routed_rows=None)
+    """
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as part:
         pass
     value.save(Path(part.name))

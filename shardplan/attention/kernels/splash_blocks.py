@@ -74,8 +74,13 @@ def block_size(length: int) -> int:
 def make_block_grids(pattern: Pattern, positions: HopPositions, q_block: int, k_block: int) -> BlockGrids:
     """Classify the blocks of every query shard at every hop.
 
+    >>> positions = np.arange(8).reshape(2, 4)
+    >>> grids = make_block_grids(Pattern(causal=True), HopPositions(positions, positions, distances=(0, 1)), 2, 2)
+    >>> grids.kinds[grids.grid[1]].tolist() == [[[PARTIAL, EMPTY], [FULL, PARTIAL]], [[FULL, FULL], [FULL, FULL]]]
+    True
+
     Args:
-        q_block: positions of queries in a block; k_block: positions of keys.
+        q_block, k_block: positions of queries, and of keys, in a block.
 
     Raises:
         ConfigError: more than `MAX_PARTIAL_MASKS` distinct masks of partial blocks.

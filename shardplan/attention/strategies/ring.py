@@ -80,7 +80,7 @@ class DeviceMask(NamedTuple):
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def ring_attention(program: RingProgram, q: Array, k: Array, v: Array, mask: DeviceMask) -> tuple[Array, Array]:
-    """Attention of this device's queries on the keys of all ring indices.
+    """Attend with this device's queries to the keys of all ring indices.
 
     Args:
         q: [B, N, G, S, K]; k: [B, N, T, K]; v: [B, N, T, V], before the exchange.

@@ -16,6 +16,12 @@ QUANTILES = (0.5, 0.95, 1.0)
 def compare_precision(low: Iterable[pa.Table], high: Iterable[pa.Table]) -> dict[str, Any]:
     """Compare the results of the same windows in two types.
 
+    >>> rank = pa.array([[0, 3]], pa.list_(pa.int32(), 2))
+    >>> low, high = (pa.array([each], pa.list_(pa.float32(), 2)) for each in ([-1.0, -2.0], [-1.0, -2.5]))
+    >>> tables = [[pa.table({"log_prob": each, "rank": rank})] for each in (low, high)]
+    >>> compare_precision(*tables)["log_p"]["mean"]
+    0.5
+
     Returns:
         `windows`; `log_p` and `token` (differences of log p_z, and of the log-probability of a token, in nats: `mean`,
         and of their size `mean_absolute` and the quantiles `q50`, `q95` and `q100`); `ranks_differ` (part of the

@@ -167,7 +167,15 @@ class TextSummary:
 
 
 def total_of(summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Add up the summaries of texts; coverage counts every character once."""
+    """Add up the summaries of texts; coverage counts every character once.
+
+    >>> covered, empty = ({f"{t:g}": part for t in THRESHOLDS} for part in (0.5, 0.0))
+    >>> one = {"characters": 100, "windows": 4, "greedy": 1, "mean_log_p": -2.0}
+    >>> one |= {"coverage": covered, "suffix_coverage": covered}
+    >>> other = {**one, "characters": 300, "coverage": empty}
+    >>> total_of([one, other])["coverage"]["0.1"]
+    0.125
+    """
     characters = sum(each["characters"] for each in summaries)
     windows = sum(each["windows"] for each in summaries)
 

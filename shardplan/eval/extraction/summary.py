@@ -17,6 +17,14 @@ MAX_PICTURES = 100
 def summarize(tables: Iterable[pa.Table], texts: Sequence[Text], top_k: int) -> dict[str, Any]:
     """Summarize the results of all windows; one text is in memory at a time.
 
+    >>> from shardplan.eval.extraction.windows import result_schema
+    >>> windows = {"window": [0], "text": ["a"], "start": [0], "suffix_start": [4], "end": [8]}
+    >>> windows |= {"log_prob": [[-1.0, -2.0]], "rank": [[0, 3]], "top_log_prob": [[0.0, 0.0]]}
+    >>> text = Text("a", characters=16, digest="", pieces=np.array([0, 16]))
+    >>> total = summarize([pa.table(windows, result_schema(suffix=2))], [text], top_k=0)["total"]
+    >>> total["mean_log_p"], total["coverage"]["0.01"], total["coverage"]["0.1"]
+    (-3.0, 0.5, 0.0)
+
     Args:
         tables: the windows, in their order, which is that of the texts.
         top_k: tokens of the top k that the scores are for; 0 for none.

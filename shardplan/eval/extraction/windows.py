@@ -91,7 +91,7 @@ class ExtractionWindows:
     position: int
     """Tokens of a sequence; what its windows leave is padding."""
     spacing: int = 1
-    """Of the windows of all texts in order, every how manieth is scored."""
+    """Score every `spacing`-th window, counted over all texts."""
 
     @property
     def window_tokens(self) -> int:
@@ -259,6 +259,12 @@ def divide_texts(
     limit: int | None = None,
 ) -> ExtractionWindows:
     """Number the windows of texts.
+
+    >>> pieces = [np.array([13]), np.array([5])]
+    >>> protocol = Protocol(prefix=3, suffix=2, stride=4)
+    >>> windows = divide_texts(protocol, (), ["a", "b"], pieces, characters=[50, 20], position=10)
+    >>> windows.counts, windows.sequences
+    ((3, 1), 2)
 
     Args:
         limit: most windows to score, evenly spread over all; None for all.

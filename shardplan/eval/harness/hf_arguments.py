@@ -155,6 +155,13 @@ def read_text_arguments(arguments: Mapping[str, Any]) -> TextArguments:
 def resolve_auto_dtype(ref: str) -> str:
     """Return the dtype in a checkpoint's config.json, which lm_eval's `hf` uses for `dtype=auto`.
 
+    >>> from pathlib import Path
+    >>> from tempfile import TemporaryDirectory
+    >>> with TemporaryDirectory() as folder:
+    ...     _ = Path(folder, "config.json").write_text('{"torch_dtype": "half"}')
+    ...     resolve_auto_dtype(folder)
+    'float16'
+
     Raises:
         ConfigError: it names none, or one that is not supported.
     """

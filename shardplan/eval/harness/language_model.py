@@ -273,6 +273,6 @@ class ShardplanLM(TemplateLM):
 
 
 def own_model(lm: Any) -> ShardplanLM | None:
-    """Return lm_eval's model if it is of this class, unwrapped from a cache; None otherwise."""
+    """Return the `ShardplanLM` that lm_eval evaluates, without the cache around it; None for another model."""
     model = lm.lm if isinstance(lm, CachingLM) else lm
     return model if isinstance(model, ShardplanLM) else None

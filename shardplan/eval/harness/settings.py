@@ -34,6 +34,11 @@ def read_settings(
     Unless they are set, the batch is the fastest one, and a row holds `max_length` tokens and one more, in whole blocks
     of the attention kernel.
 
+    >>> arguments = {"pretrained": "org/model", "hardware.slice": "v5e-8"}
+    >>> config, plan = read_settings(None, max_length=1000, overrides=arguments)
+    >>> config.model.ref, config.workload.kind, config.workload.position, plan
+    ('org/model', 'score', 1024, None)
+
     Args:
         config: path of a YAML file.
         max_length: most tokens that the model is given; None for what the rows hold.

@@ -39,15 +39,15 @@ def select_tasks(evaluate: Callable[..., Any], is_own: Callable[[Any], Any]) -> 
         model = is_own(lm)
         if model is not None:
             loaded = task_dict if "tasks" in task_dict else flatten_tasks(task_dict)
-            task_dict, model.left_out = split_tasks(loaded)
+            task_dict, model.left_out = _split_tasks(loaded)
             left_out.update(model.left_out)
         return evaluate(lm, task_dict, *args, **kwargs)
 
     return select_and_evaluate
 
 
-def split_tasks(loaded: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Separate the tasks that can be run from the others; for each of the others, what it requires.
+def _split_tasks(loaded: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the tasks that can be run, and for each of the others what it would need.
 
     A group that has a task of these is left out as well: the mean of fewer tasks would have its name. Its other tasks
     are run.
@@ -60,7 +60,7 @@ def split_tasks(loaded: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]
     """
     refused: dict[str, str] = {}
     for name, task in loaded["tasks"].items():
-        needs = sorted(request_kinds(task) - SCORED)
+        needs = sorted(_request_kinds(task) - SCORED)
         if getattr(task, "MULTIMODAL", False):
             needs.append(IMAGES)
         if needs:
@@ -84,7 +84,7 @@ def split_tasks(loaded: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]
 
 
 def flatten_tasks(nested: dict[Any, Any]) -> dict[str, Any]:
-    """Return what `get_task_dict` of lm_eval makes, tasks by name within groups, as `TaskManager.load` has it."""
+    """Return the tasks and groups of lm_eval's nested `get_task_dict` by name, as `TaskManager.load` does."""
     tasks: dict[str, Any] = {}
     groups: dict[str, Any] = {}
     for key, value in nested.items():
@@ -99,7 +99,7 @@ def flatten_tasks(nested: dict[Any, Any]) -> dict[str, Any]:
     return {"tasks": tasks, "groups": groups}
 
 
-def request_kinds(task: Any) -> set[str]:
+def _request_kinds(task: Any) -> set[str]:
     """Return the kinds of requests that a task makes.
 
     A task of lm_eval's own class has those of its output type. One that makes its requests itself may make others, or

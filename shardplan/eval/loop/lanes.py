@@ -26,7 +26,7 @@ def find_lanes(program: Program) -> Lanes:
     first_process: dict[int, int] = {}
     own_rows = set[int]()
     for device, index in array.sharding.devices_indices_map(array.shape).items():
-        row = index[0].start or 0
+        row = index[0].start or 0  # None where one lane has all rows
         first_process[row] = min(device.process_index, first_process.get(row, device.process_index))
         if device.process_index == jax.process_index():
             own_rows.add(row)

@@ -186,6 +186,11 @@ def divide_texts(
     The first window of a text predicts all of its tokens but the first; the others predict those that are not in the
     window before, as in https://huggingface.co/docs/transformers/perplexity. The last one ends with the text.
 
+    >>> special = SpecialTokens(before=(), after=())
+    >>> windows = divide_texts(["a"], [np.array([10])], [40], special, position=4, stride=3, may_pack=False).windows
+    >>> windows.start.tolist(), windows.predicted.tolist(), windows.end.tolist()
+    ([0, 3, 6], [1, 4, 7], [4, 7, 10])
+
     Args:
         pieces: of each text int64[piece], the tokens of its pieces.
         stride: less than `position`, so that every token has one before it in its window.

@@ -77,6 +77,7 @@ def read_runs(refs: Sequence[str]) -> list[FinishedRun]:
     """
     if len(refs) < 2:
         raise ConfigError(f"compare needs two results folders or more, and {len(refs)} is named: {', '.join(refs)}")
+    # one folder may be named by two paths
     paths = [ref.rstrip("/") if "://" in ref else os.path.realpath(ref) for ref in refs]
     doubled = [ref for i, ref in enumerate(refs) if paths[i] in paths[:i]]
     if doubled:
@@ -93,8 +94,12 @@ def read_runs(refs: Sequence[str]) -> list[FinishedRun]:
 def match_texts(runs: Sequence[FinishedRun]) -> MatchedTexts:
     """Return which texts runs have in common, by id and content.
 
+    >>> texts = {"first": {"a": "1f", "b": "2e"}, "second": {"a": "1f", "b": "3d", "c": "4c"}}
+    >>> match_texts([FinishedRun(ref, EvaluationKind.LOSS, {}, {"texts": each}) for ref, each in texts.items()])
+    MatchedTexts(common=('a',), differing=('b',), missing=('c',))
+
     Raises:
-        ConfigError: none.
+        ConfigError: they have none in common.
     """
     digests = [each.run["texts"] for each in runs]
     common: list[str] = []
@@ -114,13 +119,24 @@ def match_texts(runs: Sequence[FinishedRun]) -> MatchedTexts:
 
 
 def other_tokenizers(runs: Sequence[FinishedRun], labels: Sequence[str]) -> tuple[str, ...]:
-    """Return the labels of the runs with another tokenizer than the first run."""
+    """Return the labels of the runs with another tokenizer than the first run.
+
+    >>> digests = {"a": "1f", "b": "1f", "c": "2e"}
+    >>> runs = [FinishedRun(ref, EvaluationKind.LOSS, {}, {"tokenizer": digest}) for ref, digest in digests.items()]
+    >>> other_tokenizers(runs, labels=("a", "b", "c"))
+    ('c',)
+    """
     first = runs[0].run["tokenizer"]
     return tuple(label for run, label in zip(runs, labels, strict=True) if run.run["tokenizer"] != first)
 
 
 def labels_of(runs: Sequence[FinishedRun]) -> tuple[str, ...]:
-    """Return distinct labels for runs: their models' names, else their folders' names, else full references."""
+    """Return distinct labels for runs: their models' names, else their folders' names, else full references.
+
+    >>> summary = {"plan": {"model": {"ref": "org/llama", "config": None}}}
+    >>> labels_of([FinishedRun(ref, EvaluationKind.LOSS, summary, {}) for ref in ("runs/first", "runs/second")])
+    ('first', 'second')
+    """
     models = tuple(each.model for each in runs)
     folders = tuple(each.ref.rstrip("/").rpartition("/")[2] for each in runs)
     return next((names for names in (models, folders) if len({*names}) == len(runs)), tuple(each.ref for each in runs))
@@ -128,6 +144,12 @@ def labels_of(runs: Sequence[FinishedRun]) -> tuple[str, ...]:
 
 def check_protocol(first: FinishedRun, other: FinishedRun, expected: dict[str, Any], actual: dict[str, Any]) -> None:
     """Check that two runs have windows of the same protocol.
+
+    >>> first, other = (FinishedRun(ref, EvaluationKind.LOSS, {}, {}) for ref in ("a", "b"))
+    >>> check_protocol(first, other, {"stride": 5}, {"stride": 9})  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+        ...
+    shardplan.errors.ConfigError: b has windows of another protocol than a: stride 9 instead of 5; ...
 
     Args:
         expected, actual: the settings of the first and of the other; one that is missing has its default.
@@ -156,7 +178,7 @@ def _read(ref: str) -> FinishedRun:
         hint = f"; {_hint(Path(ref))}" if "://" not in ref else ""
         raise ConfigError(f"{ref} holds no results of an evaluation, whose {RUN} is missing{hint}")
     run = _parse(ref, RUN, data)
-    task = run.get("task", EvaluationKind.EXTRACTION.value)
+    task = run.get("task", EvaluationKind.EXTRACTION.value)  # the first versions had no other task, and named none
     if task not in list(EvaluationKind):
         raise ConfigError(f"{ref}/{RUN} is of the task {task!r}, and compared are {' and '.join(EvaluationKind)}")
     kind = EvaluationKind(task)
@@ -190,7 +212,7 @@ def _parse(ref: str, name: str, data: bytes) -> dict[str, Any]:
 
 
 def _hint(path: Path) -> str:
-    """Return a hint to the results folders in or beside a path: that with the most similar name, or all."""
+    """Name the results folder in or beside a path whose name is most similar, or all of them."""
     near = {*path.parent.glob(f"*/{SUMMARY}"), *path.glob(f"*/{SUMMARY}")}
     if not near:
         return f"name the output of `shardplan eval`, a folder with {SUMMARY}"

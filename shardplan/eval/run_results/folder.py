@@ -102,6 +102,7 @@ class ResultsFolder(RunFolder):
         needed = []
         """Of each part that has windows which no part before it has: its range, and the first of these windows."""
         end = 0
+        # an empty part at the end, so that windows that are missing there are noticed as others are
         for first, last in [*self._ranges(), (total, total)]:
             if first > end:
                 raise ConfigError(f"output {self.ref} lacks the windows {end} to {first}; start the same command again")
@@ -111,7 +112,7 @@ class ResultsFolder(RunFolder):
         folder = self._folder.open_for_reading()
 
         def read(first: int, last: int, begin: int) -> pa.Table:
-            table = read_parquet(folder, _part(first, last)).read()
+            table = _read_parquet(folder, _part(first, last)).read()
             return table if begin == first else table.filter(pc.field("window") >= begin)
 
         self._write_table(WINDOWS, (read(*each) for each in needed))
@@ -146,16 +147,24 @@ class ResultsFolder(RunFolder):
 def read_windows(ref: str, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
     """Yield the merged results of a finished run, in the order of the windows.
 
+    >>> from tempfile import TemporaryDirectory
+    >>> with TemporaryDirectory() as path:
+    ...     results = ResultsFolder(path, pa.schema([("window", pa.int64())]))
+    ...     results.write_part(0, 2, [pa.table({"window": [0, 1]})])
+    ...     results.merge(total=2)
+    ...     [table["window"].to_pylist() for table in read_windows(path)]
+    [[0, 1]]
+
     Args:
         ref: the results folder.
         columns: those to read; None for all.
     """
-    file = read_parquet(OutputFolder(ref).open_for_reading(), WINDOWS)
+    file = _read_parquet(OutputFolder(ref).open_for_reading(), WINDOWS)
     for group in range(file.num_row_groups):
         yield file.read_row_group(group, columns)
 
 
-def read_parquet(folder: Folder, name: str) -> pq.ParquetFile:
+def _read_parquet(folder: Folder, name: str) -> pq.ParquetFile:
     """Open a Parquet file of a folder on any storage."""
     file = folder.open(name)
     if file is None:

@@ -33,6 +33,7 @@ def with_added_tokens(data: bytes, folder: Folder) -> bytes:
     try:
         tokenizer = Tokenizer.from_buffer(data)
         listed = list(_listed_tokens(config, names, added))
+        # tokens of one text are equal whatever their flags; their representations are not
         known = {repr(token) for token in tokenizer.get_added_tokens_decoder().values()}
         missing: list[tuple[int | None, AddedToken]] = []
         for number, token in listed:

@@ -33,6 +33,12 @@ class Tokens(NamedTuple):
 def make_tokenizer(data: bytes, name: str) -> Tokenizer:
     """Make the tokenizer of a tokenizer.json; it encodes every token of a text, without padding.
 
+    >>> from tokenizers.models import WordLevel
+    >>> stored = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    >>> stored.enable_padding(length=8)
+    >>> make_tokenizer(stored.to_str().encode(), "tokenizer.json").encode("b").ids
+    [1]
+
     Raises:
         CheckpointError: it is not a tokenizer.json.
     """
@@ -60,6 +66,7 @@ class PieceEncoder:
     def encode(self, piece: int) -> Tokens:
         """Return the tokens of a piece: those from its boundary up to the next piece's."""
         start, end = self._boundary(piece), self._boundary(piece + 1)
+        # as much before the piece as `_boundary` encoded, so that its first token is the one that was found there
         first = start if start == piece * PIECE else piece * PIECE - 2 * CONTEXT
         is_split = end == (piece + 1) * PIECE or end == self._characters
         tokens = self._encode(max(0, first), end if is_split else (piece + 1) * PIECE + 2 * CONTEXT)

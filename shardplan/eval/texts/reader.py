@@ -23,7 +23,15 @@ class SpecialTokens(NamedTuple):
 
 
 def special_tokens(tokenizer: Tokenizer) -> SpecialTokens:
-    """Return the tokens that a tokenizer adds to a text."""
+    """Return the tokens that a tokenizer adds to a text.
+
+    >>> from tokenizers.models import WordLevel
+    >>> from tokenizers.processors import TemplateProcessing
+    >>> tokenizer = Tokenizer(WordLevel({"a": 0, "<s>": 1}, unk_token="a"))
+    >>> tokenizer.post_processor = TemplateProcessing(single="<s> $0", special_tokens=[("<s>", 1)])
+    >>> special_tokens(tokenizer)
+    SpecialTokens(before=(1,), after=())
+    """
     encoding = tokenizer.encode("a")
     own = np.flatnonzero(np.array(encoding.special_tokens_mask) == 0)
     first, last = (own[0], own[-1] + 1) if len(own) else (len(encoding.ids), len(encoding.ids))
@@ -56,7 +64,14 @@ class Source:
 
 
 def make_source(store: TextStore, tokenizer: bytes, name: str) -> Source:
-    """Return what workers need to encode the texts of `store`."""
+    """Return what workers need to encode the texts of `store`.
+
+    >>> import tempfile
+    >>> from shardplan.eval.texts.store import PIECE, Text
+    >>> texts = Text("a", PIECE + 5, "", np.array([0, PIECE, PIECE + 5])), Text("b", 3, "", PIECE + np.array([5, 8]))
+    >>> make_source(TextStore(texts, tempfile.NamedTemporaryFile()), b"", "tokenizer.json").all_pieces
+    [(0, 0), (0, 1), (1, 0)]
+    """
     return Source(
         tokenizer, name, store.path, tuple(t.pieces for t in store.texts), tuple(t.characters for t in store.texts)
     )

@@ -66,6 +66,11 @@ class TextStore:
 def read_characters(path: str, pieces: np.ndarray, start: int, end: int) -> str:
     """Return the characters from `start` to `end` of a text in a store.
 
+    >>> with tempfile.NamedTemporaryFile() as file:
+    ...     _ = file.write("één twee".encode()), file.flush()
+    ...     read_characters(file.name, np.array([0, 10]), start=4, end=8)
+    'twee'
+
     Args:
         path, pieces: of the `TextStore` and the `Text`.
     """
@@ -80,6 +85,12 @@ def read_characters(path: str, pieces: np.ndarray, start: int, end: int) -> str:
 
 def open_texts(path: str, limit: int | None = None) -> TextStore:
     """Read all texts of a file or folder into a store.
+
+    >>> with tempfile.NamedTemporaryFile("w", suffix=".jsonl") as file:
+    ...     _ = file.write('{"text": "Call me Ishmael."}'), file.flush()
+    ...     store = open_texts(file.name)
+    >>> [(text.id, text.characters) for text in store.texts]
+    [('1', 16)]
 
     Args:
         path: a file with one of the endings above, or a folder of them, whose files are taken in the order of their

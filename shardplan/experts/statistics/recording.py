@@ -70,18 +70,38 @@ _rounds: ContextVar[list[DeviceRows] | None] = ContextVar("device_rounds", defau
 
 
 def routing_recording() -> RoutingRecording | None:
-    """Return what records the forward pass that is traced; None if nothing does."""
+    """Return the recording of the forward pass that is traced; None outside of `record_routing`.
+
+    >>> routing_recording()
+    >>> with record_routing() as recording:
+    ...     routing_recording() is recording
+    True
+    """
     return _recording.get()
 
 
 def is_recording() -> bool:
-    """Whether the forward pass that is traced is recorded."""
+    """Whether the forward pass that is traced is recorded.
+
+    >>> is_recording()
+    False
+    >>> with record_routing():
+    ...     is_recording()
+    True
+    """
     return _recording.get() is not None
 
 
 @contextmanager
 def record_routing(is_token: NamedArray | None = None) -> Iterator[RoutingRecording]:
     """Record the forward passes that are traced within the block.
+
+    >>> import haliax as hax
+    >>> chosen = hax.named(jnp.array([[3], [0]]), ("token", "k"))
+    >>> with record_routing(is_token=hax.named(jnp.array([True, False]), "token")) as recording:
+    ...     record_router(hax.named(jnp.full((2, 4), 0.25), ("token", "experts")), chosen)
+    >>> recording.routers[0].load.tolist(), recording.routers[0].tokens.item()
+    ([0, 0, 0, 1], 1)
 
     Args:
         is_token: bool with the axes of the tokens: which of them count; None for all.
@@ -96,6 +116,13 @@ def record_routing(is_token: NamedArray | None = None) -> Iterator[RoutingRecord
 
 def record_router(probabilities: NamedArray, chosen: NamedArray) -> None:
     """Record what a router has chosen.
+
+    >>> import haliax as hax
+    >>> probabilities = hax.named(jnp.array([[0.0, 1.0], [1.0, 0.0]]), ("token", "experts"))
+    >>> with record_routing() as recording:
+    ...     record_router(probabilities, chosen=hax.named(jnp.array([[1], [0]]), ("token", "k")))
+    >>> recording.routers[0].load.tolist(), recording.routers[0].entropy.item()
+    ([1, 1], 0.0)
 
     Args:
         probabilities: float32{..., experts}, the experts last.
@@ -119,7 +146,16 @@ def record_router(probabilities: NamedArray, chosen: NamedArray) -> None:
 
 
 def with_device_rows(run: Callable[[Any], Array]) -> Callable[[Any], tuple[Array, DeviceRows]]:
-    """Make a device's program return what `record_rounds` has recorded beside its result."""
+    """Let a device's program return its result, and the rows that `record_rounds` records in it.
+
+    >>> def run(tokens):
+    ...     for part in (6, 3):
+    ...         record_rounds(jnp.int32(part), buffer_rows=4, rounds=jnp.int32(-(-part // 4)))
+    ...     return tokens
+    >>> _, rows = with_device_rows(run)(jnp.zeros(9))
+    >>> rows.rows.tolist(), rows.buffer_use.tolist(), rows.further_rounds.tolist()
+    ([9], [1.5], [1])
+    """
 
     def recorded(inputs: Any) -> tuple[Array, DeviceRows]:
         parts: list[DeviceRows] = []
@@ -141,12 +177,24 @@ def with_device_rows(run: Callable[[Any], Array]) -> Callable[[Any], tuple[Array
 
 
 def device_rows_spec(mesh: Mesh) -> PartitionSpec:
-    """Return the spec of the arrays of `DeviceRows`: a device of the mesh has an element of each."""
+    """Return the spec of the arrays of `DeviceRows`: a device of the mesh has an element of each.
+
+    >>> tuple(device_rows_spec(jax.sharding.AbstractMesh((2, 4), ("data", "model"))))
+    (('data', 'model'),)
+    """
     return PartitionSpec(tuple(mesh.axis_names))
 
 
 def take_device_rows(outputs: tuple[Array, DeviceRows]) -> Array:
-    """Record the rows of all devices, and return the result beside them."""
+    """Record the rows of all devices, and return the result beside them.
+
+    >>> rows = DeviceRows(*(jnp.zeros(2) for _ in DeviceRows._fields))
+    >>> with record_routing() as recording:
+    ...     take_device_rows((jnp.ones(1), rows)).tolist()
+    [1.0]
+    >>> recording.devices[0] is rows
+    True
+    """
     recording = _recording.get()
     assert recording is not None
     recording.devices.append(outputs[1])
@@ -159,7 +207,14 @@ def records_rounds() -> bool:
 
 
 def record_rounds(rows: Array, buffer_rows: int, rounds: Array) -> None:
-    """Record what a device computes for some tokens.
+    """Record the rows that a device computes for some tokens, and which of them its buffer does not hold.
+
+    >>> def run(tokens):
+    ...     record_rounds(jnp.int32(6), buffer_rows=4, rounds=jnp.int32(2))
+    ...     return tokens
+    >>> _, rows = with_device_rows(run)(jnp.zeros(6))
+    >>> rows.overflow_rows.tolist(), rows.further_rounds.tolist()
+    ([2], [1])
 
     Args:
         rows: int32[], those of this device.

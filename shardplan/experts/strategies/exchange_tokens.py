@@ -67,12 +67,12 @@ class ExchangeRounds:
         rows, factors, weights = operands
         slices = find_slices(sizes, jax.lax.axis_index(self.axes), index * self.buffer_rows, self.buffer_rows)
         buffer = jax.lax.empty((self.buffer_rows, rows.shape[1]), rows.dtype)
-        inputs = send_rows(rows, buffer, slices, self.axes)
-        weights_of_rows = send_rows(factors, _zeros((self.buffer_rows,), factors.dtype), slices, self.axes)
+        inputs = _send_rows(rows, buffer, slices, self.axes)
+        weights_of_rows = _send_rows(factors, _zeros((self.buffer_rows,), factors.dtype), slices, self.axes)
         expert_sizes = slices.there.recv_sizes.reshape(len(sizes), -1).sum(0)
         # what is computed of rows that hold nothing, and their gradients, are not sent
         outputs = apply_experts(SortedRows(inputs, weights_of_rows, expert_sizes), weights, self.function)
-        return send_rows(outputs, _zeros(rows.shape, rows.dtype), slices.reverse(), self.axes)
+        return _send_rows(outputs, _zeros(rows.shape, rows.dtype), slices.reverse(), self.axes)
 
 
 def exchange_tokens(
@@ -151,7 +151,7 @@ def find_slices(sizes: Array, device: Array, start: int | Array, size: int) -> E
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
-def send_rows(rows: Array, output: Array, exchange: Exchange, axes: tuple[str, ...]) -> Array:
+def _send_rows(rows: Array, output: Array, exchange: Exchange, axes: tuple[str, ...]) -> Array:
     """Exchange slices of rows, and return `output` with the slices that arrive written into it.
 
     Gradients are sent back. JAX's own gradient of the collective has those of `output` too, and fills as many rows.
@@ -167,7 +167,7 @@ def send_rows(rows: Array, output: Array, exchange: Exchange, axes: tuple[str, .
 def _send_forward(
     rows: Array, output: Array, exchange: Exchange, axes: tuple[str, ...]
 ) -> tuple[Array, tuple[Exchange, int]]:
-    return send_rows(rows, output, exchange, axes), (exchange, len(rows))
+    return _send_rows(rows, output, exchange, axes), (exchange, len(rows))
 
 
 def _send_backward(axes: tuple[str, ...], residuals: tuple[Exchange, int], gradient: Array) -> tuple[Array, None, None]:
@@ -176,7 +176,7 @@ def _send_backward(axes: tuple[str, ...], residuals: tuple[Exchange, int], gradi
     return ragged_all_to_all(gradient, zeros, exchange.back, axes), None, None
 
 
-send_rows.defvjp(_send_forward, _send_backward)
+_send_rows.defvjp(_send_forward, _send_backward)
 
 
 def _zeros(shape: tuple[int, ...], dtype: Any) -> Array:

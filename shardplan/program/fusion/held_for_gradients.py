@@ -37,6 +37,7 @@ def hold_for_gradients(fusion: Fusion) -> HeldForGradients:
     operations, arrays = fusion.operations, fusion.arrays
     grouped = [operation for operation in operations if operation.groups > 1]
     sizes = {arrays[operation.operands[0]].elements for operation in grouped}
+    # the gradient of the matrices is the one that has no rows
     computes_gradients = [o.groups > 1 and arrays[o.results[0]].elements not in sizes for o in operations]
     if not any(computes_gradients):
         return HeldForGradients()

@@ -35,6 +35,7 @@ def _siblings(fusion: Fusion) -> Iterator[tuple[int, int]]:
         if not is_gradient or not fusion.is_executed(operation):
             continue
         reads = fusion.reads(operation)
+        # the second must not read what is computed from the first, or after it
         if read_by_first and read_by_first <= reads and all(producer.get(value, -1) < first for value in reads):
             yield first, i
             read_by_first = set()

@@ -76,7 +76,7 @@ def _attend_with_sinks(arguments: Arguments) -> NamedArray:
         scores = cap * hax.tanh(scores / cap)
     allowed = materialize_mask(arguments.get("mask"), queries, keys)
     if allowed is not None:
-        scores = hax.where(allowed, scores, -1e9)
+        scores = hax.where(allowed, scores, -1e9)  # as Levanter's plain attention has it
     sinks = arguments["attn_sink"].astype(jnp.float32)
     largest = hax.maximum(hax.max(scores, keys), sinks)
     weights = hax.exp(scores - largest)

@@ -75,6 +75,7 @@ def _backward(kind: ExpertKind, operands: Any, gradient: Array) -> tuple[Any, ..
     x, chosen, routing_weights, weights = operands
     leaves, structure = jax.tree.flatten(weights)
     to_x, to_routing_weights, *to_weights = _gradient_p.bind(gradient, x, chosen, routing_weights, *leaves, kind=kind)
+    # the numbers of experts are integers, without a gradient
     return to_x, None, to_routing_weights, jax.tree.unflatten(structure, to_weights)
 
 

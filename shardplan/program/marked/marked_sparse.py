@@ -64,6 +64,7 @@ def _compute(kind: AttentionKind, *operands: Array) -> Array:
 
 def _forward(kind: AttentionKind, *operands: Array) -> tuple[Array, Any]:
     mixed, blocks = _attention_p.bind(*operands, kind=kind)
+    # policies keep the blocks by this name: rounding may select others when a layer is computed again
     return mixed, (operands, checkpoint_name(blocks, ActivationName.SELECTED_BLOCKS.value))
 
 

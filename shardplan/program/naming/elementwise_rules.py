@@ -37,6 +37,7 @@ def source(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) -> Rule
         for i, dim in enumerate(unnamed):
             fitting = [array.dims[i] for array in alike if size_of(array.dims[i]) == size_of(dim)]
             dims.append(most_named(fitting or [dim]))
+        # with a scalar, such as a scale, a parameter stays this parameter; with an array it is a value of its own
         weights = {array.weight for array in arrays if array.elements > 1}
         weight = weights.pop() if len(weights) == 1 else None
         results.append(TracedArray(tuple(dims), itemsize_of(v), weight))

@@ -47,7 +47,7 @@ def collective(kind: CollectiveKind) -> Rule:
             _, results, _ = elementwise(naming, equation, arrays)
         named = equation.params.get("axes", equation.params.get("axis_name", ()))
         mesh_axes = tuple(axis for axis in MESH_AXES if axis in ((named,) if isinstance(named, str) else named))
-        if not mesh_axes:
+        if not mesh_axes:  # while tracing, mesh axes of logical axes have one device each
             return OperationKind.ELEMENTWISE, results, {}
         return OperationKind.COLLECTIVE, results, {"collective": kind, "mesh_axes": mesh_axes}
 

@@ -64,6 +64,7 @@ def picture(shown: Displayed) -> str | None:
 def _print_to_text(print_: Print, shown: Displayed) -> str:
     stream = io.StringIO()
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else WIDTH
+    # in a notebook Rich would display what it prints, in place of writing it to the stream
     print_(shown, Console(file=stream, width=width, force_terminal=False, force_jupyter=False))
     return stream.getvalue().strip("\n")
 

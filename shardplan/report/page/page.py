@@ -63,6 +63,7 @@ def plan_page(
         scale=SCALE,
         tilings=list(map(asdict, tilings)),
         choices=tensor_choices(tilings),
+        # of a hand-written layout, what fills the devices is what its author has to see first
         selected=default_tiling(tilings) if repair is None else largest_on_device(plan),
         uses=axis_uses(plan),
         memory=memory_panel(plan, judgement),

@@ -54,6 +54,7 @@ def linear_ticks(limit: float) -> list[Tick]:
 
 def _round_numbers(low: float, high: float) -> list[float]:
     """About `TICKS` round numbers from `low` to `high`."""
+    # the margins of 1e-9 keep a tick at either end that division has moved past it
     rough = (high - low) / TICKS
     unit = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * unit for factor in (1, 2, 2.5, 5, 10) if factor * unit >= rough * (1 - 1e-9))

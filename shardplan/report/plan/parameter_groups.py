@@ -66,6 +66,7 @@ def merge_equal_rows(rows: Sequence[tuple[str, object]]) -> list[tuple[str, list
         merged.append((tuple((int(index),) for index in INDEX.findall(text)), [number]))
     keys = [(INDEX.sub("[]", text), repr(shown)) for text, shown in rows]
     most = max((len(indices) for indices, _ in merged), default=0)
+    # the last index first: layers of a block are merged before blocks that then have equal layers
     for place in reversed(range(most)):
         merged = _merge(merged, keys, place)
     return [(_text(rows[numbers[0]][0], indices), numbers) for indices, numbers in merged]

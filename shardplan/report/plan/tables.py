@@ -82,6 +82,7 @@ def print_plan(plan: Plan, out: Console, with_parameters: bool = True) -> None:
 def _print_levanter_section(plan: Plan, out: Console) -> None:
     """Print the section `trainer` of a Levanter configuration that shards as the plan does."""
     out.print("\n[bold]For Levanter:[/bold]")
+    # without Rich's wrapping and markup, which would change what is pasted
     out.print(trainer_yaml(plan), markup=False, highlight=False, soft_wrap=True)
 
 

@@ -173,6 +173,7 @@ def component_cost(program: ProgramCosts, component: tuple[str, ...]) -> Compone
     own, step = set(component), program.step
 
     def belongs(*arrays: TracedArray) -> bool:
+        # axes that meet in a task are in one component, so that one of them tells for all
         names = axis_names(arrays) & program.tensor_axes
         return bool(names & own) if own else not names
 

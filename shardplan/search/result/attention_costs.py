@@ -35,6 +35,7 @@ def attention_costs(
             compute[kind] += seconds.compute
             exposed[kind] += seconds.exposed
             received[kind] += sum(traffic.bytes for traffic in cost.traffic)
+    # of the forward pass of one batch: the loop over microbatches of a training step has each layer several times
     calls = plan_step(model, forward_workload(workload)).attention_calls
     # then the number of a call is that of its layer
     are_layers = len(calls) == getattr(model.config, "num_layers", None)

@@ -90,7 +90,7 @@ def _largest_at_peak(step: Step, assignment: ShardingAssignment) -> list[LiveArr
     return [
         LiveArray(_array_text(buffer.array), buffer.role, round(sizes[buffer]), counts[buffer])
         for buffer in largest
-        if sizes[buffer]
+        if sizes[buffer]  # zero for what the host has, and for what the compiler does not make
     ]
 
 

@@ -177,6 +177,7 @@ def smallest_combination(choices: Choices, limit_bytes: float) -> Combination | 
                 if smallest.peak_bytes < limit_bytes:
                     best, limit_bytes = smallest, smallest.peak_bytes
             continue
+        # the smallest choice is pushed last, so that it is popped first
         for choice in sorted(components[depth], key=lambda choice: -choices.peak(choice.amount.bytes)):
             stack.append((depth + 1, amount.plus(choice.amount), (*chosen, choice)))
     return best

@@ -40,7 +40,7 @@ class MeshCosts:
     def __init__(self, space: Space, mesh: dict[str, int], base: ComputeSharding) -> None:
         self.space, self.mesh, self.base = space, mesh, base
         self.placement = place_mesh(space.hardware, mesh)
-        # the keys come from `CacheKey`
+        # the first key is the id of a group, which has arrays and no hash; the others come from `CacheKey`
         self._group_min_seconds: defaultdict[int, dict[object, np.ndarray]] = defaultdict(dict)
         self._group_seconds: defaultdict[int, dict[object, np.ndarray]] = defaultdict(dict)
         self._group_bytes: defaultdict[int, dict[object, np.ndarray]] = defaultdict(dict)
@@ -195,7 +195,7 @@ class MeshCosts:
         key = compute.methods, compute.experts, own_mapping
         if key not in self._assignments:
             mapping, methods = {**self.base.mapping, **compute.mapping}, compute.methods or self.base.methods
-            counts = self._shard_counts[own_mapping]
+            counts = self._shard_counts[own_mapping]  # which methods do not change
             self._assignments[key] = self.space.assignment(self.mesh, mapping, {}, methods, counts, compute.experts)
         unstored = self._assignments[key]
         return replace(unstored, params=params) if params else unstored

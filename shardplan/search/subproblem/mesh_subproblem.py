@@ -68,6 +68,7 @@ def enumerate_subproblems(
 def _divides(space: Space, mesh: dict[str, int], axis: str, mesh_axes: MeshAxes, statistics: SearchStatistics) -> bool:
     """Whether a logical axis can be sharded evenly over `mesh_axes`; if not, `statistics` counts it."""
     size, devices = space.sizes[axis], mesh_size(mesh, mesh_axes)
+    # JAX refuses uneven shards, and an axis that is rounded up changes results: a vocabulary the softmax (docs/log.md)
     if size % devices == 0:
         return True
     statistics.rejected[Rejection.INDIVISIBLE] += 1
@@ -108,7 +109,8 @@ class MeshSubproblem:
         self.token_axes = {
             mesh_axis for axis in (space.batch, space.position) for mesh_axis in token_mapping.get(axis, ())
         }
-        # parameters stored over any other mesh axis make the compiler slice activations (`Caveat.SLICED_ACTIVATIONS`)
+        # weights that are stored along other mesh axes are not gathered: the compiler slices activations instead, for
+        # which the estimates are far off (`Caveat.SLICED_ACTIVATIONS`, docs/log.md)
         self.further_storage = [axes for axes in STORAGE_CHOICES if self.token_axes.issuperset(axes)]
         self.costs = MeshCosts(space, mesh, ComputeSharding(token_mapping, methods[0]))
         self._known_min_times: dict[int, list[ComponentTimes]] = {}
@@ -257,7 +259,7 @@ class MeshSubproblem:
             self.statistics.rejected[possible] += 1
             return
         for residual, base_bytes in self.stored_residual_choices:
-            limit = ranking.limit
+            limit = ranking.limit  # which the choice before may have lowered
             if self.lower_bound > limit:
                 self.statistics.rejected[Rejection.SLOWER] += 1
                 return  # the bound holds for the choices that follow, too

@@ -41,10 +41,10 @@ def main(request: str, compiled: str, dump: str) -> None:
     model = build_model(values["hf_config"], plan.workload.position)
     program = CompiledProgram(values["program"])
     answer = Path(compiled) if values["memory_only"] else None
-    compile_plan(model, plan, program, values["options"], Path(dump), answer).save(Path(compiled))
+    _compile_plan(model, plan, program, values["options"], Path(dump), answer).save(Path(compiled))
 
 
-def compile_plan(
+def _compile_plan(
     model: Model,
     plan: Plan,
     choice: CompiledProgram,

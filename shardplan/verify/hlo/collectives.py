@@ -70,7 +70,7 @@ class Network:
         return CollectiveTransfer(kind, axes, received, cost.seconds(received), cost.links, op)
 
     def transfer_between_slices(self, instruction: Instruction, context: str) -> CollectiveTransfer:
-        """What a `recv` from the hosts of other slices brings: the part of a collective that crosses the network."""
+        """Return the transfer of a `recv` from other slices: the part of a collective that crosses the network."""
         attributes = instruction.attributes.get("frontend_attributes", "")
         kind = attributes.partition('_xla_megascale_transfer_type="')[2].partition('"')[0]
         size = float(instruction.arrays[0].bytes)
@@ -137,12 +137,21 @@ def _ragged_bytes(computation: Computation, instruction: Instruction) -> int:
 
 
 def base_opcode(instruction: Instruction) -> str:
-    """The opcode without the `-start` or `-done` of asynchronous operations."""
+    """The opcode without the `-start` or `-done` of asynchronous operations.
+
+    >>> base_opcode(Instruction("gather.1", "all-gather-start", (), (), {}))
+    'all-gather'
+    """
     return instruction.opcode.removesuffix("-start").removesuffix("-done")
 
 
 def is_collective(instruction: Instruction) -> bool:
-    """Whether the instruction moves data between devices, or waits for such a move."""
+    """Whether the instruction moves data between devices, or waits for such a move.
+
+    >>> opcodes = "all-gather-start", "all-gather-done", "fusion"
+    >>> [is_collective(Instruction("a", opcode, (), (), {})) for opcode in opcodes]
+    [True, True, False]
+    """
     return base_opcode(instruction) in _OPCODES
 
 

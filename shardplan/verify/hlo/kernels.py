@@ -35,7 +35,7 @@ class KernelWork:
 
 
 ALL_WORK = KernelWork()
-"""That of kernels which compute all blocks and all rows."""
+"""The work of kernels that compute all blocks and all rows."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,15 @@ class MemoryTraffic:
 def kernels(
     module: Module, computation: Computation, instruction: Instruction
 ) -> Iterator[tuple[Computation, Instruction]]:
-    """Yield the custom calls without cycles that `instruction` runs, each with its computation."""
+    """Yield the custom calls without cycles that `instruction` runs, each with its computation.
+
+    >>> call = Instruction("flash", "custom-call", (), (), {})
+    >>> fusion = Instruction("fusion", "fusion", (), (), {"calls": "%inside"})
+    >>> inside, main = Computation("inside", {"flash": call}, call), Computation("main", {"fusion": fusion}, fusion)
+    >>> module = Module({"inside": inside, "main": main}, entry=main)
+    >>> [(computation.name, each.name) for computation, each in kernels(module, main, fusion)]
+    [('inside', 'flash')]
+    """
     for inner, each in _executed(module, computation, instruction):
         if each.opcode == "custom-call" and each.cycles is None:
             yield inner, each
@@ -70,6 +78,13 @@ def kernel_seconds(
     """Seconds of a kernel, the larger of its FLOPs and of reading and writing its arrays; 0 for an unknown one.
 
     Of a grouped matmul whose tiles are known these are the FLOPs of its tiles, and each array as often as it is read.
+
+    >>> from shardplan.hardware.generations import GENERATIONS
+    >>> array, v5e = ArrayShape("bf16", (1, 1024, 128)), GENERATIONS["v5e"]
+    >>> inputs = {name: Instruction(name, "parameter", (array,), (), {}) for name in "qkv"}
+    >>> kernel = Instruction("splash_mha_fwd", "custom-call", (array,), ("q", "k", "v"), {})
+    >>> kernel_seconds(kernel, Computation("main", inputs, kernel), v5e, ALL_WORK) == 4 * 1024 * 1024 * 128 / v5e.flops
+    True
     """
     tiles = TILES.search(instruction.attributes.get("frontend_attributes", ""))
     if tiles:
@@ -82,7 +97,14 @@ def kernel_seconds(
 
 
 def memory_traffic(module: Module, computation: Computation, instruction: Instruction) -> MemoryTraffic:
-    """The HBM traffic that is assumed of `instruction`, which has neither cycles nor known FLOPs."""
+    """The HBM traffic that is assumed of `instruction`, which has neither cycles nor known FLOPs.
+
+    >>> rows = Instruction("rows", "gather", (ArrayShape("f32", (1024, 128)),), (), {})
+    >>> main = Computation("main", {"rows": rows}, rows)
+    >>> traffic = memory_traffic(Module({"main": main}, main), main, rows)
+    >>> traffic.subject, traffic.passes, traffic.bytes
+    ('gather', 2, 1048576)
+    """
     for inner, each in _executed(module, computation, instruction):
         operands = [inner.instructions[name].arrays for name in each.operands if name in inner.instructions]
         if each.opcode == "scatter":  # operands, indices, as many updates as operands: rows are changed in place
@@ -100,6 +122,13 @@ def is_masked_dense(module: Module, computation: Computation, instruction: Instr
 
     It has no kernel for the gradient of the matrices: for each group it multiplies all rows, with zeros in place of
     those of other groups.
+
+    >>> array = ArrayShape("bf16", (8, 64, 64))
+    >>> factors = {name: Instruction(name, "select", (array,), (), {}) for name in ("a", "b")}
+    >>> product = Instruction("product", "convolution", (array,), ("a", "b"), {})
+    >>> main = Computation("main", {**factors, "product": product}, product)
+    >>> is_masked_dense(Module({"main": main}, main), main, product)
+    True
     """
     for inner, each in _executed(module, computation, instruction):
         if each.opcode in PRODUCTS and len(each.arrays[0].dims) == 3:

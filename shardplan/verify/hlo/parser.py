@@ -17,6 +17,13 @@ _SPACE = re.compile(r"S\((\d+)\)")
 def parse(text: str) -> Module:
     """Parse the module that `text` describes.
 
+    >>> text = '''ENTRY %main (p: f32[4]) -> f32[4] {
+    ...   %p = f32[4]{0} parameter(0)
+    ...   ROOT %sum = f32[4]{0} add(%p, %p)
+    ... }'''
+    >>> [(each.name, each.opcode, each.operands) for each in parse(text).entry.instructions.values()]
+    [('p', 'parameter', ('0',)), ('sum', 'add', ('p', 'p'))]
+
     Raises:
         HloError: there is no entry computation, or a line inside of a computation is not an instruction.
     """

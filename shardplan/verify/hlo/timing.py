@@ -78,6 +78,16 @@ class Timing:
 def model_step(module: Module, network: Network, hardware: Slice, work: KernelWork = ALL_WORK) -> Timing:
     """Simulate the schedule of `module`.
 
+    >>> from shardplan.hardware import parse_slice
+    >>> from shardplan.verify.hlo.parser import parse
+    >>> module = parse('''ENTRY %main (p: f32[8]) -> f32[8] {
+    ...   %p = f32[8] parameter(0)
+    ...   ROOT %sum = f32[8] add(%p, %p), backend_config={"estimated_cycles":"1500"}
+    ... }''')
+    >>> v5e = parse_slice("v5e-1")  # at 1.5 GHz
+    >>> model_step(module, Network({"data": 1}, v5e, [0]), v5e).seconds
+    1e-06
+
     Args:
         work: what the module does not say of its kernels.
 
@@ -200,7 +210,7 @@ class _Simulator:
     def _loop_seconds(self, loop: Instruction, op: str, scope: _Scope) -> float:
         """Return the seconds of a loop; one with an unknown number of iterations counts as one iteration.
 
-        That for rows of experts that overflow their buffers has none: experts are taken to get equally many rows.
+        The loop for rows of experts that overflow their buffers takes no time: experts are taken to get equally many.
         """
         if OVERFLOW_SCOPE in loop.op_name:
             return 0.0

@@ -51,7 +51,17 @@ class _LoopCondition:
 def evaluate_integer(
     module: Module, computation: Computation, name: str, parameters: Sequence[SymbolicValue]
 ) -> SymbolicValue:
-    """The value of instruction `name` if the parameters of its computation are `parameters`; None if unknown."""
+    """The value of instruction `name` if the parameters of its computation are `parameters`; None if unknown.
+
+    >>> from shardplan.verify.hlo.parser import parse
+    >>> module = parse('''ENTRY %main (n: s32[]) -> s32[] {
+    ...   %n = s32[] parameter(0)
+    ...   %two = s32[] constant(2)
+    ...   ROOT %sum = s32[] add(%n, %two)
+    ... }''')
+    >>> evaluate_integer(module, module.entry, "sum", parameters=[SymbolicInt(slot=0, offset=0)])
+    SymbolicInt(slot=0, offset=2)
+    """
     instruction = computation.instructions.get(name)
     if instruction is None:
         return None

@@ -122,6 +122,7 @@ def _missing(plan: Plan, evaluated: list[EvaluatedCandidate]) -> str:
 
 def _is_plan(plan: Plan, candidate: EvaluatedCandidate) -> bool:
     is_mesh = candidate.mesh == list(plan.mesh.values())
+    # the search and the pricing of its result add the same numbers in another order
     same = math.isclose(candidate.step_seconds, plan.cost.step_seconds) and abs(candidate.peak - plan.memory.peak) <= 1
     return is_mesh and same
 

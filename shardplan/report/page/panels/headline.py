@@ -62,6 +62,7 @@ def make_headline(plan: Plan, judgement: Judgement | None) -> Headline:
 def _fit_sentence(plan: Plan, judgement: Judgement | None) -> str:
     memory, compiled = plan.memory.verdict, judgement.memory if judgement else None
     if compiled is not None:
+        # all that a device has, because what the compiler needs is no estimate with an error
         memory = MemoryVerdict(compiled.peak <= compiled.available, compiled.peak, compiled.available)
     source = "by the TPU compiler" if compiled else "by the estimate"
     if judgement is not None and compiled is None:

@@ -100,7 +100,7 @@ def memory_panel(plan: Plan, judgement: Judgement | None) -> MemoryPanel:
         charts.append(_estimated_chart(title, live, top, limits))
         changing = [replace(point, bytes={k: v for k, v in point.bytes.items() if k not in STORED}) for point in live]
         most = max(sum(point.bytes.values()) for point in changing)
-        if 0 < most < peak / 2:
+        if 0 < most < peak / 2:  # else the first chart shows well enough what comes and goes
             title = f"Estimate, without what is stored: at most {gib_text(most)} come and go"
             charts.append(_estimated_chart(title, changing, HEADROOM * most, []))
     else:
@@ -165,6 +165,7 @@ def _compiled_chart(memory: CompiledMemory, top: float, limits: list[tuple[float
     """The compiler's live ranges: arguments of the program, and what it makes itself."""
     width = 100 / len(memory.live)
     zero = [0.0] * len(memory.live)
+    # a verdict has sizes without owners; the arguments of a program are there throughout
     arguments = [float(min(memory.arguments, each.bytes)) for each in memory.live]
     totals = [float(each.bytes) for each in memory.live]
     peak = max(range(len(totals)), key=totals.__getitem__)

@@ -85,7 +85,7 @@ def timeline_panel(plan: Plan, judgement: Judgement | None) -> TimelinePanel:
         if task.compute_seconds:
             tip = f"{task_label(task)}: compute {seconds_text(task.compute_seconds)}{_times(task)}"
             core.append(_block(task.kind, now, task.compute_seconds, length, tip))
-        start, now = now, now + task.compute_seconds
+        start, now = now, now + task.compute_seconds  # its collectives overlap with its own compute, from the start on
         for transfer in task.transfers:
             overlapped = transfer.seconds - transfer.exposed_seconds
             about = f"{transfer.kind} over {' x '.join(transfer.mesh_axes)}, {short_cause(transfer.cause)}: "
@@ -166,7 +166,7 @@ def _key(tasks: list[TimedTask], has_verdict: bool) -> list[tuple[str, str]]:
     kinds = dict.fromkeys(task.kind for task in tasks if task.compute_seconds)
     moving = [kind for kind in kinds if kind in MOVING]
     key = [(kind, kind_text(kind)) for kind in kinds if kind not in MOVING]
-    key += [(moving[0], ", ".join(moving))] if moving else []
+    key += [(moving[0], ", ".join(moving))] if moving else []  # they have one colour
     key += [(kind, kind) for kind in dict.fromkeys(each.kind for task in tasks for each in task.transfers)]
     return [*key, ("waiting", "the compiler's waiting")] if has_verdict else key
 

@@ -172,6 +172,7 @@ def _tokens(plan: Plan) -> Tiling:
 
 
 def _drawing_order(place: tuple[int, tuple[int, ...]]) -> tuple[int, ...]:
+    # layer by layer, so that a limit of devices leaves out whole layers where it can
     slice_index, at = place
     return (slice_index, *reversed(at[:3]), *at[3:])
 
