@@ -143,8 +143,11 @@ class _NamedDotGeneral(eqx.Module):
         if self.name is ActivationName.ATTENTION_OUT and not _KERNEL_NAMES_CONTEXT.get():
             lhs = checkpoint_name(lhs, ActivationName.CONTEXT.value)
         product = self.dot_general(_row_major(lhs) if self.reads_kept else lhs, rhs, *arguments, **settings)
-        product = checkpoint_name(product, self.name.value)
-        return _row_major(product) if self.is_kept else product
+        if not self.is_kept:
+            return checkpoint_name(product, self.name.value)
+        # before the name for what the forward pass writes, after it for what gradients read: if one of them is free,
+        # the compiler copies all layers of what is kept for the last one, which it takes out of the loop
+        return _row_major(checkpoint_name(_row_major(product), self.name.value))
 
 
 def _row_major(x: jax.Array) -> jax.Array:

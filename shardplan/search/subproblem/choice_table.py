@@ -54,7 +54,7 @@ def find_possible(
     at least the sum of the least time of every table under its combination, and likewise of bytes. With a given choice,
     the least of this choice's own table is replaced by what the choice itself takes.
 
-    >>> keeping = Keeping.of([], np.zeros(0), np.zeros((0, 0)), np.zeros(0, bool))
+    >>> keeping = Keeping.of([], (), np.zeros(0), np.zeros((0, 0)), np.zeros(0, bool))
     >>> attention = ChoiceTable(np.array([[1.0], [2.0]]), np.array([[8.0], [2.0]]), np.zeros((2, 0, 1)))
     >>> mlp = ChoiceTable(np.array([[3.0], [5.0]]), np.array([[9.0], [3.0]]), np.zeros((2, 0, 1)))
     >>> find_possible([attention, mlp], keeping, limit=5.5, available_bytes=np.array([12.0])).choices

@@ -116,7 +116,7 @@ def fastest_combinations(choices: Choices, limit: float, available_bytes: np.nda
     >>> def choice(seconds, size):
     ...     amount = Amount(seconds, np.array([size]), np.zeros(0), np.zeros((0, 2)))
     ...     return ComponentChoice(ComputeSharding({}), {}, amount)
-    >>> keeping = Keeping.of([], np.zeros(0), np.zeros((0, 0)), np.zeros(0, bool))
+    >>> keeping = Keeping.of([], (), np.zeros(0), np.zeros((0, 0)), np.zeros(0, bool))
     >>> choices = Choices(choice(1.0, 1.0), [[choice(1.0, 8.0), choice(2.0, 4.0)]], 1, keeping)
     >>> [(each.seconds, each.peak_bytes) for each in fastest_combinations(choices, math.inf, np.array([6.0]))]
     [(3.0, 5.0)]
@@ -158,7 +158,7 @@ def smallest_combination(choices: Choices, limit_bytes: float) -> Combination | 
     >>> def choice(seconds, size):
     ...     amount = Amount(seconds, np.array([size]), np.zeros(0), np.zeros((0, 2)))
     ...     return ComponentChoice(ComputeSharding({}), {}, amount)
-    >>> keeping = Keeping.of([], np.zeros(0), np.zeros((0, 0)), np.zeros(0, bool))
+    >>> keeping = Keeping.of([], (), np.zeros(0), np.zeros((0, 0)), np.zeros(0, bool))
     >>> choices = Choices(choice(1.0, 1.0), [[choice(1.0, 8.0), choice(2.0, 4.0)]], 1, keeping)
     >>> smallest_combination(choices, limit_bytes=6.0).peak_bytes, smallest_combination(choices, limit_bytes=5.0)
     (5.0, None)
