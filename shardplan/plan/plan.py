@@ -192,7 +192,7 @@ class Plan(Displayed):
                 for each in (method, self.attention)
             ]
             if orders[0] != orders[1]:
-                yield f"{where} has another order of positions than attention; all kinds have one"
+                yield f"{where} has another order of positions than attention; give all the same layout and ring"
 
     def _method_problems(self, where: str, method: AttentionPlan) -> Iterator[str]:
         """Yield what is wrong with a method of attention: its degrees, its strategy, or its order of positions."""
