@@ -85,7 +85,8 @@ class Plan(Displayed):
         """
         matches = [each for each in self.parameters if f".{each.path}".endswith(f".{path}")]
         if len(matches) > 1:
-            raise ConfigError(f"{path} is the end of several parameters: {', '.join(each.path for each in matches)}")
+            paths = ", ".join(each.path for each in matches)
+            raise ConfigError(f"{path} is the end of several parameters; write more of one of them: {paths}")
         if not matches:
             ends = [".".join(each.path.split(".")[-path.count(".") - 1 :]) for each in self.parameters]
             raise ConfigError(f"no parameter {path}; {nearest(path, ends)}")
