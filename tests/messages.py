@@ -12,7 +12,6 @@ what the machine or another package decides (ports, seconds, texts of libraries)
 """
 
 import ast
-import contextlib
 import difflib
 import json
 import re
@@ -154,17 +153,34 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         FILE.write_text(render_messages(messages.recorded), encoding="utf-8")
 
 
+class RaisedMessage:
+    """A `with` block that must raise; a class, because a failure in it is shown at the line of the test."""
+
+    def __init__(self, expected: type[Exception], check: Callable[[str], None]) -> None:
+        self._raises, self._check = pytest.raises(expected), check
+
+    def __enter__(self) -> pytest.ExceptionInfo:
+        self._error = self._raises.__enter__()
+        return self._error
+
+    def __exit__(self, *error) -> bool:
+        __tracebackhide__ = True
+        is_expected = self._raises.__exit__(*error)
+        if is_expected:
+            self._check(str(self._error.value))
+        return is_expected
+
+
 @pytest.fixture
-def raises_message(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable:
+def raises_message(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[type[Exception]], RaisedMessage]:
     """`pytest.raises`, with the whole text of the message as messages.yaml has it for this test."""
     messages, test = request.config.stash[MESSAGES], request.node.nodeid
     messages.raised[test] = []
 
-    @contextlib.contextmanager
-    def raises(expected: type[Exception]) -> Iterator[pytest.ExceptionInfo]:
+    def check(text: str) -> None:
         __tracebackhide__ = True
-        with pytest.raises(expected) as error:
-            yield error
-        messages.check(test, mask_folders(str(error.value), tmp_path_factory.getbasetemp()))
+        messages.check(test, mask_folders(text, tmp_path_factory.getbasetemp()))
 
-    return raises
+    return lambda expected: RaisedMessage(expected, check)
