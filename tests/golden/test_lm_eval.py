@@ -16,7 +16,7 @@ import pytest
 from compare_lm_eval import FAMILIES, FOLDER, TASKS, evaluate, largest_differences, make_checkpoint, model_args
 from conftest import ROOT, fails, run
 
-from shardplan.errors import ConfigError
+from shardplan.errors import CheckpointError, ConfigError
 from shardplan.eval.harness import INSTALL_LM_EVAL, ShardplanLM
 from shardplan.eval.harness.tasks import flatten_tasks
 from shardplan.runtime.processes.watch.watch import Watch
@@ -340,8 +340,8 @@ def test_generation_is_refused(make_model, raises_message):
         make_model("gpt2").generate_until(as_requests([("a", {})]))
 
 
-def test_a_checkpoint_without_a_tokenizer(golden, tmp_path):
-    with pytest.raises(Exception, match="llama has no tokenizer; save one there with transformers"):
+def test_a_checkpoint_without_a_tokenizer(golden, tmp_path, raises_message):
+    with raises_message(CheckpointError):
         ShardplanLM(**{"model.ref": str(golden / "llama")})
 
 
