@@ -1,6 +1,7 @@
 """The recorded messages belong to tests, and are compared as a whole (tests/messages.py)."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import messages
 import pytest
@@ -53,6 +54,12 @@ def test_an_update_records_tests_that_ran():
     raised.finish("a.py::test_b")
     written = messages.render_messages(raised.recorded)
     assert messages.parse_messages(written) == {"a.py::test_a": ["kept"], TEST: [TEXT]}
+
+
+def test_several_processes_do_not_write_the_file():
+    options = {"update_messages": True, "numprocesses": 2}
+    with pytest.raises(pytest.UsageError, match="leave out -n"):
+        messages.pytest_configure(SimpleNamespace(getoption=lambda name, default=None: options[name]))
 
 
 def test_entries_without_a_test():
