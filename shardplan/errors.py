@@ -120,7 +120,8 @@ def missing_path(path: str, others: Iterable[str]) -> str:
     # names without endings, because paths into one folder are all similar, and so are short names of one kind
     name, ending = os.path.splitext(os.path.basename(path))
     by_name = {}
-    for other in sorted(others, key=lambda other: (other.endswith(ending), other)):
+    folder = os.path.dirname(path)
+    for other in sorted(others, key=lambda other: (other.endswith(ending), os.path.dirname(other) == folder, other)):
         by_name[os.path.splitext(os.path.basename(other))[0]] = other
     close = by_name.get(closest(name, by_name) or "")
     return "does not exist" + (f"; did you mean {close!r}?" if close else "")

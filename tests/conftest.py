@@ -54,6 +54,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from shardplan.__main__ import main
 from shardplan.eval import workers
 
+pytest_plugins = ["messages"]
+
 settings.register_profile("shared_machine", deadline=None)  # tests beside others take longer at times
 settings.load_profile("shared_machine")
 jax.config.update("jax_num_cpu_devices", 8)

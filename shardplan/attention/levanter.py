@@ -139,7 +139,7 @@ def accept_layout(module: Any, layout: SequenceLayout) -> Any:
         expected = expected or SequenceLayout(layout.padded_length)
         if expected.documents != layout.documents or not np.array_equal(expected.positions(), layout.positions()):
             raise ConfigError(
-                f"the layout of the sequence is {layout.description}, that of the model's attention "
+                f"the layout of the sequence is {layout.description}, and the model's attention has the layout "
                 f"{expected.description}; give both the same: "
                 "with_sequence_parallel(model, Method(strategy, layout=layout))"
             )

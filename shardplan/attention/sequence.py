@@ -58,7 +58,10 @@ def shard_sequence(example: LmExample, layout: SequenceLayout) -> ShardedSequenc
     tokens = example.tokens
     position, length = tokens.axes[-1].name, tokens.axes[-1].size
     if length != layout.length:
-        raise ConfigError(f"shard_sequence: the layout is for {layout.length} positions, the example has {length}")
+        raise ConfigError(
+            f"shard_sequence: the layout is for {layout.length} positions, the example has {length}; make a "
+            f"SequenceLayout({length}, ...)"
+        )
     order = layout.positions()
     positions = hax.named(jnp.asarray(np.where(order == PADDING, 0, order), jnp.int32), position)
     has_target = hax.named(jnp.asarray((order != PADDING) & (order != length - 1)), position)

@@ -158,7 +158,7 @@ def _merge_dcn(axis: str, mesh_axes: list[str], within: Mapping[str, int], acros
             if after_dcn != [index for index, mesh_axis in enumerate(merged) if mesh_axis == name]:
                 raise ConfigError(
                     f"trainer.mesh maps {axis!r} to [{', '.join(mesh_axes)}]; with {across[name]} slices and {name} "
-                    f"{within[name]} only {dcn} and {name} together, in this order, are part of a plan's mesh"
+                    f"{within[name]} a plan shards over {dcn} and {name} together; name both, in this order, or neither"
                 )
             merged = [mesh_axis for mesh_axis in merged if mesh_axis != dcn]
     return merged

@@ -50,7 +50,7 @@ class RunFolder:
             if not self._folder.has_file(RUN):
                 others = [name for name in self._names() if name not in (*self.prepared, RUN + PARTIAL_SUFFIX)]
                 if others:
-                    raise ConfigError(f"output {self.ref} holds {others[0]}, which is no run; name another folder")
+                    raise ConfigError(f"it holds {others[0]}, which is no run; name another folder")
                 self._write(RUN, json_bytes(determinants))
             known = self._read_run()
         except (ShardplanError, ValueError) as error:

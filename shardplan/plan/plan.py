@@ -85,7 +85,8 @@ class Plan(Displayed):
         """
         matches = [each for each in self.parameters if f".{each.path}".endswith(f".{path}")]
         if len(matches) > 1:
-            raise ConfigError(f"{path} is the end of several parameters: {', '.join(each.path for each in matches)}")
+            paths = ", ".join(each.path for each in matches)
+            raise ConfigError(f"{path} is the end of several parameters; write more of one of them: {paths}")
         if not matches:
             ends = [".".join(each.path.split(".")[-path.count(".") - 1 :]) for each in self.parameters]
             raise ConfigError(f"no parameter {path}; {nearest(path, ends)}")
@@ -192,7 +193,7 @@ class Plan(Displayed):
                 for each in (method, self.attention)
             ]
             if orders[0] != orders[1]:
-                yield f"{where} has another order of positions than attention; all kinds have one"
+                yield f"{where} has another order of positions than attention; give all the same layout and ring"
 
     def _method_problems(self, where: str, method: AttentionPlan) -> Iterator[str]:
         """Yield what is wrong with a method of attention: its degrees, its strategy, or its order of positions."""

@@ -42,7 +42,7 @@ OTHER_FORMATS: tuple[tuple[tuple[str, ...], str], ...] = (
      "convert it to Hugging Face safetensors first"),
     (("*.tar", "*.tar.gz", "*.tgz", "*.zip"), "it holds an archive ({}); unpack it"),
     (("checkpoint-*/", "step-*/", "epoch-*/"), "its checkpoints are in subfolders ({}); name one of them"),
-    (("*.safetensors",), "it holds {}, which is none of these names"),
+    (("*.safetensors",), "it holds other files ({}); name the folder of the checkpoint"),
 )  # fmt: skip
 """Patterns of file names (of folders with a slash at the end), and what a folder with such files is."""
 

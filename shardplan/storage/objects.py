@@ -104,7 +104,7 @@ class ObjectFile:
         response = obstore.get(self._store, self._path, options=options)
         version, size = self.version if self._is_fixed else _version(response.meta), response.meta["size"]
         if size != self.size or version not in (self.version, UNKNOWN):
-            raise changed_error(self, f"{self.version} of {self.size} bytes is now {version} of {size}")
+            raise changed_error(self, f"version {self.version} of {self.size} bytes is now {version} of {size}")
         done = 0
         for chunk in response.stream(min_chunk_size=PROGRESS_BYTES):
             data = memoryview(chunk)[: len(buffer) - done]

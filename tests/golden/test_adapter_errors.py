@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 from shardplan.errors import CheckpointError, ConfigError
 
 
-def test_tensors_that_the_model_has_no_use_for(tmp_path, caplog):
+def test_tensors_that_the_model_has_no_use_for(tmp_path, caplog, raises_message):
     """Those of a vision tower are named; an adapter of nothing else is refused."""
     vision = {"vision_tower.q_proj.weight": np.ones((8, 8), np.float32)}
     base = write_stored(tmp_path / "base", {}, CONFIG)
@@ -22,27 +22,27 @@ def test_tensors_that_the_model_has_no_use_for(tmp_path, caplog):
     text = "the adapter changes tensors that the model has no use for (vision_tower.q_proj.weight)"
     assert text in caplog.text
     alone = write_adapter(tmp_path / "alone", own, target_modules=["vision_tower.q_proj"])
-    with pytest.raises(CheckpointError, match=r"no use for .*, and nothing else; leave"):
+    with raises_message(CheckpointError):
         load(base, alone)
 
 
-def test_missing_files_of_the_checkpoint_are_not_blamed_on_the_adapter(golden, tmp_path):
+def test_missing_files_of_the_checkpoint_are_not_blamed_on_the_adapter(golden, tmp_path, raises_message):
     shutil.copytree(golden / "llama", tmp_path / "base")
     (tmp_path / "base" / "model-00002-of-00003.safetensors").unlink()
     adapter = write_adapter(tmp_path / "adapter", matrices({"model.layers.0.self_attn.q_proj": (32, 32)}))
-    with pytest.raises(CheckpointError, match=r"1 of 3 shards missing: model-00002-of-00003\.safetensors"):
+    with raises_message(CheckpointError):
         load(tmp_path / "base", adapter)
 
 
 @pytest.mark.parametrize("kind", ["saved", "matrices"])
-def test_a_tied_model_of_which_one_half_changes_is_refused(golden, tmp_path, kind):
+def test_a_tied_model_of_which_one_half_changes_is_refused(golden, tmp_path, kind, raises_message):
     vocab, embed = read_folder(golden / "llama31")[EMBEDDING].shape
     if kind == "saved":
         tensors = {PREFIX + EMBEDDING: np.ones((vocab, embed), np.float32)}
         config = {"target_modules": [], "modules_to_save": ["embed_tokens"]}
     else:
         tensors, config = embedding_matrices(vocab, embed), {"target_modules": ["embed_tokens"]}
-    with pytest.raises(CheckpointError, match=r"changes model.embed_tokens.weight, and .*: PEFT changes one of both"):
+    with raises_message(CheckpointError):
         tied(tmp_path, golden, tensors, **config)
 
 
@@ -119,14 +119,14 @@ def test_damaged_adapters_and_those_of_other_models_are_refused(tmp_path, change
 
 
 @pytest.mark.parametrize("sizes", [{"hidden_size": 64}, {"num_hidden_layers": 3}])
-def test_an_adapter_of_another_size_of_the_family_is_refused(golden, tmp_path, sizes):
+def test_an_adapter_of_another_size_of_the_family_is_refused(golden, tmp_path, sizes, raises_message):
     """Its modules have the same names; of a model with fewer layers, they even have the same shapes."""
     shapes = {
         f"model.layers.{i}.self_attn.{name}": shape if "num_hidden_layers" in sizes else (64, 64)
         for i in range(sizes.get("num_hidden_layers", 2))
         for name, shape in (("q_proj", (32, 32)), ("v_proj", (16, 32)))
     }
-    with pytest.raises(CheckpointError, match="is not an adapter of this model"):
+    with raises_message(CheckpointError):
         load(GOLDEN, write_adapter(tmp_path / "adapter", matrices(shapes), **QV))
 
 
@@ -185,22 +185,18 @@ def test_what_the_configuration_says_was_trained_must_be_there(tmp_path, config,
         load(GOLDEN, write_adapter(tmp_path / "adapter", STORED, **(QV | config)))
 
 
-def test_folders_that_hold_no_adapter(tmp_path):
-    with pytest.raises(
-        ConfigError, match=r"model.adapter: .* has no adapter_config.json; it is a model, which model.ref"
-    ):
+def test_folders_that_hold_no_adapter(tmp_path, raises_message):
+    with raises_message(ConfigError):
         load(GOLDEN, GOLDEN)
-    with pytest.raises(ConfigError, match=r"adapter folder .*/lora does not exist; nothing in .* has a similar name"):
+    with raises_message(ConfigError):
         load(GOLDEN, tmp_path / "lora")
     folder = write_adapter(tmp_path / "adapter", STORED, **QV)
     (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
-    with pytest.raises(
-        CheckpointError, match=r"has no adapter_model.safetensors; save adapter_model.bin as safetensors"
-    ):
+    with raises_message(CheckpointError):
         load(GOLDEN, folder)
     (folder / "adapter_config.json").write_text("<html>")
-    with pytest.raises(ConfigError, match=r"adapter_config.json is damaged: a web page \(HTML\)"):
+    with raises_message(ConfigError):
         load(GOLDEN, folder)
     (folder / "adapter_config.json").write_text('{"r": 1, "r": 2}')
-    with pytest.raises(ConfigError, match=r"adapter_config.json is damaged: duplicate key 'r'"):
+    with raises_message(ConfigError):
         load(GOLDEN, folder)

@@ -109,7 +109,7 @@ def test_coded_weights(tmp_path, name):
 
 
 @pytest.mark.parametrize("has_experts", [False, True])
-def test_experts(tmp_path, has_experts):
+def test_experts(tmp_path, has_experts, raises_message):
     """Experts are linear layers of transformers 4, and those of transformers 5 have no adapters."""
     base, targets = read_folder(FOLDER / "qwen3_moe"), ("q_proj", "up_proj") if has_experts else ("q_proj",)
     shapes = {
@@ -125,7 +125,7 @@ def test_experts(tmp_path, has_experts):
         one = next(name for name in shapes if ".experts.3." in name)
         rest = matrices({name: shape for name, shape in shapes.items() if name != one})
         other = write_adapter(tmp_path / "other", rest, target_modules=["q_proj", "up_proj"])
-        with pytest.raises(CheckpointError, match=rf"lacks what .* was trained \({one}.weight\)"):
+        with raises_message(CheckpointError):
             load(FOLDER / "qwen3_moe", other)
 
 

@@ -177,9 +177,9 @@ def test_damaged_kept_weights_are_refused(tmp_path, change, message):
         keep(write_stored(tmp_path / "damaged", tensors, CONFIG), {}, {})
 
 
-def test_kept_weights_are_not_written():
+def test_kept_weights_are_not_written(raises_message):
     template = build_model(read_config(None, open_folder(str(FOLDER / FP8)), keeps_dtype=True), 8).template
-    with pytest.raises(CheckpointError, match=r"q_a_proj.weight is kept as its checkpoint stores it .load.keep_dtype."):
+    with raises_message(CheckpointError):
         template.to_state_dict()
 
 
@@ -355,8 +355,8 @@ def test_converted_to_plain_numbers(tmp_path, name):
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
 
 
-def test_a_loader_without_scales_is_refused():
+def test_a_loader_without_scales_is_refused(raises_message):
     """Levanter's own loader would take codes for numbers."""
     template = build_model(read_config(None, open_folder(str(FOLDER / FP8))), 8).template
-    with pytest.raises(CheckpointError, match="is stored as float8_e4m3fn, and this loader does not read its scales"):
+    with raises_message(CheckpointError):
         template.from_state_dict(STORED)

@@ -148,7 +148,7 @@ def test_expected_tensors_are_those_of_the_released_files(name):
     assert expected == {key: shape for key, shape in stored.items() if key not in left_out}
 
 
-def test_the_family_of_the_page_on_families(tmp_path, monkeypatch, golden):
+def test_the_family_of_the_page_on_families(tmp_path, monkeypatch, golden, raises_message):
     """Its module, as the page has it, reads the golden Llama under the names of the page."""
     source = re.search(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     lucid = ModuleType("lucid")
@@ -176,12 +176,12 @@ def test_the_family_of_the_page_on_families(tmp_path, monkeypatch, golden):
             model, hax.named(reference["tokens"], ("batch", "position"))
         )
     assert np.abs(logits.rearrange((..., "vocab")).array - reference["logits"]).max() <= TOLERANCE
-    with pytest.raises(ConfigError, match=r"config\.json: rope_interleaved True: a 'lucid' has no such key"):
+    with raises_message(ConfigError):
         DecoderConfig.from_hf_config({**values, "rope_interleaved": True})
 
 
 @pytest.mark.parametrize("name", ["gpt_neox", "opt", "seed_oss"])
-def test_a_checkpoint_saved_from_the_base_model(tmp_path, name):
+def test_a_checkpoint_saved_from_the_base_model(tmp_path, name, raises_message):
     """Its names lack the module around it; without an output head it is loaded only if the head is the embedding."""
     values = config_of(name)
     template = abstract_module(DecoderConfig.from_hf_config(values), hax.Axis("vocab", values["vocab_size"]))
@@ -194,8 +194,7 @@ def test_a_checkpoint_saved_from_the_base_model(tmp_path, name):
     for head in heads:
         del inner[head]
         save_file(inner, tmp_path / "model.safetensors")
-        problem = rf"^ck does not .*: 1 tensor missing \({head}\); it was saved from the base model, without the output"
-        with pytest.raises(CheckpointError, match=problem):
+        with raises_message(CheckpointError):
             match_tensors(template, read_index(open_folder(str(tmp_path))), "ck")
 
 

@@ -16,7 +16,7 @@ import pytest
 from compare_lm_eval import FAMILIES, FOLDER, TASKS, evaluate, largest_differences, make_checkpoint, model_args
 from conftest import ROOT, fails, run
 
-from shardplan.errors import ConfigError
+from shardplan.errors import CheckpointError, ConfigError
 from shardplan.eval.harness import INSTALL_LM_EVAL, ShardplanLM
 from shardplan.eval.harness.tasks import flatten_tasks
 from shardplan.runtime.processes.watch.watch import Watch
@@ -184,13 +184,13 @@ def test_tokens_are_those_of_hf(make_model):
     assert make_model("gpt2", prefix_token_id=7).prefix_token_id == 7
 
 
-def test_requests_that_cannot_be_scored_name_their_task(make_model):
+def test_requests_that_cannot_be_scored_name_their_task(make_model, raises_message):
     model = make_model("gpt2")
-    with pytest.raises(ConfigError, match="task joins: a continuation has no tokens: its text is empty"):
+    with raises_message(ConfigError):
         model.loglikelihood(as_requests([("a", "")], "joins"), disable_tqdm=True)
-    with pytest.raises(ConfigError, match="task joins: a continuation has no tokens"):
+    with raises_message(ConfigError):
         model.loglikelihood(as_requests([("", "")], "joins"), disable_tqdm=True)
-    with pytest.raises(ConfigError, match="task joins: a continuation has 80 tokens, and max_length is 63; raise"):
+    with raises_message(ConfigError):
         model.loglikelihood(as_requests([("a", " b" * 80)], "joins"), disable_tqdm=True)
     assert model._scorer is None
 
@@ -293,7 +293,7 @@ class Both(ConfigurableTask):
 """A task whose requests its output type, which is that of generation, does not tell."""
 
 
-def test_tasks_that_cannot_be_run_are_left_out(make_model, tmp_path, caplog):
+def test_tasks_that_cannot_be_run_are_left_out(make_model, tmp_path, caplog, raises_message):
     """Before anything is loaded; the others have the results that they have alone."""
     import lm_eval
     from lm_eval.tasks import TaskManager, get_task_dict
@@ -316,9 +316,7 @@ def test_tasks_that_cannot_be_run_are_left_out(make_model, tmp_path, caplog):
     manager = TaskManager(include_path=[str(FOLDER), str(tasks)], include_defaults=False)
     model = make_model("gpt2")
     common = {"model": model, "task_manager": manager, "bootstrap_iters": 0}
-    with pytest.raises(
-        ConfigError, match=r"does not generate any; .* \(writes and scores_and_writes \(generate_until\)\)"
-    ):
+    with raises_message(ConfigError):
         lm_eval.simple_evaluate(tasks=["writes", "scores_and_writes"], **common)
     assert model._session is None
     result = lm_eval.simple_evaluate(tasks=["both", "scores_and_writes", "scores_twice"], **common)
@@ -337,13 +335,13 @@ def test_tasks_that_cannot_be_run_are_left_out(make_model, tmp_path, caplog):
     assert "no result of the group both, of which tasks are left out" in messages
 
 
-def test_generation_is_refused(make_model):
-    with pytest.raises(ConfigError, match="shardplan scores texts and does not generate any; leave out tasks whose"):
+def test_generation_is_refused(make_model, raises_message):
+    with raises_message(ConfigError):
         make_model("gpt2").generate_until(as_requests([("a", {})]))
 
 
-def test_a_checkpoint_without_a_tokenizer(golden, tmp_path):
-    with pytest.raises(Exception, match="llama has no tokenizer; save one there with transformers"):
+def test_a_checkpoint_without_a_tokenizer(golden, tmp_path, raises_message):
+    with raises_message(CheckpointError):
         ShardplanLM(**{"model.ref": str(golden / "llama")})
 
 
@@ -386,8 +384,8 @@ def test_the_documented_command(tmp_path, monkeypatch):
     assert sys.argv[0] != "lm_eval"
 
 
-def test_a_wrong_argument():
-    with pytest.raises(ConfigError, match=r"model_args: unknown key 'mesh\.modle'; did you mean 'mesh\.model'\?"):
+def test_a_wrong_argument(raises_message):
+    with raises_message(ConfigError):
         ShardplanLM.create_from_arg_string("model.config=llama-3.1-8b,mesh.modle=2")
 
 

@@ -193,10 +193,10 @@ def test_ties_of_either_part(tmp_path, outer, inner, has_head, is_tied):
     np.testing.assert_array_equal(np.asarray(model.get_lm_head().array), tensors[name])
 
 
-def test_an_untied_model_without_a_head_is_refused(tmp_path):
+def test_an_untied_model_without_a_head_is_refused(tmp_path, raises_message):
     golden, wrapper = FAMILIES / "mistral", WRAPPERS["llava"]
     folder = write_wrapped(tmp_path / "wrapped", wrapper, golden, change=lambda tensors: tensors.pop(heads(tensors)[0]))
-    with pytest.raises(CheckpointError, match=r'missing \(lm_head.weight\); .* set "tie_word_embeddings": true'):
+    with raises_message(CheckpointError):
         read(folder)
 
 

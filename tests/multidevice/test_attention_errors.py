@@ -16,7 +16,7 @@ from shardplan.positions.sequence_layout import SequenceLayout
 
 
 @pytest.mark.quick
-def test_errors():
+def test_errors(raises_message):
     mesh = mesh_of(4)
     x, y = (
         hax.zeros(hax.make_axes(**{"kv_head": 2, name: 8, "head_size": 16})) for name in ("position", "key_position")
@@ -85,33 +85,28 @@ def test_errors():
             )
     with (
         jax.set_mesh(jax.make_mesh((4,), ("model",))),
-        pytest.raises(ConfigError, match="of type Explicit; make it with AxisType"),
+        raises_message(ConfigError),
     ):
         dot_product_attention("position", "key_position", "head_size", x, y, y, axis_mapping=mapping)
-    with pytest.raises(ConfigError, match="position is mapped, but no mesh is set"):
+    with raises_message(ConfigError):
         dot_product_attention("position", "key_position", "head_size", x, y, y, axis_mapping=mapping)
-    with pytest.raises(ConfigError, match="both name their positions position; rename the positions of keys"):
+    with raises_message(ConfigError):
         dot_product_attention("position", "position", "head_size", x, x, x)
     wide = y.broadcast_axis(hax.Axis("batch", 2))
-    for queries, actual in ((x, "none"), (x.broadcast_axis(hax.Axis("batch", 1)), "size 1")):
-        message = f"queries must have the axis batch of size 2, as keys do; they have {actual}"
-        with pytest.raises(ConfigError, match=message):
+    for queries in (x, x.broadcast_axis(hax.Axis("batch", 1))):
+        with raises_message(ConfigError):
             dot_product_attention("position", "key_position", "head_size", queries, wide, wide)
-    with pytest.raises(
-        ConfigError, match="ulysses exchanges heads, but queries and keys share none; use all_gather or"
-    ):
+    with raises_message(ConfigError):
         dot_product_attention("position", "key_position", "head_size", x, y, y, heads=(), strategy="ulysses")
-    with pytest.raises(ConfigError, match=r"attention: heads 'kv_heads': did you mean 'kv_head'\?"):
+    with raises_message(ConfigError):
         dot_product_attention("position", "key_position", "head_size", x, y, y, heads="kv_heads")
-    with jax.set_mesh(mesh), pytest.raises(ConfigError, match="keys and values alone take more than the 15"):
+    with jax.set_mesh(mesh), raises_message(ConfigError):
         many = jax.ShapeDtypeStruct((2**16, 2**16, 128), jnp.bfloat16)
         q, k = (
             hax.NamedArray(many, hax.make_axes(**{"kv_head": 2**16, name: 2**16, "head_size": 128}))
             for name in ("position", "key_position")
         )
         dot_product_attention("position", "key_position", "head_size", q, k, k, axis_mapping=mapping, hardware="v5e-4")
-    with pytest.raises(
-        ConfigError, match="scaling_factor is traced, but must be known while tracing; multiply queries by"
-    ):
+    with raises_message(ConfigError):
         names = "position", "key_position", "head_size"
         jax.jit(lambda scale: dot_product_attention(*names, x, y, y, scaling_factor=scale).array)(0.1)

@@ -67,15 +67,13 @@ def test_patterns_are_levanters_masks():
     assert count >= 24
 
 
-def test_chunks_are_added_once_and_after_documents():
+def test_chunks_are_added_once_and_after_documents(raises_message):
     mask = with_chunks(AttentionMask.causal(), 4, POS)
-    with pytest.raises(ConfigError, match=r"attention: chunk is 0; it must be at least 1"):
+    with raises_message(ConfigError):
         with_chunks(None, 0, POS)
-    with pytest.raises(ConfigError, match=r"attention: the mask has chunks of 4 positions already"):
+    with raises_message(ConfigError):
         with_chunks(mask, 2, POS)
-    with pytest.raises(
-        ConfigError, match=r"a mask with chunks takes no segment ids; give them to the mask before with_"
-    ):
+    with raises_message(ConfigError):
         mask.with_segment_ids(hax.zeros(POS, dtype=int))
 
 
@@ -196,11 +194,9 @@ def test_an_axis_that_is_absent_is_named():
             dot_product_attention(*roles, q, k, v)
 
 
-def test_positions_on_several_axes_are_refused():
+def test_positions_on_several_axes_are_refused(raises_message):
     q, k, v = random_arrays((POS, HEADS, HEAD_SIZE), (KEY_POS, HEADS, HEAD_SIZE), (KEY_POS, HEADS, HEAD_SIZE))
-    with pytest.raises(
-        ConfigError, match=r"attention: KPos is \('key_position', 'h'\); it must be one axis, or its name"
-    ):
+    with raises_message(ConfigError):
         dot_product_attention(POS, ("key_position", "h"), HEAD_SIZE, q, k, v)
 
 

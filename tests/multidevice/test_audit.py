@@ -48,16 +48,11 @@ def test_a_model_as_planned(loaded):
     assert lines[-1] == f"{total:,} bytes per device"
 
 
-def test_a_replicated_parameter_is_named(loaded):
+def test_a_replicated_parameter_is_named(loaded, raises_message):
     model, plan = loaded
     array = gate_proj(model)
     replicated = jax.device_put(array, NamedSharding(array.sharding.mesh, PartitionSpec()))
-    message = (
-        r"^not as planned: segments\[0\]\.stacked\.layers\[0\]\.mlp\.gate_proj\.weight is replicated, planned is "
-        r"sharded by "
-        r"P\(None, .*'model'.*\) \(\d\.\d\d instead of \d\.\d\d GiB per device\); load the model with this plan"
-    )
-    with pytest.raises(ConfigError, match=message):
+    with raises_message(ConfigError):
         audit(eqx.tree_at(gate_proj, model, replicated), plan)
 
 
@@ -74,7 +69,7 @@ def test_other_types_and_devices_are_named(loaded, change, message):
         audit(eqx.tree_at(gate_proj, model, change(gate_proj(model))), plan)
 
 
-def test_what_an_optimizer_keeps_is_sharded_like_the_parameters(loaded):
+def test_what_an_optimizer_keeps_is_sharded_like_the_parameters(loaded, raises_message):
     """Adam's moments, and not what has another shape, such as its count."""
     model, plan = loaded
     state = optax.adam(1e-3).init(eqx.filter(model, eqx.is_inexact_array))
@@ -82,12 +77,11 @@ def test_what_an_optimizer_keeps_is_sharded_like_the_parameters(loaded):
     array = gate_proj(state[0].mu)
     replicated = jax.device_put(array, NamedSharding(array.sharding.mesh, PartitionSpec()))
     moments = eqx.tree_at(gate_proj, state[0].mu, replicated)
-    message = r"^not as planned: the optimizer's state of segments.*gate_proj\.weight is replicated, planned is sharded"
-    with pytest.raises(ConfigError, match=message):
+    with raises_message(ConfigError):
         check_like_parameters((state[0]._replace(mu=moments), *state[1:]), type(model), plan)
 
 
-def test_a_mesh_of_levanter_has_axes_across_slices(loaded):
+def test_a_mesh_of_levanter_has_axes_across_slices(loaded, raises_message):
     """A sharding is as planned if the axes of a mesh axis, within and across slices, have its devices together."""
     model, plan = loaded
     planned = make_mesh(plan)
@@ -105,5 +99,5 @@ def test_a_mesh_of_levanter_has_axes_across_slices(loaded):
     audit(jax.tree.map(move, model), plan)
     other = Mesh(planned.devices.reshape((2, 1, *sizes[2:])), axes)
     moved = jax.tree.map(lambda array: jax.device_put(array, NamedSharding(other, PartitionSpec())), model)
-    with pytest.raises(ConfigError, match=r"is on the mesh \{'replica_dcn': 2, .*\}, planned is \{"):
+    with raises_message(ConfigError):
         audit(moved, plan)

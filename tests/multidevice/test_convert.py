@@ -67,7 +67,7 @@ def test_hugging_face_and_back(golden, tmp_path, name):
 
 
 @pytest.mark.parametrize("sizes", [(1, 2, 2), (2, 3, 1)])
-def test_levanter_and_back(golden, tmp_path, sizes):
+def test_levanter_and_back(golden, tmp_path, sizes, raises_message):
     """Levanter opens a written checkpoint in another sharding."""
     template = build_model(read_config(str(golden / "mixtral" / "config.json"), None, LEVANTER), 64).template
     with jax.set_mesh(mesh_of(*sizes)):
@@ -79,7 +79,7 @@ def test_levanter_and_back(golden, tmp_path, sizes):
     for path, leaf in named_leaves(loaded):
         assert leaf.array.dtype == jax.numpy.bfloat16
         np.testing.assert_array_equal(np.asarray(leaf.array), np.asarray(expected[path].array), err_msg=path)
-    with pytest.raises(ConfigError, match=r"holds config\.json already"):
+    with raises_message(ConfigError):
         save_levanter(module, str(tmp_path / "out"), {})
 
 
@@ -159,7 +159,7 @@ def test_a_value_too_large_for_the_type_is_an_error(golden, tmp_path, dtype, val
     assert np.isposinf(written[0, 0]) and np.isnan(written[2, 1]) and (~np.isfinite(written)).sum() == 2
 
 
-def test_what_was_written_is_read_back(golden, tmp_path, monkeypatch):
+def test_what_was_written_is_read_back(golden, tmp_path, monkeypatch, raises_message):
     """Before the mark is removed: a file with another tensor, and a config.json that the store has not kept."""
     encode = save.encode_header
 
@@ -170,13 +170,11 @@ def test_what_was_written_is_read_back(golden, tmp_path, monkeypatch):
         module = load_pretrained(golden / "llama")
         with monkeypatch.context() as patch:
             patch.setattr(save, "encode_header", lambda described: encode({**described}).replace(b"F32", b"I32", 1))
-            with pytest.raises(
-                CheckpointError, match=r"model\.safetensors is not what was written: .* is .*int32.*, not"
-            ):
+            with raises_message(CheckpointError):
                 save_pretrained(module, str(tmp_path), {})
         with monkeypatch.context() as patch:
             patch.setattr(save, "write_file", lose_content)
-            with pytest.raises(CheckpointError, match=r"config\.json is not what was written: its content"):
+            with raises_message(CheckpointError):
                 save_pretrained(module, str(tmp_path), {})
         assert (tmp_path / target.INCOMPLETE).exists()
         save_pretrained(module, str(tmp_path), {})
@@ -196,16 +194,16 @@ def test_files_have_even_sizes():
         assert all(len(names) == 1 or sum(sizes[name] for name in names) <= limit for names in files.values())
 
 
-def test_what_cannot_be_written(golden, tmp_path):
+def test_what_cannot_be_written(golden, tmp_path, raises_message):
     with jax.set_mesh(mesh_of(1, 1, 1)):
         module = load_pretrained(str(golden / "llama"))
     (tmp_path / "file").write_text("")
     for write in (save_levanter, save_pretrained):
-        with pytest.raises(ConfigError, match=r"file/folder cannot be written to: "):
+        with raises_message(ConfigError):
             write(module, str(tmp_path / "file" / "folder"), {})
-    with pytest.raises(ConfigError, match=r"written to local folders, gs:// and s3://, not az://"):
+    with raises_message(ConfigError):
         save_levanter(module, "az://container/folder", {})
-    with pytest.raises(CheckpointError, match=r"lm_head\.weight \[256, 96\] cannot be written"):
+    with raises_message(CheckpointError):
         program = trace_program(eqx.filter_eval_shape(lambda: module))
         views = {path: view for path, view in program.views.items() if "lm_head" not in path}
         save_pretrained(module, str(tmp_path / "out"), {}, StateDictProgram(program.tensors, views))
@@ -275,7 +273,7 @@ def test_saving_is_watched(golden, tmp_path, monkeypatch):
         assert len(done) > 2 and done == sorted({*done}) if save_model is save_pretrained else len(done) == 1
 
 
-def test_two_runs_into_one_folder_are_noticed(golden, tmp_path, monkeypatch):
+def test_two_runs_into_one_folder_are_noticed(golden, tmp_path, monkeypatch, raises_message):
     """The first of two runs fails at its end, for it sees the mark of the second."""
     mark, write_files = tmp_path / target.INCOMPLETE, save._write_files
 
@@ -284,18 +282,18 @@ def test_two_runs_into_one_folder_are_noticed(golden, tmp_path, monkeypatch):
         mark.write_text('{"run": "another", "files": []}')
 
     monkeypatch.setattr(save, "_write_files", claim_meanwhile)
-    with jax.set_mesh(mesh_of(1, 2, 2)), pytest.raises(ConfigError, match=r"another run has written to .* meanwhile"):
+    with jax.set_mesh(mesh_of(1, 2, 2)), raises_message(ConfigError):
         save_pretrained(load_pretrained(golden / "llama"), str(tmp_path), {})
     assert mark.exists()
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"run": "", "files": ["../notes.txt"]}'])
-def test_a_mark_that_no_run_writes_removes_nothing(golden, tmp_path, content):
+def test_a_mark_that_no_run_writes_removes_nothing(golden, tmp_path, content, raises_message):
     (tmp_path / "notes.txt").write_text("mine")
     folder = tmp_path / "copy"
     folder.mkdir()
     (folder / target.INCOMPLETE).write_text(content)
-    with jax.set_mesh(mesh_of(1, 2, 2)), pytest.raises(ConfigError, match=r"holds a damaged shardplan\.incomplete"):
+    with jax.set_mesh(mesh_of(1, 2, 2)), raises_message(ConfigError):
         save_pretrained(load_pretrained(golden / "llama"), str(folder), {})
     assert (tmp_path / "notes.txt").read_text() == "mine"
 

@@ -159,8 +159,8 @@ def test_tokens_that_all_devices_of_the_experts_have(strategy):
     check(SAME_TOKENS, ExpertMethod(strategy, FEW), make_inputs())
 
 
-def test_tokens_that_all_devices_have_are_not_exchanged():
-    with pytest.raises(ConfigError, match="the mesh axis model shards experts and no tokens"):
+def test_tokens_that_all_devices_have_are_not_exchanged(raises_message):
+    with raises_message(ConfigError):
         check(SAME_TOKENS, ExpertMethod(EXCHANGE), make_inputs())
 
 
@@ -205,8 +205,8 @@ def test_without_a_plan_kernels_have_tiles_for_the_devices(monkeypatch):
 
 
 @pytest.mark.quick
-def test_tokens_must_be_whole():
-    with pytest.raises(ConfigError, match="the axis mapping shards embed in computations"):
+def test_tokens_must_be_whole(raises_message):
+    with raises_message(ConfigError):
         check(((2, 4), {"batch": "data", "embed": "model"}), ExpertMethod(), make_inputs())
 
 

@@ -71,7 +71,7 @@ def check_arrays(module, golden):
     assert len(arrays[ROUTER].sharding.device_set) == 8
 
 
-def test_loaded_as_planned(golden, planned, tmp_path):
+def test_loaded_as_planned(golden, planned, tmp_path, raises_message):
     _, plan = planned
     assert {each.path: each.dtype for each in plan.parameters if each.dtype != "bfloat16"} == {ROUTER: "float32"}
     (router,) = (each for each in plan.parameters if each.path == ROUTER)
@@ -80,7 +80,7 @@ def test_loaded_as_planned(golden, planned, tmp_path):
     check_arrays(module, golden)
     assert str(audit(module, plan)).count("as planned") == len(plan.parameters)
     rounded = eqx.tree_at(lambda m: m.segments[0].stacked.layers[0].mlp.router.weight.array, module, replace_fn=narrow)
-    with pytest.raises(ConfigError, match=r"router\.weight is bfloat16, planned is float32"):
+    with raises_message(ConfigError):
         audit(rounded, plan)
     plan.save(str(tmp_path / "plan.json"))
     assert Plan.load(str(tmp_path / "plan.json")) == plan

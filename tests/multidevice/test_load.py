@@ -307,22 +307,22 @@ def test_every_byte_is_read_once(golden, monkeypatch, name, mapping):
     assert sum(sizes) - headers == read + (golden / name / "config.json").stat().st_size
 
 
-def test_plan_and_mapping_together_are_refused(golden, make_config):
+def test_plan_and_mapping_together_are_refused(golden, make_config, raises_message):
     plan = make_plan(make_config(model_ref=golden / "llama", workload_position=64))
-    with pytest.raises(ConfigError, match="takes a plan or an axis_mapping, not both"):
+    with raises_message(ConfigError):
         load_pretrained(str(golden / "llama"), plan=plan, axis_mapping={})
 
 
-def test_a_plan_of_another_model_is_refused(golden, make_config):
+def test_a_plan_of_another_model_is_refused(golden, make_config, raises_message):
     plan = make_plan(make_config(model_ref=golden / "llama", workload_position=64))
-    with pytest.raises(ConfigError, match=r"the plan is for .*llama, whose .*; here it is .*; plan again"):
+    with raises_message(ConfigError):
         load_pretrained(str(golden / "mistral"), plan=plan)
-    with pytest.raises(ConfigError, match=r"plan is 'plan.json', not a Plan; read a file with Plan.load\(path\)"):
+    with raises_message(ConfigError):
         load_pretrained(str(golden / "llama"), plan="plan.json")
 
 
-def test_no_mesh_is_one_clear_line(golden):
-    with pytest.raises(ConfigError, match="load_pretrained needs a mesh: pass plan="):
+def test_no_mesh_is_one_clear_line(golden, raises_message):
+    with raises_message(ConfigError):
         load_pretrained(str(golden / "llama"))
 
 
@@ -342,7 +342,7 @@ def test_no_array_is_unsharded_unless_replicated(golden, monkeypatch):
     assert weight.addressable_shards[0].data.shape == (2, 32, 48)
 
 
-def test_checksums_are_compared(golden, tmp_path, capsys):
+def test_checksums_are_compared(golden, tmp_path, capsys, raises_message):
     """The digests that name the files of the hub's cache are compared; a file under a wrong digest is refused."""
     for file in golden.joinpath("llama").glob("model*"):
         blob = tmp_path / "blobs" / hashlib.sha256(file.read_bytes()).hexdigest()
@@ -360,6 +360,6 @@ def test_checksums_are_compared(golden, tmp_path, capsys):
     shard.resolve().write_bytes((golden / "llama" / shard.name).read_bytes())
     with (
         jax.set_mesh(mesh_of(1, 2, 2)),
-        pytest.raises(CheckpointError, match=f"{shard.name}: checksum is sha256 .*, its store recorded sha256 0000"),
+        raises_message(CheckpointError),
     ):
         load_pretrained(str(tmp_path), checksum=True)

@@ -94,16 +94,15 @@ def test_the_output_head_of_a_tied_model(golden, tmp_path, caplog, kind):
         np.testing.assert_array_equal(module.embeddings.token_embeddings.weight.array, head)
 
 
-def test_a_plan_without_the_output_head_is_refused(golden, tmp_path):
+def test_a_plan_without_the_output_head_is_refused(golden, tmp_path, raises_message):
     """Also the other way round; a run without a given plan makes one with the head."""
     tensors = tensors_of(golden / "llama")
     write(tmp_path, golden / "llama", tensors, tie_word_embeddings=True)
     config = parse_config([f"--model.ref={tmp_path}", "--workload.position=64"], ConvertCommand)
     tied = make_plan(config)
-    message = r'the plan has no lm_head.weight, .* set "tie_word_embeddings": false in its config.json, and plan again'
-    with pytest.raises(ConfigError, match=message):
+    with raises_message(ConfigError):
         load_pretrained(str(tmp_path), plan=tied)
-    with pytest.raises(ConfigError, match=message):
+    with raises_message(ConfigError):
         prepare(config, tied)
     session = prepare(config, None)
     assert "lm_head.weight" in {parameter.path for parameter in session.plan.parameters}
@@ -112,33 +111,26 @@ def test_a_plan_without_the_output_head_is_refused(golden, tmp_path):
     again = prepare(config, session.plan)  # a Plan file with the head
     assert again.model.template.lm_head is not None
     write(tmp_path, golden / "llama", {**tensors, HEAD: tensors[EMBEDDING]}, tie_word_embeddings=True)
-    with pytest.raises(
-        ConfigError, match=r"the plan has lm_head.weight, and the model has its embedding as output head"
-    ):
+    with raises_message(ConfigError):
         prepare(config, session.plan)
 
 
-def test_an_output_head_that_the_model_has_no_place_for(golden, tmp_path):
+def test_an_output_head_that_the_model_has_no_place_for(golden, tmp_path, raises_message):
     """GPT-2 of Levanter has none, nor has a model that the caller's configuration ties."""
     tensors = tensors_of(golden / "gpt2")
     embedding = tensors["transformer.wte.weight"]
     write(tmp_path, golden / "gpt2", {**tensors, HEAD: embedding.copy()}, tie_word_embeddings=False)
     assert_equal(load(tmp_path), reference(golden / "gpt2"))
     write(tmp_path, golden / "gpt2", {**tensors, HEAD: embedding + 1}, tie_word_embeddings=False)
-    with pytest.raises(
-        CheckpointError,
-        match=r"output head lm_head.weight differs from the embedding transformer.wte.weight, .* Gpt2LMHeadModel can",
-    ):
+    with raises_message(CheckpointError):
         load(tmp_path)
     tensors = tensors_of(golden / "llama")
     write(tmp_path, golden / "llama", tensors, tie_word_embeddings=True)
     config = build_model(read_config(str(tmp_path / "config.json"), None, LEVANTER), 64).config
-    with pytest.raises(
-        CheckpointError, match=r'lm_head.weight differs .*; set "tie_word_embeddings": false in its conf'
-    ):
+    with raises_message(CheckpointError):
         load(tmp_path, config=config)
     write(tmp_path, golden / "llama", {**tensors, "lm_head.bias": np.zeros(256, np.float32)})
-    with pytest.raises(CheckpointError, match=r"1 tensor that the model does not have \(lm_head.bias\)"):
+    with raises_message(CheckpointError):
         load(tmp_path)
 
 
@@ -156,7 +148,7 @@ def test_the_converter_uses_the_head_too(golden, tmp_path):
     np.testing.assert_array_equal(module.lm_head.weight.array, tensors[HEAD])
 
 
-def test_two_sets_of_weights(golden, tmp_path, caplog):
+def test_two_sets_of_weights(golden, tmp_path, caplog, raises_message):
     """A single file beside an index: the same values are accepted, others are refused, a part is not asked."""
     tensors = tensors_of(golden / "llama")
     index = dict.fromkeys(tensors, "model-00001-of-00001.safetensors")
@@ -172,14 +164,11 @@ def test_two_sets_of_weights(golden, tmp_path, caplog):
         assert warnings_of(caplog) == expected
         caplog.clear()
     write(tmp_path, golden / "llama", {**files, "model.safetensors": {**tensors, NORM: tensors[NORM] + 1}}, index)
-    with pytest.raises(
-        CheckpointError,
-        match=r"two complete sets of weights that differ: model\.safetensors, and the files of model\.saf",
-    ):
+    with raises_message(CheckpointError):
         load(tmp_path)
 
 
-def test_what_the_index_gets_wrong_is_said_if_it_is_needed(golden, tmp_path, caplog):
+def test_what_the_index_gets_wrong_is_said_if_it_is_needed(golden, tmp_path, caplog, raises_message):
     tensors = tensors_of(golden / "llama")
     shards = {"a.safetensors": {**tensors, NORM: tensors[NORM] + 1}, "b.safetensors": {NORM: tensors[NORM]}}
     index = {**dict.fromkeys(tensors, "a.safetensors"), NORM: "b.safetensors", "mtp.fc.weight": "c.safetensors"}
@@ -200,17 +189,13 @@ def test_what_the_index_gets_wrong_is_said_if_it_is_needed(golden, tmp_path, cap
     assert_equal(load(tmp_path), reference(golden / "llama"))
     shards["a.safetensors"][NORM] = tensors[NORM] + 1
     write(tmp_path, golden / "llama", shards, index)
-    with pytest.raises(
-        CheckpointError, match=r"model.norm.weight is in both a\.safetensors and b\.safetensors, with other values, and"
-    ):
+    with raises_message(CheckpointError):
         load(tmp_path)
     index[NORM] = "c.safetensors"
     del shards["a.safetensors"][NORM], shards["b.safetensors"]
     (tmp_path / "b.safetensors").rename(tmp_path / "c.safetensors.incomplete")
     write(tmp_path, golden / "llama", shards, index)
-    with pytest.raises(
-        CheckpointError, match=r"2 of 3 shards missing: b\.safetensors, c\.safetensors; .* \(c\.safet.* is"
-    ):
+    with raises_message(CheckpointError):
         load(tmp_path)
 
 

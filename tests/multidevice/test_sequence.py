@@ -117,18 +117,18 @@ def test_positions_are_the_last_axis_of_tokens(example):
 
 
 @pytest.mark.quick
-def test_a_layout_of_another_length_is_refused(example):
-    with pytest.raises(ConfigError, match="the layout is for 60 positions, the example has 61"):
+def test_a_layout_of_another_length_is_refused(example, raises_message):
+    with raises_message(ConfigError):
         shard_sequence(example, SequenceLayout(60, 4))
 
 
 @pytest.mark.parametrize("example", ["documents"], indirect=True)
-def test_a_layout_of_other_documents_is_refused(example):
-    with pytest.raises(ConfigError, match="documents of 30, 31 positions, the example's segment ids have others"):
+def test_a_layout_of_other_documents_is_refused(example, raises_message):
+    with raises_message(ConfigError):
         shard_sequence(example, SequenceLayout(LENGTH, 4, 1, "documents", (30, 31)))
 
 
-def test_masks_that_levanter_accepts(example):
+def test_masks_that_levanter_accepts(example, raises_message):
     """No mask, and segment ids of keys with their own axis name."""
     layout = SequenceLayout(LENGTH, 4, 1, "zigzag")
     assert shard_sequence(replace(example, attn_mask=None), layout).mask == AttentionMask()
@@ -139,12 +139,12 @@ def test_masks_that_levanter_accepts(example):
     segments = shard_sequence(replace(example, attn_mask=mask), layout).mask.segment_ids
     for each, name in zip(segments, ("position", "key_position"), strict=True):
         assert (each.array == ids.array[np.maximum(layout.positions(), 0)]).all() and each.axes[0].name == name
-    with pytest.raises(ConfigError, match="segment ids are traced and cannot be compared"):
+    with raises_message(ConfigError):
         jax.jit(lambda e: shard_sequence(e, SequenceLayout(LENGTH, 4, 1, "documents", DOCUMENTS)).tokens.array)(example)
 
 
 @pytest.mark.parametrize("example", ["one document"], indirect=True)
-def test_sequences_in_another_order_are_refused(model, example):
+def test_sequences_in_another_order_are_refused(model, example, raises_message):
     """Attention without a layout, and Levanter's own, expects the order of the sequence."""
     sequence, striped = (shard_sequence(example, SequenceLayout(LENGTH, 4, 1, kind)) for kind in ("zigzag", "striped"))
     for method, given in (
@@ -153,19 +153,16 @@ def test_sequences_in_another_order_are_refused(model, example):
         (None, striped),
     ):
         parallel = model if method is None else with_sequence_parallel(model, method)
-        kind = given.layout.kind
-        with pytest.raises(
-            ConfigError, match=f"layout of the sequence is 61 positions, {kind} over ring 4 x ulysses 1, "
-        ):
+        with raises_message(ConfigError):
             next_token_losses(parallel, given)
     documents = SequenceLayout(LENGTH, 4, 1, "zigzag", DOCUMENTS)
-    with pytest.raises(ConfigError, match="of the model's attention 61 positions in 3 documents, zigzag over ring 4"):
+    with raises_message(ConfigError):
         next_token_losses(with_sequence_parallel(model, Method("ring", layout=documents)), sequence)
 
 
 @pytest.mark.parametrize("example", ["one document"], indirect=True)
 @pytest.mark.parametrize("kind", [pytest.param(LlamaConfig, marks=pytest.mark.whole), MixtralConfig])
-def test_examples_in_sequence_order_are_refused(example, kind):
+def test_examples_in_sequence_order_are_refused(example, kind, raises_message):
     """A model whose attention expects another order would return wrong losses silently. Its method can be replaced."""
     config = kind(max_seq_len=LENGTH, hidden_dim=32, intermediate_dim=32, num_layers=1, num_heads=4, num_kv_heads=2,
         attn_backend=AttentionBackend.VANILLA,
@@ -173,7 +170,7 @@ def test_examples_in_sequence_order_are_refused(example, kind):
     model = config.build(hax.Axis("vocab", VOCAB), key=jax.random.PRNGKey(0))
     zigzag, ring = (SequenceLayout(LENGTH, 4, 1, kind) for kind in ("zigzag", "contiguous"))
     parallel = with_sequence_parallel(model, Method("ring", layout=zigzag))
-    with pytest.raises(ConfigError, match="expects sequences in zigzag order, but the model was called without it"):
+    with raises_message(ConfigError):
         parallel.compute_next_token_loss(example, reduction=None)
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(1, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     with jax.set_mesh(mesh):

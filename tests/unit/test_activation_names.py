@@ -121,7 +121,7 @@ def test_copies_that_are_longer_than_their_layer_are_waited_for(pythia):
 
 
 @pytest.mark.slow
-def test_blocks_of_layers_divide_the_layers(pythia):
+def test_blocks_of_layers_divide_the_layers(pythia, raises_message):
     """Two blocks of four layers, as Haliax chooses by itself, or one of all; three are refused."""
 
     def step(text):
@@ -129,7 +129,7 @@ def test_blocks_of_layers_divide_the_layers(pythia):
         return plan_step(pythia, workload).tasks
 
     assert step("nested:2") == step("nested") != step("nested:1")
-    with pytest.raises(ConfigError, match=r"4 layers do not divide into 3 blocks; use one of 1, 2, 4$"):
+    with raises_message(ConfigError):
         step("nested:3")
     assert checkpointing_problem("x", "nested:0") == "x is 'nested:0'; nested takes at least one block of layers"
     for text in ("nested:a", "default:4", "nested:"):
@@ -137,14 +137,14 @@ def test_blocks_of_layers_divide_the_layers(pythia):
 
 
 @pytest.mark.slow
-def test_names_that_no_activation_has_are_refused(pythia):
+def test_names_that_no_activation_has_are_refused(pythia, raises_message):
     """Haliax would keep nothing, and say nothing."""
     llama = build_model({**read_config("llama-3.1-8b", None, LEVANTER), "num_hidden_layers": 2}, TOKENS)
-    with pytest.raises(ConfigError, match=r"keeps 'up_prj', and no activation of the model has .* 'up_proj'"):
+    with raises_message(ConfigError):
         trained(pythia, "default+up_prj")
-    with pytest.raises(ConfigError, match=r"keeps 'gate_prj', and .* did you mean 'gate_proj'"):
+    with raises_message(ConfigError):
         trained(llama, "default+gate_prj")
-    with pytest.raises(ConfigError, match=r"keeps 'gate_proj', and no activation of the model"):
+    with raises_message(ConfigError):
         trained(pythia, "default+gate_proj")  # its MLP has no gate
 
 

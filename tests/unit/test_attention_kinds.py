@@ -250,12 +250,12 @@ def test_keys_of_other_chunks_are_not_sent(make_config):
     assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
 
 
-def test_a_plan_whose_kinds_have_several_orders_is_refused(make_config):
+def test_a_plan_whose_kinds_have_several_orders_is_refused(make_config, raises_message):
     values = make_plan(make_config(model_config="llama-3.1-8b", hardware_slice="v5p-16", pin="position=data")).to_json()
     ring = values["mesh"]["data"]
     attention = {"strategy": "ring", "ulysses": 1, "ring": ring, "layout": "contiguous", "kernel": "splash"}
     values["attention"] = {**attention, "kinds": {"x": {**attention, "layout": "zigzag"}}}
-    with pytest.raises(ConfigError, match=r"attention\.kinds\.x has another order of positions than attention"):
+    with raises_message(ConfigError):
         Plan.from_json(values)
 
 

@@ -73,7 +73,7 @@ def test_a_layout_that_jax_refuses_is_a_case(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_plan_alone_is_a_complete_configuration(tmp_path):
+def test_a_plan_alone_is_a_complete_configuration(tmp_path, raises_message):
     """Slice, mesh, workload and model come from the plan; a setting that contradicts the plan is refused."""
     path = str(tmp_path / "plan.json")
     plan = make_plan(load("--workload.batch=16", "--workload.kind=train"))
@@ -83,7 +83,7 @@ def test_a_plan_alone_is_a_complete_configuration(tmp_path):
     assert (config.hardware.slice, config.workload.batch, config.workload.kind) == ("v5p-16", 16, "train")
     assert config.model.config == "llama-3.1-8b"
     assert make_plan(config).param_mapping == plan.param_mapping
-    with pytest.raises(ConfigError, match=r"workload.batch is 24, plan .* has 16; leave it out, or plan again"):
+    with raises_message(ConfigError):
         load_given_plan(parse_config([f"--plan={path}", "--workload.batch=24"]))
 
 

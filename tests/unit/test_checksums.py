@@ -80,14 +80,14 @@ def test_check_after_arbitrary_reads(algorithm, data, reads, damaged):
 
 
 @pytest.mark.parametrize("second", [(10, 30), (15, 40)])
-def test_two_reads_of_the_same_bytes_differ(second):
+def test_two_reads_of_the_same_bytes_differ(second, raises_message):
     """The bytes that one process holds may be damaged although those that another process counted are not."""
     data = bytes(range(60))
     file = CheckedFile(Memory(data, recorded(ChecksumAlgorithm.CRC32C, data)))
     file.read_into(10, memoryview(bytearray(20)))
     value = compute_crc(ChecksumAlgorithm.CRC32C, memoryview(data[slice(*second)]))
     check_file(file, [*file.ranges, (*second, value)])
-    with pytest.raises(CheckpointError, match=f"two reads of bytes {second[0]} to {second[1]} differ; load again"):
+    with raises_message(CheckpointError):
         check_file(file, [*file.ranges, (*second, value ^ 1)])
 
 

@@ -182,17 +182,17 @@ def test_variables_that_are_set(tmp_path, monkeypatch):
         ({"pin": "mlp=model"}, "pin", ("mlp=model",)),
         ({"forbid": {"vocab"}}, "forbid", ("vocab",)),
         ({"plan": Path("a/plan.json")}, "plan", "a/plan.json"),
-        ({"workload": {"kind": EvaluationKind.LOSS}}, "workload.kind", None),
     ],
     ids=str,
 )
 def test_values_of_python(sections, key, value):
-    if value is None:
-        with pytest.raises(ConfigError, match="'loss'; did you mean 'eval'"):
-            load_config(model={"ref": "x"}, **sections)
-        return
     loaded = attrgetter(key)(load_config(model={"ref": "x"}, **sections))
     assert loaded == value and type(loaded) is type(value)
+
+
+def test_a_member_of_another_enum(raises_message):
+    with raises_message(ConfigError):
+        load_config(model={"ref": "x"}, workload={"kind": EvaluationKind.LOSS})
 
 
 def test_one_text_for_a_list_in_a_file(tmp_path):
@@ -229,7 +229,7 @@ def test_unknown_key_names_its_file(tmp_path):
     assert str(error.value) == f"{path}: unknown key 'mesh.modle'; did you mean 'mesh.model'?"
 
 
-def test_unusable_files(tmp_path):
+def test_unusable_files(tmp_path, raises_message):
     for text, message in (
         ("a: [", "is not YAML"),
         ("model: {ref: 007}", "model.ref is 7; it must be text"),
@@ -241,11 +241,11 @@ def test_unusable_files(tmp_path):
         with pytest.raises(ConfigError, match=message):
             parse_config(["--config", write(tmp_path, "b.yaml", text)])
     write(tmp_path, "tiny.yaml", "")
-    with pytest.raises(ConfigError, match=r"tini.yaml does not exist; did you mean '.*tiny.yaml'\?"):
+    with raises_message(ConfigError):
         parse_config(["--config", str(tmp_path / "tini.yaml")])
 
 
-def test_values_as_they_are_meant(tmp_path, monkeypatch):
+def test_values_as_they_are_meant(tmp_path, monkeypatch, raises_message):
     """A section without keys, a home folder that no shell replaces, and a number that YAML 1.1 takes for text."""
     monkeypatch.setenv("HOME", str(tmp_path))
     write(tmp_path, "a.yaml", "model: {ref: ~/model}\nworkload:\nload: {gib: 1e1}\njson: ~/plan.json\n")
@@ -253,7 +253,7 @@ def test_values_as_they_are_meant(tmp_path, monkeypatch):
     assert loaded.model == ModelConfig(f"{tmp_path}/model", f"{tmp_path}/config.json")
     assert loaded.load.gib == 10.0 and loaded.json == f"{tmp_path}/plan.json"
     assert parse_config(["--model.ref=x", "--load.gib", "5e-1"], CheckpointCommand).load.gib == 0.5
-    with pytest.raises(ConfigError, match=r"load\.gib is inf; it must be at most 2147483647"):
+    with raises_message(ConfigError):
         parse_config(["--model.ref=x", "--load.gib", ".inf"], CheckpointCommand)
 
 
@@ -282,7 +282,7 @@ def test_merged_keys_may_be_overridden(tmp_path):
     assert read_yaml(nested) == {"a": {"b": {"x": 2}}, "c": {"x": 3}}
 
 
-def test_files_are_shared_between_commands(tmp_path):
+def test_files_are_shared_between_commands(tmp_path, raises_message):
     """A file may hold keys of other commands: their types are checked, and they are left out."""
     path = write(tmp_path, "a.yaml", "model: {ref: x}\noutput: results.json\nto: copy\nagainst: [plan.json]\n")
     read = ["--config", path]
@@ -290,7 +290,7 @@ def test_files_are_shared_between_commands(tmp_path):
     assert parse_config(read, ConvertCommand).to == "copy"
     assert parse_config(read, VerifyCommand).against == ("plan.json",)
     assert parse_config(read).given == {"model.ref"}
-    with pytest.raises(ConfigError, match=r"c\.yaml: output is None; it must be text"):
+    with raises_message(ConfigError):
         parse_config(["--config", write(tmp_path, "c.yaml", "model: {ref: x}\noutput: null")], ConvertCommand)
 
 
@@ -305,14 +305,12 @@ def test_keys_of_other_commands_are_refused_among_arguments():
             assert str(error.value) == expected
 
 
-def test_from_python(tmp_path):
+def test_from_python(tmp_path, raises_message):
     path = write(tmp_path, "a.yaml", "model: {ref: x}\nworkload: {batch: 3}\noutput: results.json\n")
     loaded = load_config(path, workload={"position": 64}, pin=["mlp=model"])
     assert isinstance(loaded, PlanConfig) and (loaded.workload.batch, loaded.workload.position) == (3, 64)
     assert loaded.pin == ("mlp=model",)
-    with pytest.raises(
-        ConfigError, match=r"keyword arguments: unknown key 'workload\.bach'; did you mean 'workload\.batch'"
-    ):
+    with raises_message(ConfigError):
         load_config(path, workload={"bach": 4})
 
 
@@ -358,5 +356,8 @@ def test_a_model_by_its_name_alone(tmp_path, model, key):
     ):
         assert getattr(loaded.model, key) == model and loaded.workload.batch == 3
         assert f"model.{key}" in loaded.given
-    with pytest.raises(ConfigError, match=r"a\.yaml: model is a section, not a value"):
+
+
+def test_a_list_of_models_is_refused(tmp_path, raises_message):
+    with raises_message(ConfigError):
         load_config(write(tmp_path, "a.yaml", "model: [llama-3.1-8b]"))

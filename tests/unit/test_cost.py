@@ -100,8 +100,8 @@ def test_number_of_slices_along_each_mesh_axis(slices, sizes, parts):
     assert slices_by_axis(slices, dict(zip(MESH, sizes, strict=True))) == parts
 
 
-def test_slices_that_do_not_divide_the_mesh():
-    with pytest.raises(ConfigError, match="the 3 slices do not divide replica x data = 8"):
+def test_slices_that_do_not_divide_the_mesh(raises_message):
+    with raises_message(ConfigError):
         slices_by_axis(3, MESH)
 
 

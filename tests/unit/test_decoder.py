@@ -174,8 +174,8 @@ def test_values_are_checked(method, value, problem):
         getattr(keys, method)("hidden_size")
 
 
-def test_keys_that_are_left_over_are_refused():
+def test_keys_that_are_left_over_are_refused(raises_message):
     keys = ConfigKeys({"model_type": "x", "torch_dtype": "float32", "a": 1, "b": None, "alibi": True}, "config.json")
     assert keys.integer("a") == 1
-    with pytest.raises(ConfigError, match=r"config\.json: alibi True: a 'x' has no such key"):
+    with raises_message(ConfigError):
         keys.finish()

@@ -82,12 +82,10 @@ def test_slice_inside_its_pod():
         assert len({device.coords[1] for device in row}) == 1
 
 
-def test_devices_that_do_not_fill_a_torus():
+def test_devices_that_do_not_fill_a_torus(raises_message):
     """Four planes have three chips each, in the shape of an L."""
     devices = [device for device in tpus("v4:2x2x4") if device.coords[:2] != [1, 1]]
-    with pytest.raises(
-        ConfigError, match="the devices of v4:2x2x4 are only 12 of the 16 devices of 1 x 2x2x4 chips that their coord"
-    ):
+    with raises_message(ConfigError):
         arrange(devices, parse_slice("v4:2x2x4"), sizes(1, 4, 3))
 
 
@@ -99,17 +97,16 @@ def test_virtual_devices_are_ordered_by_id(name):
     assert [device.id for device in mesh.devices.flat] == list(range(8))
 
 
-def test_devices_of_another_generation_are_refused(monkeypatch):
+def test_devices_of_another_generation_are_refused(monkeypatch, raises_message):
     """As many of them have other memory and speed than the plan counts with; a kind without data passes."""
-    message = r"hardware\.slice v4-8 is of v4, JAX sees 4 devices of v5p \(TPU v5\); run on that slice, plan with"
     for kind in ("TPU v4", "TPU v9", "TPU v5"):
         monkeypatch.setattr(jax, "devices", lambda kind=kind: [SimpleNamespace(device_kind=kind)] * 4)
-        with pytest.raises(ConfigError, match=message) if kind == "TPU v5" else contextlib.nullcontext():
+        with raises_message(ConfigError) if kind == "TPU v5" else contextlib.nullcontext():
             check_generation(parse_slice("v4-8"))
 
 
-def test_slice_of_devices():
+def test_slice_of_devices(raises_message):
     """Slices of TPU devices are tested in tests/compiler/test_topology.py."""
     assert slice_from(jax.devices()[:5]).name == "cpu-5"
-    with pytest.raises(ConfigError, match="no hardware data for device kind 'NVIDIA H200'; valid: TPU v3"):
+    with raises_message(ConfigError):
         slice_from([SimpleNamespace(platform="gpu", device_kind="NVIDIA H200")])

@@ -24,9 +24,9 @@ def no_variables(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-def test_variables_that_contradict_each_other(monkeypatch):
+def test_variables_that_contradict_each_other(monkeypatch, raises_message):
     monkeypatch.setenv("JAX_NUM_PROCESSES", "2")
-    with pytest.raises(ConfigError, match="JAX_NUM_PROCESSES is 2, and JAX_COORDINATOR_ADDRESS is not set"):
+    with raises_message(ConfigError):
         findings(environment)
     assert findings(coordinator) == [] and findings(devices, CPU_8) == []
     assert memory.model_bytes(subject(f"--model.ref={LLAMA}", CPU_8)) == 0
@@ -141,13 +141,13 @@ def test_a_checkpoint_that_can_be_read():
     assert found.measured.endswith("(25.00 GB/s assumed by forecasts)")
 
 
-def test_a_checkpoint_with_a_missing_file(tmp_path):
+def test_a_checkpoint_with_a_missing_file(tmp_path, raises_message):
     folder = shutil.copytree(LLAMA, tmp_path / "llama")
     (folder / "model-00002-of-00003.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"1 of 3 shards missing: model-00002-of-00003\.safetensors; download"):
+    with raises_message(CheckpointError):
         findings(checkpoint, f"--model.ref={folder}")
     (folder / "config.json").unlink()
-    with pytest.raises(ConfigError, match=r"config\.json"):
+    with raises_message(ConfigError):
         findings(checkpoint, f"--model.ref={folder}")
 
 
@@ -158,13 +158,13 @@ def test_a_server_that_is_not_there():
         findings(checkpoint, f"--model.ref=http://127.0.0.1:{port}/llama")
 
 
-def test_texts(tmp_path, monkeypatch):
+def test_texts(tmp_path, monkeypatch, raises_message):
     path = tmp_path / "a.txt"
     path.write_text("text " * 1000)
     argv = (f"--data.path={tmp_path}",)
     (found,) = findings(texts, *argv)
     assert found.level is Level.OK and "0.00 MiB in 1 files; 0.00 MiB read at " in found.measured
-    with pytest.raises(ConfigError, match=r"data\.path .*b\.txt does not exist"):
+    with raises_message(ConfigError):
         findings(texts, f"--data.path={tmp_path / 'b.txt'}")
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=4999))

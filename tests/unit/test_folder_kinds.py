@@ -38,7 +38,7 @@ def fill(folder, *names):
         (["manifest.ocdbt"], "a checkpoint of Orbax or Levanter"),
         (["0/items/_METADATA", "plan.json"], "a checkpoint of Orbax or Levanter (0/)"),
         (["weights.tar.gz"], "it holds an archive (weights.tar.gz); unpack it"),
-        (["diffusion.safetensors"], "it holds diffusion.safetensors, which is none of these names"),
+        (["diffusion.safetensors"], "it holds other files (diffusion.safetensors); name the"),
         ([], "is it a safetensors checkpoint?"),
     ],
 )
@@ -89,10 +89,10 @@ def test_a_folder_of_the_hubs_cache(tmp_path):
     assert str(cache / "snapshots" / "bbb") in config_error(cache)
 
 
-def test_an_unfinished_download_of_the_hubs_cache(tmp_path):
+def test_an_unfinished_download_of_the_hubs_cache(tmp_path, raises_message):
     cache = tmp_path / "models--org--name"
     fill(cache, "snapshots/aaa/config.json", "blobs/0123.incomplete")
-    with pytest.raises(CheckpointError, match=r"its download is not finished \(0123.incomplete\); download it again"):
+    with raises_message(CheckpointError):
         read_index(open_folder(str(cache / "snapshots" / "aaa")))
 
 
@@ -114,39 +114,33 @@ def test_a_config_that_is_something_else(tmp_path, text, kind):
     assert f"config.json is not JSON: {kind}" in config_error(tmp_path)
 
 
-def test_links_to_nothing(tmp_path):
+def test_links_to_nothing(tmp_path, raises_message):
     (tmp_path / "model.safetensors").symlink_to("../../blobs/gone")
-    with pytest.raises(
-        CheckpointError, match=r"model\.safetensors is a link to \.\./\.\./blobs/gone, which does not exist"
-    ):
+    with raises_message(CheckpointError):
         read_index(open_folder(str(tmp_path)))
     (tmp_path / "llama").symlink_to("/no/such/folder")
     for ref in (tmp_path / "llama", tmp_path / "llama" / "8b"):
-        with pytest.raises(
-            ConfigError, match=rf"does not exist; {tmp_path}/llama is a link to /no/such/folder, which doe"
-        ):
+        with raises_message(ConfigError):
             open_folder(str(ref))
 
 
-def test_references_that_name_nothing(tmp_path, monkeypatch):
-    with pytest.raises(ConfigError, match=rf"a/b/c does not exist; {tmp_path} has no 'a'$"):
+def test_references_that_name_nothing(tmp_path, monkeypatch, raises_message):
+    with raises_message(ConfigError):
         open_folder(str(tmp_path / "a" / "b" / "c"))
-    with pytest.raises(ConfigError, match=rf"llama does not exist; nothing in {tmp_path} has a similar name$"):
+    with raises_message(ConfigError):
         open_folder(str(tmp_path / "llama"))
-    with pytest.raises(
-        ConfigError, match=r"model.ref '\$\{CKPT\}/llama': variables are replaced by the shell, not in a"
-    ):
+    with raises_message(ConfigError):
         open_folder("${CKPT}/llama")
     (tmp_path / "models").mkdir()
     monkeypatch.setenv("HOME", str(tmp_path))
     assert open_folder("~/models").ref == str(tmp_path / "models")
 
 
-def test_a_bundled_model_whose_repository_is_not_reached(tmp_path, monkeypatch):
+def test_a_bundled_model_whose_repository_is_not_reached(tmp_path, monkeypatch, raises_message):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     for repository in ("meta-llama/Llama-3.1-8B", "meta-llama/Meta-Llama-3.1-8B-Instruct@main"):
-        with pytest.raises(ConfigError, match=r"; to plan without weights, use --model llama-3.1-8b, which is"):
+        with raises_message(ConfigError):
             read_config(None, open_folder(repository))
-    with pytest.raises(ConfigError, match=r"bundled model with model.config$"):
+    with raises_message(ConfigError):
         read_config(None, open_folder("org/other"))

@@ -62,9 +62,9 @@ def test_arguments_that_are_refused(arguments, message):
 
 
 @pytest.mark.slow
-def test_an_adapter():
+def test_an_adapter(raises_message):
     assert translate({"peft": "org/adapter"}) == {"model.adapter": "org/adapter"}
-    with pytest.raises(ConfigError, match=r"peft=org/a contradicts model\.adapter=org/b; leave one"):
+    with raises_message(ConfigError):
         translate({"peft": "org/a", "model.adapter": "org/b"})
 
 
@@ -78,16 +78,16 @@ def test_what_has_no_effect_is_said(caplog):
     ]
 
 
-def test_arguments_of_texts():
+def test_arguments_of_texts(raises_message):
     assert read_text_arguments({}) == TextArguments()
     given = {"tokenizer": "org/other", "chat_template_args": '{"mood": "calm"}', "enable_thinking": False}
     assert read_text_arguments(given) == TextArguments("org/other", {"mood": "calm", "enable_thinking": False})
     assert translate(given) == {}
     for wrong in ("mood", "[1]", "{"):
-        with pytest.raises(ConfigError, match="chat_template_args must be a JSON object, such as"):
+        with raises_message(ConfigError):
             read_text_arguments({"chat_template_args": wrong})
     for thinking in ({"enable_thinking": True}, {"chat_template_args": {"enable_thinking": True}}):
-        with pytest.raises(ConfigError, match="enable_thinking is true, and only generated text has thoughts"):
+        with raises_message(ConfigError):
             read_text_arguments(thinking)
 
 
@@ -123,6 +123,6 @@ def test_the_type_auto_is_that_of_the_checkpoint(tmp_path, stored, expected):
     assert expected.format(tmp_path) in str(error.value)
 
 
-def test_a_misspelt_argument_of_hf():
-    with pytest.raises(ConfigError, match=r"unknown key 'pretraind'; did you mean 'pretrained'\?"):
+def test_a_misspelt_argument_of_hf(raises_message):
+    with raises_message(ConfigError):
         read_settings(None, None, {"pretraind": "org/model"})

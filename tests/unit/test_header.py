@@ -113,15 +113,15 @@ def test_mutated_files(seed):
     assert accepted > 50
 
 
-def test_a_tensor_that_occurs_twice():
+def test_a_tensor_that_occurs_twice(raises_message):
     """The official library takes the last of them."""
-    with pytest.raises(CheckpointError, match=r"^model.safetensors: damaged header: duplicate key 'a'"):
+    with raises_message(CheckpointError):
         read_header(Bytes(encode(b'{"a": %b, "a": %b}' % (ENTRY, ENTRY))))
 
 
-def test_a_pointer_of_git_lfs():
+def test_a_pointer_of_git_lfs(raises_message):
     """What a clone without Git LFS has in place of every shard."""
-    with pytest.raises(CheckpointError, match=r"a Git LFS pointer, not the file itself; run `git lfs pull`"):
+    with raises_message(CheckpointError):
         read_header(Bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n"))
 
 

@@ -159,15 +159,13 @@ def test_left_out_keys_are_those_of_transformers(model_type):
     assert {key: getattr(expected, key) for key in LEFT_OUT_KEYS[model_type]} == LEFT_OUT_KEYS[model_type]
 
 
-def test_a_class_of_another_type_is_refused(golden):
+def test_a_class_of_another_type_is_refused(golden, raises_message):
     path = str(golden / "gemma2" / "config.json")
-    with pytest.raises(
-        ConfigError, match="LlamaConfig, which is not for a gemma2; leave it out, or set it to levanter"
-    ):
+    with raises_message(ConfigError):
         build_model(read_config(path, None, LEVANTER_CLASSES["llama"]), 64)
 
 
-def test_unreadable_files_are_rejected(tmp_path):
+def test_unreadable_files_are_rejected(tmp_path, raises_message):
     path = tmp_path / "config.json"
     for text in ("{", "[" * 100000, "3"):
         path.write_text(text)
@@ -175,9 +173,9 @@ def test_unreadable_files_are_rejected(tmp_path):
             read_config(str(path), None)
     (tmp_path / "my-qwen").mkdir()
     (tmp_path / "my-qwen" / "config.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"my-qwn is no bundled model, .* did you mean 'my-qwen'\?"):
+    with raises_message(ConfigError):
         read_config(str(tmp_path / "my-qwn"), None)
-    with pytest.raises(ConfigError, match=r"llama-3.1-8.json is no bundled model, .* did you mean 'llama-3.1-8b'\?"):
+    with raises_message(ConfigError):
         read_config(str(tmp_path / "llama-3.1-8.json"), None)
 
 
@@ -226,9 +224,9 @@ def test_sliding_window_of_every_layer_becomes_an_attention_mask(golden, tmp_pat
     assert build_model(read_config(path, None, LEVANTER), 32).mask.sliding_window is None
 
 
-def test_more_positions_than_the_model_has_are_rejected(golden):
+def test_more_positions_than_the_model_has_are_rejected(golden, raises_message):
     config = read_config(str(golden / "llama" / "config.json"), None)
-    with pytest.raises(ConfigError, match=r"workload\.position is 300; the model has 256 positions"):
+    with raises_message(ConfigError):
         build_model(config, 300)
 
 
@@ -273,11 +271,9 @@ def test_models_that_are_not_supported_are_refused_first(golden, tmp_path, chang
     assert "did you mean" not in str(error.value) and "quant" not in str(error.value)
 
 
-def test_keys_with_one_meaning_are_named_together(golden, tmp_path):
+def test_keys_with_one_meaning_are_named_together(golden, tmp_path, raises_message):
     path = variant(golden, tmp_path, "llama", num_experts=8, num_experts_per_tok=2)
-    with pytest.raises(
-        ConfigError, match=r"it has routed experts \(num_experts is 8, num_experts_per_tok is 2\), which"
-    ):
+    with raises_message(ConfigError):
         read_config(path, None)
 
 
@@ -309,9 +305,9 @@ def test_misspelt_model_types(golden, tmp_path, written, meant):
         ("llama", "no_rope_layers", [1, 0]),
     ],
 )
-def test_keys_of_other_models_are_an_error(golden, tmp_path, name, key, value):
+def test_keys_of_other_models_are_an_error(golden, tmp_path, name, key, value, raises_message):
     """A key that changes what is computed, in a type that does not have it."""
-    with pytest.raises(ConfigError, match=f"it has .*{key} is .*: this is another model than its model_type says"):
+    with raises_message(ConfigError):
         read_config(variant(golden, tmp_path, name, **{key: value}), None)
 
 
@@ -332,11 +328,11 @@ def test_keys_that_change_nothing_are_ignored(golden, tmp_path, name, changes):
 
 
 @pytest.mark.parametrize("ref", ["meta-llama/Llama-3.1-8B", "hf://meta-llama/Meta-Llama-3.1-8B-Instruct@main"])
-def test_a_model_of_the_hub_that_is_bundled_without_a_network(monkeypatch, ref):
+def test_a_model_of_the_hub_that_is_bundled_without_a_network(monkeypatch, ref, raises_message):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ConfigError, match=r"its cache.*; to plan without weights, use --model llama-3\.1-8b"):
+    with raises_message(ConfigError):
         read_config(None, open_folder(ref))
-    with pytest.raises(ConfigError, match=r"model\.config$"):
+    with raises_message(ConfigError):
         read_config(None, open_folder("meta-llama/Llama-3.1-405B-Instruct-FP8"))
 
 
@@ -345,7 +341,7 @@ def test_names_of_bundled_models_on_the_hub():
 
 
 @pytest.mark.slow
-def test_positions_by_default(golden):
+def test_positions_by_default(golden, raises_message):
     """As many as the model has where none are set, and it has fewer than the default."""
     config = load_config(model={"config": str(golden / "gpt2" / "config.json")})
     model = model_from_config(config)
@@ -353,14 +349,14 @@ def test_positions_by_default(golden):
     config = load_config(model={"config": "llama-3.1-8b"})
     assert fit_position(config, model_from_config(config)).workload.position == 2048
     config = load_config(model={"config": str(golden / "gpt2" / "config.json")}, workload={"position": 300})
-    with pytest.raises(ConfigError, match=r"workload\.position is 300; the model has 256 positions"):
+    with raises_message(ConfigError):
         model_from_config(config)
 
 
-def test_a_config_without_model_type_is_enough_for_an_own_class(tmp_path):
+def test_a_config_without_model_type_is_enough_for_an_own_class(tmp_path, raises_message):
     path = tmp_path / "config.json"
     path.write_text('{"vocab_size": 8}')
     expected = {"model_type": "MyConfig", "vocab_size": 8, "levanter_class": "mine:MyConfig"}
     assert read_config(str(path), None, "mine:MyConfig") == expected
-    with pytest.raises(ConfigError, match=r"has no 'model_type'; .*of your own model, set model.levanter_class"):
+    with raises_message(ConfigError):
         read_config(str(path), None)

@@ -122,10 +122,10 @@ def test_bytes(dtype, size):
     assert ArrayShape(dtype, (3, 8)).bytes == 24 * size
 
 
-def test_unknown_type_has_no_size():
+def test_unknown_type_has_no_size(raises_message):
     """An array of an unknown type is parsed; only its size raises."""
     [array] = parse_one("%a = f5[2]{0} opcode()").arrays
-    with pytest.raises(HloError, match="unknown element type 'f5'"):
+    with raises_message(HloError):
         _ = array.bytes
 
 

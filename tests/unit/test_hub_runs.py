@@ -203,7 +203,7 @@ def test_a_hub_that_is_silent(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_process_that_takes_nothing():
+def test_a_process_that_takes_nothing(raises_message):
     """The others get their messages at once; it is lost after a while, and the hub goes on meanwhile."""
     timing = dataclasses.replace(QUICK, send_s=0.5, silence_s=30.0)
     address, _ = serve(3, timing=timing)
@@ -217,5 +217,5 @@ def test_a_process_that_takes_nothing():
         opened[1].send(MessageKind.BROADCAST, name="much")
         opened[0].send(MessageKind.BROADCAST, name="much", value="x" * 2**25)
         assert len(opened[1].wait_for(MessageKind.BROADCAST, "much")["value"]) == 2**25
-        with pytest.raises(PeerError, match=r"process 2 on a \(pid 102\) of 3 was lost while starting"):
+        with raises_message(PeerError):
             opened[1].wait_for(MessageKind.GATHER, "never")

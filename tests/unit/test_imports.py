@@ -98,7 +98,7 @@ def test_a_command_imports_no_trainers():
     assert not {"levanter.trainer", "levanter.eval_harness", "datasets.arrow_dataset"} & modules
 
 
-def test_deferred_packages(tmp_path, monkeypatch):
+def test_deferred_packages(tmp_path, monkeypatch, raises_message):
     """Submodules are imported without the package's `__init__`, which is executed for the first name of its own."""
     (tmp_path / "deferred").mkdir()
     (tmp_path / "deferred" / "__init__.py").write_text("from deferred.part import NAME\nOTHER = NAME + 1")
@@ -113,13 +113,13 @@ def test_deferred_packages(tmp_path, monkeypatch):
     assert import_module("deferred.part").NAME == 1
     assert package.part.NAME == 1 and "OTHER" not in vars(package)
     assert package.OTHER == 2 and import_module("deferred") is package
-    with pytest.raises(AttributeError, match="module 'deferred' has no attribute 'nothing'"):
+    with raises_message(AttributeError):
         _ = package.nothing
     defer_package("deferred")
     assert import_module("deferred") is package
 
 
-def test_a_deferred_package_may_put_another_module_in_its_place(tmp_path, monkeypatch):
+def test_a_deferred_package_may_put_another_module_in_its_place(tmp_path, monkeypatch, raises_message):
     """As packages of transformers do; a name that was bound to the deferred one has the names of the other."""
     (tmp_path / "outer" / "lazy").mkdir(parents=True)
     (tmp_path / "outer" / "__init__.py").write_text("NAME = 1")
@@ -133,7 +133,7 @@ def test_a_deferred_package_may_put_another_module_in_its_place(tmp_path, monkey
     assert "outer" not in sys.modules
     package = import_module("outer.lazy")
     assert package.NAME == 2 and import_module("outer.lazy").NAME == 2
-    with pytest.raises(AttributeError, match=r"module 'outer\.lazy' has no attribute 'nothing'"):
+    with raises_message(AttributeError):
         _ = package.nothing
 
 
@@ -162,13 +162,13 @@ def test_another_jax_is_refused_in_one_line(monkeypatch):
     assert str(raised.value).endswith(f"; install the one that it is tested with ({private_jax.TESTED})")
 
 
-def test_public_names():
+def test_public_names(raises_message):
     import shardplan
 
     for name in shardplan.__all__:
         assert getattr(shardplan, name).__module__.startswith("shardplan.")
     assert {*shardplan.__all__} <= {*dir(shardplan)}
-    with pytest.raises(AttributeError, match="module 'shardplan' has no attribute 'plan_maker'"):
+    with raises_message(AttributeError):
         _ = shardplan.plan_maker
 
 

@@ -84,8 +84,8 @@ def test_damaged_files(tmp_path, content, message):
         read_index(open_folder(str(tmp_path)))
 
 
-def test_damaged_index(tmp_path):
-    with pytest.raises(CheckpointError, match="has neither"):
+def test_damaged_index(tmp_path, raises_message):
+    with raises_message(CheckpointError):
         read_index(open_folder(str(tmp_path)))
     index = tmp_path / "model.safetensors.index.json"
     types = "its 'weight_map' must map the name of each tensor to the name of its file"
@@ -98,12 +98,10 @@ def test_damaged_index(tmp_path):
             read_index(open_folder(str(tmp_path)))
     for path in ("../x.safetensors", "/x.safetensors", "a/../../x.safetensors", "", "s3://b/x.safetensors", "."):
         index.write_text(json.dumps({"weight_map": {"a": path}}))
-        with pytest.raises(
-            CheckpointError, match=r"is damaged: '.*' must be the name of a file in the folder of the i"
-        ):
+        with raises_message(CheckpointError):
             read_index(open_folder(str(tmp_path)))
     index.write_text("<!DOCTYPE html><html>Sign in</html>")
-    with pytest.raises(CheckpointError, match=r"index.json is damaged: a web page \(HTML\), not the file itself"):
+    with raises_message(CheckpointError):
         read_index(open_folder(str(tmp_path)))
 
 
@@ -113,7 +111,7 @@ def write_index(folder, **files):
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
-def test_the_index_decides_where_files_overlap(tmp_path):
+def test_the_index_decides_where_files_overlap(tmp_path, raises_message):
     """A tensor that the index lists nowhere is read from the file that has it; one that no file has is none."""
     save(tmp_path, {"a": np.zeros(2, np.float32)}, "x.safetensors")
     save(tmp_path, {name: np.ones(2, np.float32) for name in "abc"}, "y.safetensors")
@@ -128,7 +126,7 @@ def test_the_index_decides_where_files_overlap(tmp_path):
     assert [(name, tensor.file_name) for name, tensor in index.rivals] == [("a", "y.safetensors")]
     index = tmp_path / "model.safetensors.index.json"
     index.write_text('{"weight_map": {"a": "x.safetensors", "a": "y.safetensors"}}')
-    with pytest.raises(CheckpointError, match="is damaged: duplicate key 'a'"):
+    with raises_message(CheckpointError):
         read_index(open_folder(str(tmp_path)))
 
 
@@ -149,7 +147,7 @@ def test_paths_of_an_index(tmp_path):
         assert np.frombuffer(data, np.float32).tolist() == [value, value]
 
 
-def test_a_complete_file_beside_an_index_whose_files_are_gone(tmp_path):
+def test_a_complete_file_beside_an_index_whose_files_are_gone(tmp_path, raises_message):
     save(tmp_path, {"a": np.zeros(2, np.float32), "b": np.zeros(2, np.float32)})
     write_index(tmp_path, x_safetensors="a", y_safetensors="b")
     for left in ((), ("x.safetensors",)):  # of an earlier save
@@ -160,7 +158,7 @@ def test_a_complete_file_beside_an_index_whose_files_are_gone(tmp_path):
     save(tmp_path, {"b": np.zeros(2, np.float32)})
     index = read_tensor_index(open_folder(str(tmp_path)))
     assert not index.is_stale and index.missing_files == ("y.safetensors",) and index.single.keys() == {"b"}
-    with pytest.raises(CheckpointError, match=r"1 of 3 shards missing: y\.safetensors; download them again"):
+    with raises_message(CheckpointError):
         read_index(open_folder(str(tmp_path)))
 
 
@@ -193,9 +191,9 @@ def test_a_header_whose_length_looks_like_another_kind(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["w.weight_scale_inv", "w.qweight", "w.SCB"])
-def test_quantised_checkpoints_are_refused(tmp_path, name):
+def test_quantised_checkpoints_are_refused(tmp_path, name, raises_message):
     save(tmp_path, {"w.weight": np.zeros((2, 3)), name: np.zeros(1)})
-    with pytest.raises(CheckpointError, match=rf"not have \({name}\); it is quantised \({name}\): use one in bf"):
+    with raises_message(CheckpointError):
         check_tensors(read_index(open_folder(str(tmp_path))), {"w.weight": (2, 3)}, "ck")
 
 

@@ -136,13 +136,13 @@ def test_what_cannot_be_kept_is_refused(tmp_path, quantization, message):
         read_config(str(path), None, keeps_dtype=True)
 
 
-def test_other_classes_are_refused(tmp_path):
+def test_other_classes_are_refused(tmp_path, raises_message):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(LLAMA | {"quantization_config": {"quant_method": "fp8"}}))
-    with pytest.raises(ConfigError, match=r"is for shardplan's decoder, and the model is a levanter.models.llama"):
+    with raises_message(ConfigError):
         read_config(str(path), None, "levanter", keeps_dtype=True)
 
 
-def test_training_is_refused(make_config):
-    with pytest.raises(ConfigError, match=r"load.keep_dtype is for evaluation, and workload.kind is train, which"):
+def test_training_is_refused(make_config, raises_message):
+    with raises_message(ConfigError):
         make_config(model_config="deepseek-v3", workload_kind="train", load_keep_dtype=True)

@@ -41,10 +41,10 @@ def test_unreadable_files(tmp_path, content, message):
         ("trainer: {}\nmodel: &m {type: llama, rope: {of: *m}}", "model.rope.of"),
     ],
 )
-def test_sections_that_contain_themselves(tmp_path, content, name):
+def test_sections_that_contain_themselves(tmp_path, content, name, raises_message):
     path = tmp_path / "config.yaml"
     path.write_text(content)
-    with pytest.raises(ConfigError, match=rf"^config file {path}: {name} is an alias of a section that contains it; w"):
+    with raises_message(ConfigError):
         read_levanter_file(str(path))
     path.write_text("a: &a {model: 2}\ntrainer: {x: *a, y: *a}")  # an alias by itself is fine
     assert [*read_levanter_file(str(path)).sections] == ["a", "trainer"]

@@ -304,7 +304,7 @@ def test_a_section_that_is_refused_as_a_whole_is_not_corrected():
     assert not corrected.is_complete and corrected.lines == () and len(corrected.findings) == 1
 
 
-def test_a_parser_that_ends_says_why(monkeypatch):
+def test_a_parser_that_ends_says_why(monkeypatch, raises_message):
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    with LevanterParser() as parser, pytest.raises(ParserStopped, match="its process ended"):
+    with LevanterParser() as parser, raises_message(ParserStopped):
         parser.parse("{}", PROGRAM["train_lm"])

@@ -13,14 +13,14 @@ from shardplan.levanter_config.trainer_section import TRAINER_KEYS
 from shardplan.lint.lint import assumptions, lint_trainer, target_of
 
 
-def test_a_model_section_of_another_model(tmp_path):
+def test_a_model_section_of_another_model(tmp_path, raises_message):
     from shardplan.levanter_config.model_section import parse_model_section
 
     target = config.parse_config([f"--model.config={LLAMA}", "--hardware.slice=v4-16"])
     same = parse_model_section({"model": {"type": "llama", "hidden_dim": 4096, "num_kv_heads": 8}})
     assert target_of(target, same).model_section == same
     other = parse_model_section({"model": {"hidden_dim": 4096, "num_layers": 16}})
-    with pytest.raises(ConfigError, match=r"model.num_layers is 16 in the file, and 32 in llama-3.1-8b; lint the file"):
+    with raises_message(ConfigError):
         target_of(target, other)
 
 

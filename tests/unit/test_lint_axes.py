@@ -258,12 +258,12 @@ def test_misspelt_mesh_axis_is_one_finding_among_the_others(trainer, where, text
 
 
 @pytest.mark.parametrize("axis", ["context", "expert"])
-def test_a_further_mesh_axis_of_one_device_changes_nothing(axis):
+def test_a_further_mesh_axis_of_one_device_changes_nothing(axis, raises_message):
     plain = "{mesh: {axes: {model: 2}, shared_mapping: {kv_head: model}}}"
     further = f"{{mesh: {{axes: {{model: 2, {axis}: 1}}, shared_mapping: {{kv_head: [{axis}, model], x: {axis}}}}}}}"
     before, after = lint_8b(plain), lint_8b(further)
     assert after.plan is not None and before.plan is not None
     assert after.plan.mesh == before.plan.mesh and after.plan.memory == before.plan.memory
     assert after.plan.compute_mapping == before.plan.compute_mapping
-    with pytest.raises(ConfigError, match=f"not '{axis}'"):
+    with raises_message(ConfigError):
         lint_8b(further.replace(f"{axis}: 1", f"{axis}: 2"))

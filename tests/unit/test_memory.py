@@ -249,14 +249,14 @@ def test_memory_of_optimizers(name, times):
     assert (memory.optimizer > 0) == (name != "sgd")
 
 
-def test_optimizers_that_cannot_be_planned():
-    with pytest.raises(ConfigError, match="'adamv' is not an optimizer of optax; did you mean 'adam'"):
+def test_optimizers_that_cannot_be_planned(raises_message):
+    with raises_message(ConfigError):
         make_optimizer("adamv")
-    with pytest.raises(ConfigError, match=r"adamw\+mu_bf16: 'mu_bf16' is no option; did you mean 'mu_bfloat16'"):
+    with raises_message(ConfigError):
         make_optimizer("adamw+mu_bf16")
-    with pytest.raises(ConfigError, match=r"sgd\+mu_bfloat16: sgd of optax has no type of first moments"):
+    with raises_message(ConfigError):
         make_optimizer("sgd+mu_bfloat16")
-    with pytest.raises(ConfigError, match="has lists of arrays as state, which no mapping can shard"):
+    with raises_message(ConfigError):
         weight = jax.ShapeDtypeStruct((2, 3), "float32")
         abstract_optimizer_state(
             make_optimizer("sm3"), hax.NamedArray(weight, (hax.Axis("embed", 2), hax.Axis("mlp", 3)))

@@ -110,9 +110,9 @@ def test_wrong_arrays(changes, message):
     assert str(raised.value).startswith(message) and "\n" not in str(raised.value)
 
 
-def test_public_names_of_the_decoder():
+def test_public_names_of_the_decoder(raises_message):
     for name in shardplan.decoder.__all__:
         assert getattr(shardplan.decoder, name).__module__.startswith("shardplan.decoder.parts.attention.sparse.")
     assert {*shardplan.decoder.__all__} <= {*dir(shardplan.decoder)}
-    with pytest.raises(AttributeError, match=r"module 'shardplan\.decoder' has no attribute 'DenseAttention'"):
+    with raises_message(AttributeError):
         _ = shardplan.decoder.DenseAttention

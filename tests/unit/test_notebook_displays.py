@@ -44,7 +44,7 @@ def test_what_shows_itself():
     assert str(judged(plan, TOO_LARGE)).splitlines()[-2].startswith("1.00 GiB too much")
 
 
-def test_tiles_of_a_parameter():
+def test_tiles_of_a_parameter(raises_message):
     plan = planned("eval")
     tiles = plan.tiles_of("mlp.gate_proj.weight")
     path, axes, sizes = str(tiles).splitlines()
@@ -53,7 +53,7 @@ def test_tiles_of_a_parameter():
     tiling = make_tiling(path, tiles.parameter.axes, tiles.parameter.spec, plan.mesh)
     assert sizes.startswith(f"{tiling.tiles} tiles of 32 x ")
     assert tiles._repr_html_().count("<rect") == plan.hardware.devices
-    with pytest.raises(ConfigError, match=r"no parameter mlp\.gate_prj\.weight; did you mean 'mlp\.gate_proj\.weight'"):
+    with raises_message(ConfigError):
         plan.tiles_of("mlp.gate_prj.weight")
-    with pytest.raises(ConfigError, match=r"weight is the end of several parameters: .*gate_proj\.weight, "):
+    with raises_message(ConfigError):
         plan.tiles_of("weight")

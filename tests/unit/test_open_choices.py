@@ -135,19 +135,19 @@ def test_the_fastest_batch_that_fits(make_config, kind):
 
 
 @pytest.mark.slow
-def test_an_open_batch_of_training_has_a_floor_and_a_ceiling(llama_model, llama_config):
+def test_an_open_batch_of_training_has_a_floor_and_a_ceiling(llama_model, llama_config, raises_message):
     """Both are needed; of the batches between them the fastest is taken, and the plan has nothing of the range."""
     settings = {"workload_kind": "train", "workload_batch": "auto", "hardware_slice": "v5e-16"}
-    with pytest.raises(ConfigError, match=r"workload\.batch auto needs step_tokens in training"):
+    with raises_message(ConfigError):
         make_plan(llama_config(**settings), llama_model)
-    with pytest.raises(ConfigError, match=r"step_tokens is for workload.batch auto, and the batch is 8"):
+    with raises_message(ConfigError):
         replace(llama_config(), step_tokens="1M-2M")
-    with pytest.raises(ConfigError, match=r"step_tokens is 820K-1M, .* in sequences of 4096 tokens: 192 .* and 256 "):
+    with raises_message(ConfigError):
         make_plan(replace(llama_config(**settings), step_tokens="820K-1M"), llama_model)
-    with pytest.raises(ConfigError, match=r"in sequences of 4096 tokens: 1 \(4,096 tokens\); widen the range"):
+    with raises_message(ConfigError):
         make_plan(replace(llama_config(**settings), step_tokens="1K-2K"), llama_model)
     for text in ("4M", "4M-", "2M-1M", "0-1M", "a-b"):
-        with pytest.raises(ConfigError, match=f"step_tokens is '{text}'|is '.*'; it must be a number of tokens"):
+        with raises_message(ConfigError):
             replace(llama_config(**settings), step_tokens=text)
     given = {**settings, "workload_microbatches": 1, "workload_param_dtype": "bfloat16"}
     plan = make_plan(replace(llama_config(**given), step_tokens="60K-260K"), llama_model)
@@ -173,10 +173,10 @@ def test_windows_fill_packed_sequences(window, length):
     assert packed_length(window) == length
 
 
-def test_the_position_that_windows_fill_best(make_config):
+def test_the_position_that_windows_fill_best(make_config, raises_message):
     """Windows of 100 tokens leave 12 of 512; the length of those of extraction is known later."""
     scoring = {"model_config": "llama-3.1-8b", "workload_kind": "score", "workload_position": "auto"}
     config = make_config(**scoring, workload_window=100)
     assert config.workload.position == packed_length(100) == 512
-    with pytest.raises(ConfigError, match="position auto is the length that packed windows fill best"):
+    with raises_message(ConfigError):
         make_config(**scoring)

@@ -115,8 +115,8 @@ def test_meshes_and_tensors_can_be_forbidden(llama_model, llama_config):
     assert "mlp" not in unsharded.param_mapping
 
 
-def test_a_pin_to_a_mesh_axis_of_one_device_is_infeasible(llama_model, llama_config):
-    with pytest.raises(InfeasibleError, match="mlp=model needs a mesh with model larger than 1"):
+def test_a_pin_to_a_mesh_axis_of_one_device_is_infeasible(llama_model, llama_config, raises_message):
+    with raises_message(InfeasibleError):
         make_plan(llama_config(pin=("mlp=model",), mesh_model=1), llama_model)
 
 
@@ -132,27 +132,26 @@ def test_positions_can_be_pinned_to_several_mesh_axes(llama_model, llama_config)
     assert of_attention == {"all-to-all": ["model"], "collective-permute": ["replica", "data"]}
 
 
-def test_contradicting_pins_are_infeasible(llama_model, llama_config):
+def test_contradicting_pins_are_infeasible(llama_model, llama_config, raises_message):
     with pytest.raises(InfeasibleError) as raised:
         make_plan(llama_config(pin=("mlp=model", "kv_head=model", "head_size=model")), llama_model)
     assert "no mapping on v4-64 satisfies pin mlp=model kv_head=model head_size=model: every " in str(raised.value)
-    with pytest.raises(InfeasibleError, match=r"satisfies pin kv_head=model head_size=model and forbid vocab: every "):
+    with raises_message(InfeasibleError):
         make_plan(llama_config(pin=("kv_head=model", "head_size=model"), forbid=("vocab",)), llama_model)
-    with pytest.raises(InfeasibleError, match=r"no mapping on v4-64 satisfies forbid mesh\.model=1: no mesh is left"):
+    with raises_message(InfeasibleError):
         make_plan(llama_config(forbid=("mesh.model=1",), mesh_model=1), llama_model)
-    with pytest.raises(ConfigError, match=r"mesh\.model is 2, and pin mesh\.model=4 requires 4; leave one of the two"):
+    with raises_message(ConfigError):
         make_plan(llama_config(pin=("mesh.model=4",), mesh_model=2), llama_model)
 
 
 @pytest.mark.slow
-def test_pins_that_allow_no_storage_sharding_are_infeasible(llama_model, llama_config):
-    with pytest.raises(InfeasibleError, match=r"no mapping on v4-64 satisfies pin params\.mlp=data params\.embed=data"):
+def test_pins_that_allow_no_storage_sharding_are_infeasible(llama_model, llama_config, raises_message):
+    with raises_message(InfeasibleError):
         make_plan(llama_config(pin=("params.mlp=data", "params.embed=data")), llama_model)
 
 
 @pytest.mark.parametrize(("kind", "axis"), [("eval", "layers"), ("train", "layer")])
-def test_axes_that_plans_never_shard_cannot_be_pinned(llama_config, kind, axis):
+def test_axes_that_plans_never_shard_cannot_be_pinned(llama_config, kind, axis, raises_message):
     """Whatever the class that computes the model calls them."""
-    message = rf"pin params\.{axis}=data: plans never shard {axis}, for layers are stacked along it"
-    with pytest.raises(ConfigError, match=message):
+    with raises_message(ConfigError):
         make_plan(llama_config(pin=(f"params.{axis}=data",), workload_kind=kind))

@@ -41,7 +41,7 @@ def test_saved_plan_loads_back(plan, tmp_path):
     assert all(isinstance(axes, list) for axes in values["param_mapping"].values())
 
 
-def test_unusable_files(plan, tmp_path):
+def test_unusable_files(plan, tmp_path, raises_message):
     path = tmp_path / "plan.json"
     for text, message in (
         ("{", "is not JSON"),
@@ -52,7 +52,7 @@ def test_unusable_files(plan, tmp_path):
         path.write_text(text)
         with pytest.raises(ConfigError, match=message):
             Plan.load(str(path))
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with raises_message(ConfigError):
         Plan.load(str(tmp_path / "none.json"))
 
 
@@ -196,23 +196,23 @@ def test_positions_that_a_plan_cannot_have(sequence_plan):
             Plan.from_json(changed)
 
 
-def test_two_dimensions_of_a_parameter_on_one_mesh_axis(plan):
+def test_two_dimensions_of_a_parameter_on_one_mesh_axis(plan, raises_message):
     values = plan.to_json()
-    name, spec = next((p["path"], p["spec"]) for p in values["parameters"] if len(p["spec"]) > 1)
+    spec = next(p["spec"] for p in values["parameters"] if len(p["spec"]) > 1)
     spec[:2] = [["model"], ["model"]]
-    with pytest.raises(ConfigError, match=f"{name} has a mesh axis twice: model, model"):
+    with raises_message(ConfigError):
         Plan.from_json(values)
 
 
-def test_positions_have_the_name_that_the_model_gives_them(plan):
+def test_positions_have_the_name_that_the_model_gives_them(plan, raises_message):
     values = plan.to_json()
     values["model"]["position"] = "tokens"
     values["compute_mapping"] = {"batch": ["data"], "tokens": ["data"]}
-    with pytest.raises(ConfigError, match="compute_mapping has batch and tokens both on data"):
+    with raises_message(ConfigError):
         Plan.from_json(values)
 
 
-def test_a_given_plan_is_not_changed(plan, golden, make_config, tmp_path):
+def test_a_given_plan_is_not_changed(plan, golden, make_config, tmp_path, raises_message):
     """A setting that differs from the plan is refused, even if it is the default."""
     path = str(tmp_path / "plan.json")
     plan.save(path)
@@ -220,12 +220,12 @@ def test_a_given_plan_is_not_changed(plan, golden, make_config, tmp_path):
     assert load_given_plan(parse_config(read))[1] == plan
     assert load_given_plan(parse_config([*read, "--workload.microbatches", "null"]))[1] == plan
     default = keys_of(PlanConfig)["workload.position"].default
-    with pytest.raises(ConfigError, match=f"workload.position is {default}, plan .* has 64"):
+    with raises_message(ConfigError):
         load_given_plan(parse_config([*read, "--workload.position", str(default)]))
-    with pytest.raises(ConfigError, match=r"hardware\.host_gib is for planning, and plan .* is given"):
+    with raises_message(ConfigError):
         load_given_plan(parse_config([*read, "--hardware.host_gib", "8"]))
     for rule in ("pin", "forbid"):
-        with pytest.raises(ConfigError, match=f"{rule} is for planning, and plan .* is given"):
+        with raises_message(ConfigError):
             load_given_plan(parse_config([*read, f"--{rule}", "mlp=model"]))
 
 
@@ -265,7 +265,7 @@ def test_reasons_may_be_edited(sharded_plan, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("names_class", [True, False])
-def test_a_plan_names_the_class_of_its_model(golden, make_config, tmp_path, names_class):
+def test_a_plan_names_the_class_of_its_model(golden, make_config, tmp_path, names_class, raises_message):
     """Plans of earlier versions name none, and were made for Levanter's classes."""
     path = tmp_path / "plan.json"
     model_class = None if names_class else LEVANTER
@@ -281,5 +281,5 @@ def test_a_plan_names_the_class_of_its_model(golden, make_config, tmp_path, name
     check_model(given, model)
     assert model.is_decoder == names_class
     other = LEVANTER if names_class else DECODER
-    with pytest.raises(ConfigError, match=f"model.levanter_class is {other}, plan .*; leave it out, or plan again"):
+    with raises_message(ConfigError):
         load_given_plan(parse_config([f"--plan={path}", f"--model.levanter_class={other}"]))

@@ -64,13 +64,13 @@ def test_each_form_says_what_the_other_would_change(make_config, settings):
     assert "kept_dtype" not in numbers.to_json()["model"]
 
 
-def test_a_given_plan_decides(make_config, settings, tmp_path):
+def test_a_given_plan_decides(make_config, settings, tmp_path, raises_message):
     plan = make_plan(make_config(load_keep_dtype=True, **settings))
     path = tmp_path / "plan.json"
     plan.save(str(path))
     config, _ = load_given_plan(make_config(plan=path))
     assert config.load.keep_dtype
-    with pytest.raises(ConfigError, match=r"load.keep_dtype is false, and plan .* has weights in float8_e4m3fn; leave"):
+    with raises_message(ConfigError):
         load_given_plan(make_config(plan=path, load_keep_dtype="false"))
 
 

@@ -111,13 +111,13 @@ def test_the_busiest_device_of_skewed_experts(axes, own_experts):
 
 
 @pytest.mark.slow
-def test_a_spread_changes_the_plan(make_config):
+def test_a_spread_changes_the_plan(make_config, raises_message):
     """A skewed load takes longer, and is not that of a step with another spread; no load has a negative one."""
     config = {"model_config": "mixtral-8x7b", "hardware_slice": "v5p-64", "workload_batch": 32}
     balanced, skewed = (make_plan(make_config(**config, workload_expert_load_spread=s)) for s in (0.0, 0.5))
     assert skewed.cost.step_seconds > balanced.cost.step_seconds
     assert skewed.workload.expert_load_spread == 0.5
-    with pytest.raises(ConfigError, match=r"workload\.expert_load_spread is -0\.1"):
+    with raises_message(ConfigError):
         make_plan(make_config(**config, workload_expert_load_spread=-0.1))
 
 
@@ -271,6 +271,6 @@ def test_levanters_own_experts_are_planned_as_before(make_config):
 @pytest.mark.parametrize(
     "change", [{"buffer_factor": 0.0}, {"buffer_factor": float("nan")}, {"token_chunks": 0}, {"strategy": "gather"}]
 )
-def test_impossible_methods_are_refused(change):
-    with pytest.raises(ConfigError, match=rf"experts\.{next(iter(change))} is "):
+def test_impossible_methods_are_refused(change, raises_message):
+    with raises_message(ConfigError):
         ExpertMethod(**change)

@@ -145,13 +145,13 @@ def test_the_method_follows_from_the_length(slice_name, position, kernel):
     assert (attention.method.value, attention.layout) == (kernel.value, plan.attention.layout)
 
 
-def test_positions_are_sharded_by_whole_blocks():
+def test_positions_are_sharded_by_whole_blocks(raises_message):
     """32 blocks of one sequence: 16 devices share them, 64 do not."""
     plan = plan_of(workload={"batch": 1, "position": 2048}, slice="v5e-16", pin=["position=data", "mesh.data=16"])
     assert plan.attention.strategy is Strategy.ALL_GATHER
     assert plan.attention.ring == 16
     assert plan.attention.layout in (SequenceOrder.CONTIGUOUS, SequenceOrder.ZIGZAG)
-    with pytest.raises(InfeasibleError, match=r"blocks of position \(32\) is not divisible by data = 64"):
+    with raises_message(InfeasibleError):
         plan_of(workload={"batch": 1, "position": 2048}, slice="v5e-64", pin=["position=data", "mesh.data=64"])
 
 
@@ -173,17 +173,17 @@ def test_a_training_shards_positions_where_sequences_are_few(batch, sharded):
     assert plan.cost.step_seconds <= unsharded.cost.step_seconds
 
 
-def test_zigzag_order_is_refused_in_training():
+def test_zigzag_order_is_refused_in_training(raises_message):
     workload = {"kind": "train", "batch": 1, "position": 2048}
     plan = plan_of(workload=workload, slice="cpu-8", pin=["position=data", "mesh.data=8"])
     check_training_plan(plan, model_of())
     edited = replace(plan, attention=replace(plan.attention, layout=SequenceOrder.ZIGZAG))
-    with pytest.raises(ConfigError, match="all_gather attention in zigzag order, and Levanter's Trainer computes its"):
+    with raises_message(ConfigError):
         check_training_plan(edited, model_of())
 
 
-def test_a_pin_of_the_heads_of_a_group_is_refused():
-    with pytest.raises(ConfigError, match=r"plans never shard q_heads_per_group in computations of native sparse"):
+def test_a_pin_of_the_heads_of_a_group_is_refused(raises_message):
+    with raises_message(ConfigError):
         plan_of(workload={"batch": 8, "position": 2048}, pin=["q_heads_per_group=model"])
 
 
@@ -207,7 +207,7 @@ def test_kinds_of_tasks():
     assert replace(step.attention_kinds[0], sparse=None).name == "causal, head size 64"
 
 
-def test_a_training_has_the_method_and_no_packed_documents():
+def test_a_training_has_the_method_and_no_packed_documents(raises_message):
     """The `model` section of Levanter's file has the plan's method; documents are refused before anything starts."""
 
     def sections(*argv):
@@ -219,7 +219,7 @@ def test_a_training_has_the_method_and_no_packed_documents():
     plan, made = sections()
     assert plan.attention.kernel is SparseKernel.DENSE_MASK
     assert made["model"]["selected_method"] == "dense_mask"
-    with pytest.raises(ConfigError, match="block_cross_document_attention is true, as by default"):
+    with raises_message(ConfigError):
         sections("--data.tokenizer=gpt2")
     *_, made = sections("--data.tokenizer=gpt2", "--data.block_cross_document_attention=false")
     assert made["data"]["block_cross_document_attention"] is False

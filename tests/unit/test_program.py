@@ -61,7 +61,7 @@ def test_scaled_weights_keep_their_factor():
     np.testing.assert_allclose(np.arange(32.0).reshape(8, 4) * piece.scale, expected)
 
 
-def test_a_converter_that_computes_is_refused():
+def test_a_converter_that_computes_is_refused(raises_message):
     import haliax as hax
     from haliax.state_dict import ModuleWithStateDictSerialization
 
@@ -72,11 +72,11 @@ def test_a_converter_that_computes_is_refused():
             return Squared(hax.named(state_dict["weight"] ** 2, "embed"))
 
     template = Squared(hax.NamedArray(jax.ShapeDtypeStruct((4,), np.float32), (hax.Axis("embed", 4),)))
-    with pytest.raises(CheckpointError, match="not data movement; this model cannot be streamed"):
+    with raises_message(CheckpointError):
         trace_program(template)
 
 
-def test_a_converter_may_read_other_names_than_it_writes():
+def test_a_converter_may_read_other_names_than_it_writes(raises_message):
     """Those of an older checkpoint, in which one tensor may be several; a name that neither has is reported."""
     import haliax as hax
     from haliax.state_dict import ModuleWithStateDictSerialization
@@ -104,9 +104,7 @@ def test_a_converter_may_read_other_names_than_it_writes():
     assert program.tensors == {"old.0": (2, 2), "old.1": (2, 2)}
     numbers = {"old.0": np.arange(4).reshape(2, 2), "old.1": np.arange(4, 8).reshape(2, 2)}
     np.testing.assert_array_equal(materialise(program.views["weight"], numbers), np.arange(8).reshape(4, 2))
-    with pytest.raises(
-        CheckpointError, match=r"1 tensor missing \(weight\); 1 tensor that the model does not have \(old.0\)"
-    ):
+    with raises_message(CheckpointError):
         match_tensors(template, tensors(old_0=(2, 2)), "ck")
-    with pytest.raises(CheckpointError, match=r"1 tensor missing \(weight\); 2 tensors that the model does not have"):
+    with raises_message(CheckpointError):
         match_tensors(template, tensors(old_0=(2, 2), old_1=(3, 2)), "ck")

@@ -131,9 +131,9 @@ def test_balance_of_packed_documents():
     assert max(ratio["striped"], ratio["documents"]) <= 1.15
 
 
-def test_strings_are_converted_to_orders():
+def test_strings_are_converted_to_orders(raises_message):
     assert SequenceLayout(8, kind="zigzag").kind is SequenceOrder.ZIGZAG
-    with pytest.raises(ConfigError, match="layout is 'zig'; did you mean 'zigzag'"):
+    with raises_message(ConfigError):
         SequenceLayout(8, kind="zig")
 
 

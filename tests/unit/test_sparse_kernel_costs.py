@@ -126,7 +126,7 @@ def test_a_step_needs_the_least_memory_by_kernels(kind):
     assert min(peaks, key=peaks.get) is SparseKernel.KERNEL
 
 
-def test_a_layer_without_kernels():
+def test_a_layer_without_kernels(raises_message):
     """The reason is in the plan, and a plan that was edited is refused with it."""
     config = load_config(
         model={"config": "x"}, hardware={"slice": "v5p-16"}, workload={"batch": 8, "position": 12288}
@@ -137,5 +137,5 @@ def test_a_layer_without_kernels():
     reason = "selection_block is 12; kernels copy blocks of a multiple of 8 tokens: use 16, or another method"
     assert f"excluded: kernels of native sparse attention: {reason}" in plan.search.reasons
     edited = replace(plan, attention=replace(plan.attention, kernel="kernel"))
-    with pytest.raises(ConfigError, match="native sparse attention: selection_block is 12"):
+    with raises_message(ConfigError):
         specialize(model, edited)

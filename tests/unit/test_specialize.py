@@ -99,14 +99,12 @@ def test_kernel_of_the_decoder_is_that_of_the_plan(monkeypatch, make_config, sli
     assert not any({"attn_backend", "flash_block_size"} & arguments.keys() for arguments in calls)
 
 
-def test_edited_plan_with_an_impossible_kernel(model, make_config):
+def test_edited_plan_with_an_impossible_kernel(model, make_config, raises_message):
     config = make_config(model_config="llama-3.1-8b", hardware_slice="v4-16", workload_position=1024)
     plan = plan_given_mappings(config, model, {"replica": 1, "data": 2, "model": 4}, {"kv_head": ["model"]}, {})
     assert plan.attention.kernel == "splash"
     edited = dataclasses.replace(plan, compute_mapping={"position": ["model"]})
-    with pytest.raises(
-        ConfigError, match=r"attention\.kernel is splash, which cannot compute attention as .* shard it"
-    ):
+    with raises_message(ConfigError):
         specialize(model, edited)
 
 

@@ -79,7 +79,7 @@ def test_web_folder(served):
     check(folder)
 
 
-def test_memory_folder(served):
+def test_memory_folder(served, raises_message):
     """A scheme that fsspec reads."""
     fsspec.filesystem("memory").pipe_file("/model/a.bin", bytes(range(200)))
     folder = open_folder("memory://model")
@@ -87,19 +87,19 @@ def test_memory_folder(served):
     check(folder)
     file = folder.open("a.bin")
     fsspec.filesystem("memory").pipe_file("/model/a.bin", bytes(range(100)))
-    with pytest.raises(CheckpointError, match="changed while it was being read"):
+    with raises_message(CheckpointError):
         file.read_into(0, memoryview(bytearray(20)))
 
 
-def test_a_small_file_that_is_not_small_is_refused(tmp_path):
+def test_a_small_file_that_is_not_small_is_refused(tmp_path, raises_message):
     """Its size decides how much memory is allocated."""
     with open(tmp_path / "config.json", "wb") as file:
         file.truncate(2**28 + 1)
-    with pytest.raises(CheckpointError, match=r"config\.json: 268435457 bytes; a file of this name has at most"):
+    with raises_message(CheckpointError):
         read_bytes(open_folder(str(tmp_path)), "config.json")
 
 
-def test_changed_local_file(tmp_path):
+def test_changed_local_file(tmp_path, raises_message):
     """The version of a file depends on its content only."""
     (tmp_path / "a.bin").write_bytes(bytes(20))
     (tmp_path / "b.bin").write_bytes(bytes(20))
@@ -109,9 +109,7 @@ def test_changed_local_file(tmp_path):
     (tmp_path / "a.bin").write_bytes(bytes([1] * 20))
     os.utime(tmp_path / "a.bin", (1, 1))
     assert file.version != folder.open("a.bin").version
-    with pytest.raises(
-        CheckpointError, match=r"a\.bin: changed while it was being read \(its size or modification time differs"
-    ):
+    with raises_message(CheckpointError):
         file.read_into(0, memoryview(bytearray(20)))
 
 
@@ -200,7 +198,7 @@ def test_read_continues_where_it_stopped(faulty, fault, requests):
         ("short range", r"a\.bin: bytes 1000\+900000 cannot be read: no data in 8 attempts"),
         ("another range", r"a\.bin: bytes 1000\+900000 cannot be read: no data in 8 attempts"),
         ("trickle", r"a\.bin: bytes 1000\+900000 cannot be read: no data in 8 attempts"),
-        ("another version", r"a\.bin: changed while it was being read \(\"v1\" of 1048576 bytes is now \"v2\""),
+        ("another version", r"a\.bin: changed while it was being read \(version \"v1\" of 1048576 bytes is now \"v2\""),
         ("refused condition", r"a\.bin: changed while it was being read"),
     ],
 )
@@ -210,7 +208,7 @@ def test_wrong_responses_are_errors(faulty, fault, message):
         file.read_into(1000, memoryview(bytearray(900_000)))
 
 
-def test_hub_cache(tmp_path, monkeypatch):
+def test_hub_cache(tmp_path, monkeypatch, raises_message):
     """A cached repository is read without a network, and its commit is recorded."""
     commit = "0123456789abcdef0123456789abcdef01234567"
     repository = tmp_path / "models--org--model"
@@ -224,11 +222,11 @@ def test_hub_cache(tmp_path, monkeypatch):
     assert isinstance(folder, HubFolder)
     check(folder)
     assert folder.ref == f"org/model@{commit}"
-    with pytest.raises(ConfigError, match=r"'org/other@v2': not a local folder, and a\.bin can neither be downloaded"):
+    with raises_message(ConfigError):
         open_folder("org/other@v2").open("a.bin")
 
 
-def test_a_hub_that_does_not_answer_is_asked_once(tmp_path, monkeypatch):
+def test_a_hub_that_does_not_answer_is_asked_once(tmp_path, monkeypatch, raises_message):
     """huggingface_hub would sleep and try again; `time.sleep` fails here, and so would that."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
@@ -236,7 +234,7 @@ def test_a_hub_that_does_not_answer_is_asked_once(tmp_path, monkeypatch):
     monkeypatch.setattr("time.sleep", lambda _: pytest.fail("the hub is asked again"))
     hub._is_reachable.cache_clear()
     try:
-        with pytest.raises(ConfigError, match=r"check the spelling and the network, .* bundled model"):
+        with raises_message(ConfigError):
             open_folder("org/model").open("config.json")
     finally:
         hub._is_reachable.cache_clear()
@@ -360,14 +358,14 @@ def test_a_model_of_the_hub_by_its_url(tmp_path):
     assert isinstance(folder, HubFolder) and folder.ref == "org/model@main"
 
 
-def test_bad_references(tmp_path):
+def test_bad_references(tmp_path, raises_message):
     (tmp_path / "model.safetensors").write_bytes(b"")
-    with pytest.raises(ConfigError, match=r"model.safetensors is a file; name the folder of the checkpoint"):
+    with raises_message(ConfigError):
         open_folder(str(tmp_path / "model.safetensors"))
-    with pytest.raises(ConfigError, match=r"unknown scheme 'htps'; did you mean 'https'\?"):
+    with raises_message(ConfigError):
         open_folder("htps://bucket/x")
     (tmp_path / "llama").mkdir()
-    with pytest.raises(ConfigError, match=f"lama does not exist; did you mean '{tmp_path}{os.sep}llama'"):
+    with raises_message(ConfigError):
         open_folder(str(tmp_path / "lama"))
 
 

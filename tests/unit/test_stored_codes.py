@@ -113,13 +113,11 @@ def test_damaged_values_are_refused(case, changes, message):
         values_of(tensor.view("w.weight") or tensor_view("w.weight", tensor.shape), index.tensors)
 
 
-def test_layers_are_stored_alike():
+def test_layers_are_stored_alike(raises_message):
     """A plain weight beside codes of the same name in another layer is refused, unless config.json lists it."""
     config, tensors, numbers = byte_codes("compressed-tensors", FP8, (OUT, 1))
     both = {f"layers.0.{name}": each for name, each in tensors.items()} | {"layers.1.w.weight": numbers}
-    with pytest.raises(
-        CheckpointError, match=r"layers\.1\.w\.weight is stored as float32, and layers\.0\.w\.weight as"
-    ):
+    with raises_message(CheckpointError):
         decoded(config, both)
     index, _ = decoded({**config, "ignore": ["layers.1.w"]}, both)
     assert [*index.tensors] == ["layers.1.w.weight", "layers.0.w.weight"]
@@ -166,23 +164,23 @@ def test_configurations_that_are_refused(config, message):
         read_quantization({"quantization_config": config}, "config.json")
 
 
-def test_groups_of_one_kind():
+def test_groups_of_one_kind(raises_message):
     """Groups that differ in activations alone are one way to store weights, and others are two."""
     config = compressed("pack-quantized", WEIGHTS)
     group = config["config_groups"]["group_0"]
     config["config_groups"]["group_1"] = {**group, "input_activations": None}
     assert read_quantization({"quantization_config": config}, "config.json").group == 16
     config["config_groups"]["group_1"] = {**group, "weights": {**WEIGHTS, "num_bits": 8}}
-    with pytest.raises(ConfigError, match="config_groups has 2 ways to store weights"):
+    with raises_message(ConfigError):
         read_quantization({"quantization_config": config}, "config.json")
 
 
-def test_a_file_of_model_optimizer():
+def test_a_file_of_model_optimizer(raises_message):
     found = read_modelopt_file(
         b'{"producer": {}, "quantization": {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]}}',
         "f",
     )
     assert found.is_plain("lm_head.weight") and not found.is_plain("model.layers.0.mlp.up_proj.weight")
     assert read_modelopt_file(b'{"quantization": {"quant_algo": null}}', "f") is None
-    with pytest.raises(ConfigError, match=r"f has no quantization\.quant_algo"):
+    with raises_message(ConfigError):
         read_modelopt_file(b'{"quantization": 3}', "f")

@@ -87,16 +87,14 @@ def test_missing_tensors_have_the_prefix_of_the_others():
     assert found.prefixed["model.norm.weight"] == "module.model.norm.weight"
 
 
-def test_two_sets_of_weights_are_refused():
+def test_two_sets_of_weights_are_refused(raises_message):
     tensors = {**stored(lambda name: f"student.{name}"), **stored(lambda name: f"teacher.{name}")}
-    with pytest.raises(
-        CheckpointError, match=r"^ck holds 2 sets of weights .* 'student.model.' and 'teacher.model.'; k"
-    ):
+    with raises_message(CheckpointError):
         find_stored_names(EXPECTED, tensors, "ck")
     # the names that the model gives win
     assert find_stored_names(EXPECTED, {**stored(), **tensors}, "ck").names == {name: name for name in EXPECTED}
     tensors = {**stored(), **stored(lambda name: f"_orig_mod.{name}")}
-    with pytest.raises(CheckpointError, match=r"holds both model.embed_tokens.weight and _orig_mod.model.embed_tokens"):
+    with raises_message(CheckpointError):
         find_stored_names(EXPECTED, tensors, "ck")
 
 

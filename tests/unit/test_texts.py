@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import re
 
 import numpy as np
 import pyarrow as pa
@@ -105,28 +104,28 @@ def test_files_that_are_not_what_they_are_called(tmp_path, name, data, message):
         open_texts(str(tmp_path / name))
 
 
-def test_missing_files_and_columns(tmp_path):
+def test_missing_files_and_columns(tmp_path, raises_message):
     for name in ("none.jsonl", "none"):
-        with pytest.raises(ConfigError, match=re.escape(f"data.path {tmp_path / name} does not exist")):
+        with raises_message(ConfigError):
             open_texts(str(tmp_path / name))
-    with pytest.raises(ConfigError, match="holds no file that ends in one of"):
+    with raises_message(ConfigError):
         open_texts(str(tmp_path))
     (tmp_path / "gone.txt").symlink_to(tmp_path / "elsewhere.txt")
-    with pytest.raises(ConfigError, match=r"holds gone\.txt, a link to a file that does not exist"):
+    with raises_message(ConfigError):
         open_texts(str(tmp_path))
     (tmp_path / "texts.jsonl").touch()
-    with pytest.raises(ConfigError, match=r"holds gone\.txt, a link to a file that does not exist"):
+    with raises_message(ConfigError):
         open_texts(str(tmp_path))  # what is left would be evaluated in its place
     (tmp_path / "gone.txt").unlink()
-    with pytest.raises(ConfigError, match=r"text.jsonl does not exist; did you mean '.*texts.jsonl'\?"):
+    with raises_message(ConfigError):
         open_texts(str(tmp_path / "text.jsonl"))
     pq.write_table(pa.table({"a": ["x"], "b": ["y"]}), tmp_path / "a.parquet")
-    with pytest.raises(ConfigError, match="has the columns a, b; the texts must be in a column of strings called text"):
+    with raises_message(ConfigError):
         open_texts(str(tmp_path / "a.parquet"))
 
 
 @pytest.mark.slow
-def test_from_an_object_store(store, tmp_path):
+def test_from_an_object_store(store, tmp_path, raises_message):
     client, environment, _ = store
     client.put_object(Bucket="models", Key="books/a.txt", Body=b"one")
     client.put_object(Bucket="models", Key="books/b.jsonl", Body=b'{"text": "two"}\n')
@@ -135,7 +134,7 @@ def test_from_an_object_store(store, tmp_path):
             patch.setenv(key, value)
         assert contents("s3://models/books") == [("a.txt", "one"), ("b.jsonl:1", "two")]
         assert contents("s3://models/books/a.txt") == [("a.txt", "one")]
-        with pytest.raises(ConfigError, match="does not exist"):
+        with raises_message(ConfigError):
             open_texts("s3://models/books/c.txt")
 
 

@@ -176,20 +176,14 @@ def test_errors_of_a_section_of_levanter_12(trainer, message):
     assert str(raised.value) == message
 
 
-def test_errors_over_slices():
-    with pytest.raises(
-        ConfigError, match=r"^trainer.model_axis_size 32 does not divide the 16 devices of a slice; did"
-    ):
+def test_errors_over_slices(raises_message):
+    with raises_message(ConfigError):
         convert({"model_axis_size": 32}, "4xv5e-16")
-    with pytest.raises(
-        ConfigError, match=r"^trainer.replica_dcn_axis_size 3 does not divide the 4 slices; did you mean 2 or 4\?$"
-    ):
+    with raises_message(ConfigError):
         convert({"replica_dcn_axis_size": 3}, "4xv5e-16")
-    with pytest.raises(
-        ConfigError, match=r"^trainer.mesh.axes.model 32 does not divide the 16 devices of a slice; did"
-    ):
+    with raises_message(ConfigError):
         read_trainer({"mesh": {"axes": {"model": 32}}}, devices=64, slices=4)
-    with pytest.raises(ConfigError, match=r"replica_dcn is 2, but there are 4 slices; set it to 4 or -1"):
+    with raises_message(ConfigError):
         read_trainer({"mesh": {"dcn_axes": {"replica_dcn": 2}}}, devices=64, slices=4)
-    with pytest.raises(ConfigError, match=r"^64 devices cannot be split into 3 slices of equal size$"):
+    with raises_message(ConfigError):
         read_trainer({}, devices=64, slices=3)

@@ -82,7 +82,7 @@ def test_batch_axis_of_the_mesh_schema(section, batch):
     assert read_trainer({"mesh": section}).compute_mapping == {"mlp": ["model"], "heads": ["model"], **batch}
 
 
-def test_mesh_over_slices():
+def test_mesh_over_slices(raises_message):
     mappings = {"param_mapping": {"a": "replica", "b": "replica_dcn", "c": ["data", "replica_dcn"]}}
     section = read_trainer({"mesh": mappings}, devices=64, slices=4)
     assert section.mesh == mesh(4, 16, 1)
@@ -94,9 +94,9 @@ def test_mesh_over_slices():
     section = read_trainer({"mesh": both}, devices=64, slices=4)
     assert section.mesh == mesh(8, 8, 1)
     assert section.compute_mapping["batch"] == BATCH
-    with pytest.raises(ConfigError, match=r"maps 'a' to \[replica\]; with 4 slices and replica 2 only replica_dcn and"):
+    with raises_message(ConfigError):
         read_trainer({"mesh": both | {"param_mapping": {"a": "replica"}}}, devices=64, slices=4)
-    with pytest.raises(ConfigError, match=r"maps 'b' to \[replica, replica_dcn\]"):
+    with raises_message(ConfigError):
         read_trainer({"mesh": both | {"shared_mapping": {"b": ["replica", "replica_dcn"]}}}, devices=64, slices=4)
 
 

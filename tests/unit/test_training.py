@@ -102,15 +102,15 @@ def test_what_a_plan_knows_of_the_optimizer(argv, optimizer, notes):
     assert config.workload.optimizer == optimizer and len(unplanned_notes(config)) == notes
 
 
-def test_an_output_folder_belongs_to_one_training(tmp_path):
+def test_an_output_folder_belongs_to_one_training(tmp_path, raises_message):
     folder = tmp_path / "r"
     folder.mkdir()
     (folder / "plan.json").write_text("{}")  # of a dry run
     TrainingFolder(str(folder)).claim({"batch": 8, "data": "synthetic"})
     TrainingFolder(str(folder)).claim({"batch": 8, "data": "synthetic"})
-    with pytest.raises(ConfigError, match="its batch is 8, this run's is 16; name another folder, or remove it"):
+    with raises_message(ConfigError):
         TrainingFolder(str(folder)).claim({"batch": 16, "data": "synthetic"})
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "plan.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"holds plan\.json, which is no run; name another folder"):
+    with raises_message(ConfigError):
         RunFolder(str(tmp_path / "other")).claim({})

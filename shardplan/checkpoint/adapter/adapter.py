@@ -113,7 +113,7 @@ def read_adapter(folder: Folder, cache_bytes: int = 0) -> Adapter:
     data = read_bytes(folder, CONFIG)
     if data is None:
         is_model = folder.open("config.json") is not None or folder.open(MODEL_FILES.single) is not None
-        kind = "it is a model, which model.ref names" if is_model else "name the folder that PEFT saved an adapter in"
+        kind = "it is a model: name it as model.ref" if is_model else "name the folder that PEFT saved an adapter in"
         raise ConfigError(f"model.adapter: {folder.ref} has no {CONFIG}; {kind}")
     config = parse_adapter_config(data, f"{folder.ref}/{CONFIG}")
     has_single, has_index = (folder.open(name) is not None for name in (FILES.single, FILES.index))

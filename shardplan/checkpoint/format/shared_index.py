@@ -36,9 +36,13 @@ class DeferredFile:
     def _file(self) -> File:
         file = self._folder.open(self._name)
         if file is None:
-            raise CheckpointError(f"{self.name}: process 0 reads this file, here it is missing")
+            raise CheckpointError(
+                f"{self.name}: process 0 reads this file, here it is missing; name the same folder in all"
+            )
         if (file.size, file.version) != (self.size, self.version):
-            raise changed_error(self, f"{self.version} of {self.size} bytes is {file.version} of {file.size} here")
+            raise changed_error(
+                self, f"version {self.version} of {self.size} bytes, and {file.version} of {file.size} here"
+            )
         return file
 
     def read_into(self, offset: int, buffer: memoryview) -> None:

@@ -128,7 +128,7 @@ def check_files_written(folder: Folder, files: Mapping[str, Iterable[str]], tens
     ...     check_files_written(open_folder(folder), {SINGLE: ["norm"]}, {"norm": np.ones(8)})  # doctest: +ELLIPSIS
     Traceback (most recent call last):
         ...
-    shardplan.errors.CheckpointError: .../model.safetensors is not what was written: norm is ((4,), ...
+    shardplan.errors.CheckpointError: .../model.safetensors is not what was written: norm is float32[4], not ...
 
     Raises:
         CheckpointError: a file is missing, damaged, or has other tensors.
@@ -137,11 +137,16 @@ def check_files_written(folder: Folder, files: Mapping[str, Iterable[str]], tens
         file = folder.open(file_name)
         if file is None:
             raise _other_content(folder, file_name, "it is missing")
-        actual = {name: (tensor.shape, str(tensor.dtype)) for name, tensor in read_header(file).items()}
+        actual = read_header(file)
         for name in dict.fromkeys([*names, *actual]):
-            expected = (tensors[name].shape, str(tensors[name].dtype)) if name in tensors else None
-            if actual.get(name) != expected:
-                raise _other_content(folder, file_name, f"{name} is {actual.get(name)}, not {expected}")
+            stored, expected = _kind_text(actual.get(name)), _kind_text(tensors.get(name))
+            if stored != expected:
+                raise _other_content(folder, file_name, f"{name} is {stored}, not {expected}")
+
+
+def _kind_text(tensor: TensorKind | None) -> str:
+    """Return dtype and shape of a tensor, such as float32[2, 3]."""
+    return "absent" if tensor is None else f"{tensor.dtype}{list(tensor.shape)}"
 
 
 def check_small_files_written(folder: Folder, files: Mapping[str, bytes]) -> None:
@@ -155,14 +160,14 @@ def check_small_files_written(folder: Folder, files: Mapping[str, bytes]) -> Non
     ...     check_small_files_written(open_folder(folder), {"config.json": b"[]"})  # doctest: +ELLIPSIS
     Traceback (most recent call last):
         ...
-    shardplan.errors.CheckpointError: .../config.json is not what was written: its content is another one; ...
+    shardplan.errors.CheckpointError: .../config.json is not what was written: its content differs; ...
 
     Raises:
         CheckpointError: one is missing or has other content.
     """
     for name, content in files.items():
         if read_bytes(folder, name) != content:
-            raise _other_content(folder, name, "its content is another one")
+            raise _other_content(folder, name, "its content differs")
 
 
 def _other_content(folder: Folder, name: str, difference: str) -> CheckpointError:

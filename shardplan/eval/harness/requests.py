@@ -90,8 +90,8 @@ def pack_requests(requests: Sequence[Request], max_length: int, position: int) -
             raise ConfigError(f"{where}a context has no tokens; give the requests a token to follow")
         if not request.continuation:
             raise ConfigError(
-                f"{where}a continuation has no tokens: its text is empty, or the token that would be given for want of "
-                "a context; change the task"
+                f"{where}a continuation has no tokens: its text is empty, or its only token stands in for an empty "
+                "context; change the task"
             )
         if len(request.continuation) > max_length:
             raise ConfigError(

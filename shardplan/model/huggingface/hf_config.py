@@ -58,7 +58,9 @@ def read_config(
     data = read_config_file(path) if path is not None else _read_in_folder(folder)
     if data is None:
         kind = describe_folder(folder.ref, folder) if folder else None
-        raise ConfigError(f"{where} does not exist; {kind or 'model.ref must be a Hugging Face checkpoint folder'}")
+        if folder and kind:
+            raise ConfigError(f"{folder.ref} has no config.json: {kind}")
+        raise ConfigError(f"{where} does not exist; model.ref must be a Hugging Face checkpoint folder")
     try:
         loaded = json.loads(data)
     except (ValueError, RecursionError) as error:

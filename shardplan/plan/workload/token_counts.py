@@ -52,7 +52,8 @@ def parse_token_range(key: str, text: str) -> TokenRange:
     first, dash, last = text.partition("-")
     if not dash:
         raise ConfigError(f"{key} is {text!r}; it must be the fewest and the most tokens of a step, such as 4M-16M")
-    tokens = TokenRange(parse_token_count(key, first), parse_token_count(key, last))
+    least = parse_token_count(f"{key} {text!r}: the fewest", first)
+    tokens = TokenRange(least, parse_token_count(f"{key} {text!r}: the most", last))
     if tokens.least > tokens.most:
         raise ConfigError(f"{key} is {text!r}; the fewest tokens are more than the most")
     return tokens
