@@ -5,7 +5,7 @@ such layers, each has its part.
 
 A copy from the host hides behind the whole body of its loop. The compiler starts a copy to the host in the iteration
 after that which computes the activation, and ends it before this iteration computes the activation anew, into the same
-memory. So it hides behind the matmuls that come before in any case: those that the activation is computed from.
+memory. So it hides behind the matmuls before that one in the program.
 """
 
 from collections import Counter, defaultdict
@@ -17,6 +17,8 @@ from shardplan.program.operations import Operation
 from shardplan.program.tasks import Task, TaskKind
 
 MATMULS = (TaskKind.CONTRACTION, TaskKind.ATTENTION)
+CARRIED = -1
+"""Instead of a result of a matmul: the iteration before has computed it."""
 
 
 class PlacedTask(NamedTuple):
@@ -52,31 +54,38 @@ def with_layer_flops(tasks: Iterable[Task]) -> tuple[Task, ...]:
 
 
 class MatmulsBefore:
-    """The matmuls of a loop's body that come before each copy to the host in any order of its operations."""
+    """The matmuls of a loop's body that come before each copy to the host, in the order in which they were traced.
+
+    The order of the walk depends on the policy, because it has what is kept first.
+    """
 
     def __init__(self, loop: int | None) -> None:
         self.loop = loop
         """The first result of the loop; None for operations outside of loops, whose copies nothing hides."""
-        self._of_copy: dict[int, list[int]] = {}
-        """Index of a copy -> indices of the matmuls that its operand is computed from, in the order of the program."""
-        self._of_value: defaultdict[int, frozenset[int]] = defaultdict(frozenset)
+        self._matmuls: list[tuple[int, int]] = []
+        """(result of a matmul, index of its task). Values are numbered in the order in which they were traced."""
+        self._last_of_copy: dict[int, int] = {}
+        """Index of a copy -> result of the last matmul that its operand is computed from; `CARRIED` without one."""
+        self._last_of_value: defaultdict[int, int] = defaultdict(lambda: CARRIED)
 
-    def add(self, first: int, tasks: Sequence[Task], operation: Operation) -> None:
+    def add(self, first: int, tasks: Sequence[tuple[Operation, Task]], operation: Operation) -> None:
         """Add an operation of the body.
 
         Args:
             first: index of its first task.
-            tasks: what it does; nothing if it is fused into others.
+            tasks: what it does, and the operations that are fused into it; nothing if it is fused into others.
         """
         if self.loop is None:
             return
-        indices = [first + i for i, task in enumerate(tasks) if task.kind in MATMULS]
-        needed = frozenset(indices).union(*(self._of_value[value] for value in operation.operands))
-        for i, task in enumerate(tasks):
-            if task.kind == TaskKind.HOST_COPY:
-                self._of_copy[first + i] = sorted(needed)
+        last = max((self._last_of_value[value] for value in operation.operands), default=CARRIED)
+        for i, (done, task) in enumerate(tasks, start=first):
+            if task.kind in MATMULS:
+                self._matmuls.append((done.results[0], i))
+                last = max(last, done.results[0])
+            elif task.kind == TaskKind.HOST_COPY:
+                self._last_of_copy[i] = last
         for result in operation.results:
-            self._of_value[result] = needed
+            self._last_of_value[result] = last
 
     def finish(self, tasks: list[PlacedTask], first: int, executions: int) -> None:
         """Complete the copies of the body, in `tasks`, with the loop and the FLOPs that they hide behind.
@@ -90,13 +99,12 @@ class MatmulsBefore:
             return sum(task.executions * task.flops for task in matmuls) / executions
 
         total = flops_of(each.task for each in tasks[first:] if each.task.kind in MATMULS)
-        for i, matmuls in self._of_copy.items():
+        for i, last in self._last_of_copy.items():
             flops, copy = total, tasks[i].task
             if copy.executions != executions:
                 continue  # done once before the loop
-            if copy.is_to_host and matmuls:  # all but the carry, which the iteration before has computed
-                *before, _ = matmuls  # the last one computes it anew
-                flops = flops_of(tasks[j].task for j in before)
+            if copy.is_to_host and last != CARRIED:  # the last matmul computes it anew
+                flops = flops_of(tasks[j].task for result, j in self._matmuls if result < last)
             tasks[i] = tasks[i]._replace(task=replace(copy, layer_flops=flops, loop=self.loop))
 
 

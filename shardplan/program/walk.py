@@ -152,7 +152,8 @@ class _Sequence:
                 self.matmuls_before.add(len(self.tasks), (), operation)
                 continue
             is_loop = operation.kind == OperationKind.LOOP
-            tasks = [] if is_loop else list(map(self._make_task, (*fusion.fused_matmuls(operation), operation)))
+            done = () if is_loop else (*fusion.fused_matmuls(operation), operation)
+            tasks = list(map(self._make_task, done))
             label = PointLabel(tasks[-1].label if tasks else without_mark(operation.label), self.executions)
             stacks = {result for result in operation.results if is_loop and not is_scores(self.arrays[result])}
             buffers.update(self._buffers_of(entering - live))
@@ -177,7 +178,7 @@ class _Sequence:
                     local_gradients.update(self._local_gradients(operation))
                 while_writing = here + self._while_writing(operation, buffers, gone - new, new)
                 points.append(PlacedPoint((operation.results[0], True), label, while_writing))
-                self.matmuls_before.add(len(self.tasks), tasks, operation)
+                self.matmuls_before.add(len(self.tasks), list(zip(done, tasks, strict=True)), operation)
                 self.tasks += (PlacedTask(task, self.loop) for task in tasks)
             live -= gone
             buffers.subtract(self._buffers_of(gone))

@@ -146,18 +146,19 @@ def test_options_add_up(name):
         assert max(sizes) == pytest.approx(max(bytes_of(point) for point in step.points), rel=1e-9)
 
 
-def test_a_copy_to_the_host_hides_behind_what_is_needed_for_it():
-    """The next layer's activation overwrites it, after the matmuls that this one is computed from; carries have all."""
+def test_a_copy_to_the_host_hides_behind_what_comes_before():
+    """The next layer's activation overwrites it, after the matmuls before that in the program; carries have all."""
     text = "offload_carries+key_proj@host+attn_out@host+up_proj@host"
     tasks = plan_step(model_of("llama-3.1-8b"), training(policy=text)).tasks
     copies = [copy_window(task) for task in tasks if task.loop is not None and task.is_to_host]
     back = {copy_window(task) for task in tasks if task.loop is not None and not task.is_to_host}
     tokens, hidden, keys, mlp, layers = 8 * POSITIONS, 4096, 1024, 14336, 2
-    projections = 2 * tokens * layers * hidden * (hidden + 2 * keys)
+    queries = 2 * tokens * layers * hidden * hidden
+    projections = queries + 2 * 2 * tokens * layers * hidden * keys
     attention = 2 * 2 * tokens * layers * POSITIONS * hidden / 2 * (POSITIONS + 1) / POSITIONS
-    output = 2 * tokens * layers * hidden * hidden
-    everything = projections + attention + output + 3 * 2 * tokens * layers * hidden * mlp
-    expected = [everything, 0, projections + attention, projections + attention + output]
+    gate = 2 * tokens * layers * hidden * mlp
+    before_mlp = projections + attention + queries  # the output projection has the size of queries
+    expected = [before_mlp + 3 * gate, queries, projections + attention, before_mlp + gate]
     assert [window.flops for window in copies] == pytest.approx(expected, rel=1e-9)
     assert len(back) == 1  # behind the whole body of the loop of the backward pass
 
