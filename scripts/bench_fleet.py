@@ -23,7 +23,7 @@ from shardplan.checkpoint.format.index import TensorIndex
 from shardplan.checkpoint.format.shared_index import DeferredFile, pack_index, unpack_index
 from shardplan.checkpoint.load import array_specs
 from shardplan.checkpoint.mapping.state_dict_program import expected_tensors
-from shardplan.checkpoint.match import match_tensors
+from shardplan.checkpoint.match import match_checkpoint
 from shardplan.checkpoint.transfer.byte_ranges import ReadVolume, find_byte_ranges, sum_ranges
 from shardplan.checkpoint.transfer.load_plan import plan_load
 from shardplan.checkpoint.transfer.request import ArrayRequest
@@ -77,8 +77,8 @@ def make_checkpoint() -> Checkpoint:
 
 def plan_part(checkpoint: Checkpoint, packed: str, mesh: DeviceMesh, process: int) -> ReadVolume:
     """Do what one process does before its first read, except for its messages; returns what it will read."""
-    tensors = unpack_index(open_folder("."), packed).tensors
-    program = match_tensors(checkpoint.model.template, tensors, MODEL)
+    index = unpack_index(open_folder("."), packed)
+    tensors, program = index.tensors, match_checkpoint(checkpoint.model.template, index, MODEL).program
     specs = array_specs(checkpoint.model.template, MAPPING, program)
     requests = {}
     for path, view in program.views.items():

@@ -57,27 +57,6 @@ class Match:
         return bool(self.head or self.second_set or self.rivals or self.adapted)
 
 
-def match_tensors(template: Any, tensors: Mapping[str, Tensor], where: str) -> StateDictProgram:
-    """Map the tensors of a checkpoint to the arrays of the model, and check that the two match.
-
-    >>> import haliax as hax
-    >>> import jax
-    >>> import numpy as np
-    >>> axes = hax.Axis("vocab", 16), hax.Axis("embed", 8)
-    >>> wte = hax.nn.Embedding(hax.NamedArray(jax.ShapeDtypeStruct((16, 8), np.float32), axes), *axes)
-    >>> stored = {"transformer.wte.weight": Tensor(None, 0, (16, 8), np.dtype(np.float32), SINGLE)}
-    >>> match_tensors({"wte": wte}, stored, "here").tensors
-    {'transformer.wte.weight': (16, 8)}
-
-    Args:
-        where: name of the checkpoint, for messages.
-
-    Raises:
-        CheckpointError: the checkpoint does not match the model.
-    """
-    return match_checkpoint(template, TensorIndex(tensors), where).program
-
-
 @without_garbage_collection()
 def match_checkpoint(
     template: Any,

@@ -1,7 +1,6 @@
 """The Plan file that a configuration names, and the settings that follow from it. Imports no JAX."""
 
 from dataclasses import replace
-from typing import TypeVar
 
 from shardplan.config.keys import keys_of
 from shardplan.config.plan_config import PlanConfig
@@ -15,7 +14,6 @@ OPEN_VALUES = (None, "auto")
 """Values of configuration keys that leave the choice to the planner."""
 AUTO_VALUES = {("workload.batch", AUTO_BATCH), ("workload.position", AUTO_POSITION)}
 """Keys, and values of these that do the same."""
-C = TypeVar("C", bound=PlanConfig)
 
 
 def load_given_plan[C: PlanConfig](config: C) -> tuple[C, Plan | None]:

@@ -5,7 +5,7 @@ import os
 import re
 from collections.abc import Collection, Container, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import yaml
 from draccus.utils import deflatten
@@ -22,7 +22,6 @@ from shardplan.config.reading.yaml_file import read_yaml
 from shardplan.errors import ConfigError, check_argument, missing_path
 from shardplan.plan.serialization import decode, flatten, value_kind
 
-C = TypeVar("C", bound=PlanConfig)
 SHELL_SECTION = "launch."
 """Section whose texts are for shells, which expand variables."""
 YAML_FILES = "paths of YAML files, and keys by name, such as workload={'batch': 4}"

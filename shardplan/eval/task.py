@@ -1,7 +1,7 @@
 """The interface of an evaluation's task; the run, its loop and its results folder are shared by all tasks."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -16,10 +16,8 @@ from shardplan.model.registry import Model
 from shardplan.plan.plan import Plan
 from shardplan.plan.workload.workload import Workload
 
-W = TypeVar("W", bound=Windows)
 
-
-class EvaluationTask(Protocol[W]):
+class EvaluationTask[W: Windows](Protocol):
     """The interface of a task: what it measures of the texts."""
 
     @property

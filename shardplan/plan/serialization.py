@@ -4,14 +4,12 @@ import hashlib
 import json
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Any, TypeVar
+from typing import Any
 
 import draccus
 from draccus.utils import ParsingError
 
 from shardplan.errors import ConfigError, ShardplanError, nearest, one_line
-
-T = TypeVar("T")
 
 
 def decode[T](cls: type[T], values: dict[str, Any]) -> T:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 from shardplan.config import PlanConfig
 from shardplan.config.arguments import check_config
@@ -49,8 +49,6 @@ from shardplan.search.result.attention_costs import attention_costs
 from shardplan.search.result.plan_details import plan_details
 from shardplan.search.search_configuration import RankedCandidate, SearchResult, search_configuration
 from shardplan.storage import Folder, open_folder
-
-C = TypeVar("C", bound=PlanConfig)
 
 
 def make_plan(

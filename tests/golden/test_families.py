@@ -28,10 +28,10 @@ from safetensors.numpy import load_file, save_file
 from test_logits import MESHES, SHARDED_POSITIONS, TOLERANCE, deviation
 
 from shardplan import load_pretrained
-from shardplan.checkpoint.format.index import read_index
+from shardplan.checkpoint.format.index import read_tensor_index
 from shardplan.checkpoint.load import stream_checkpoint
 from shardplan.checkpoint.mapping.state_dict_program import expected_tensors
-from shardplan.checkpoint.match import match_tensors
+from shardplan.checkpoint.match import match_checkpoint
 from shardplan.checkpoint.saving.save import save_pretrained
 from shardplan.decoder import families
 from shardplan.decoder.config import DecoderConfig
@@ -188,14 +188,14 @@ def test_a_checkpoint_saved_from_the_base_model(tmp_path, name, raises_message):
     base = ("model.", "gpt_neox.")
     inner = {key.partition(".")[2] if key.startswith(base) else key: value for key, value in text_tensors(name).items()}
     save_file(inner, tmp_path / "model.safetensors")
-    match_tensors(template, read_index(open_folder(str(tmp_path))), "ck")
+    match_checkpoint(template, read_tensor_index(open_folder(str(tmp_path))), "ck")
     heads = inner.keys() & {"embed_out.weight", "lm_head.weight"}
     assert len(heads) == (name != "opt")
     for head in heads:
         del inner[head]
         save_file(inner, tmp_path / "model.safetensors")
         with raises_message(CheckpointError):
-            match_tensors(template, read_index(open_folder(str(tmp_path))), "ck")
+            match_checkpoint(template, read_tensor_index(open_folder(str(tmp_path))), "ck")
 
 
 @pytest.mark.parametrize("name", ["gemma2", "mistral", "qwen2"])

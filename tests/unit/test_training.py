@@ -15,7 +15,7 @@ from shardplan.config.command_flags import TrainCommand
 from shardplan.config.levanter_keys import DECIDED, SECTIONS, VALUES, split_arguments
 from shardplan.errors import ConfigError
 from shardplan.monitoring.run_folder import RunFolder
-from shardplan.synthetic_data import MarkovSequences, SyntheticComponent, least_loss
+from shardplan.synthetic_data import REGULAR, STATES, MarkovSequences, SyntheticComponent
 from shardplan.train.determinants import TrainingFolder
 from shardplan.train.levanter_file import nested_sections
 from shardplan.train.prepare import unplanned_notes, with_planned_optimizer
@@ -47,7 +47,13 @@ def test_the_chain_is_one_cycle_with_the_stated_loss():
     frequencies = counts / counts.sum(1, keepdims=True)
     entropy = -np.sum(counts / counts.sum() * np.log(np.where(frequencies, frequencies, 1)))
     assert entropy == pytest.approx(least_loss(32), rel=0.03)
-    assert least_loss(512) == least_loss(256) < math.log(256) / 4
+    assert least_loss(STATES) == pytest.approx(0.88, abs=0.01)
+
+
+def least_loss(states):
+    """The loss of a model that knows the chain, in nats per token."""
+    other = (1 - REGULAR) / states
+    return -(REGULAR + other) * math.log(REGULAR + other) - (states - 1) * other * math.log(other)
 
 
 def test_validation_has_other_sequences():

@@ -45,6 +45,8 @@ WITHOUT_HEAD = (
     'set "tie_word_embeddings": true in its config.json if the embedding is the head'
 )
 """What to do where nothing but the output head is missing."""
+SHOWN = 3
+"""Most names of tensors in a message."""
 CONCURRENT_FILES = 64
 """Files that are opened at the same time: each takes two requests to a remote store, for its size and its header."""
 
@@ -273,6 +275,6 @@ def check_tensors(
     return unexpected.unneeded
 
 
-def _abbreviate(names: list[str], limit: int = 3) -> str:
-    more = f", and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more
+def _abbreviate(names: list[str]) -> str:
+    more = f", and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more

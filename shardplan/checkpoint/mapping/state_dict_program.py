@@ -96,21 +96,19 @@ def stores_inputs_first(template: Any) -> bool:
 def trace_program(
     template: Any,
     tensors: Mapping[str, Shape] | None = None,
-    prefix: str | None = None,
     stored: Mapping[str, View] | None = None,
 ) -> StateDictProgram:
     """Trace the conversion of a checkpoint that holds `tensors`.
 
     >>> axes = hax.Axis("vocab", 16), hax.Axis("embed", 8)
     >>> wte = hax.nn.Embedding(hax.NamedArray(jax.ShapeDtypeStruct((16, 8), np.float32), axes), *axes)
-    >>> program = trace_program({"wte": wte}, {"transformer.wte.weight": (16, 8)}, prefix="transformer")
+    >>> program = trace_program({"wte": wte}, {"wte.weight": (16, 8)})
     >>> [(path, view.shape, view.tensors) for path, view in program.views.items()]
-    [("['wte'].weight", (16, 8), ('transformer.wte.weight',))]
+    [("['wte'].weight", (16, 8), ('wte.weight',))]
 
     Args:
         template: the Levanter model with `jax.ShapeDtypeStruct`s in place of arrays.
         tensors: name in the checkpoint -> shape; `expected_tensors` by default.
-        prefix: what the checkpoint puts before every name, such as GPT-2's "transformer".
         stored: name -> view of what is stored, of tensors that are not stored as they are.
 
     Raises:
@@ -120,12 +118,12 @@ def trace_program(
     shapes = expected_tensors(template) if tensors is None else tensors
     views_of = {name: tensor_view(name, shape) for name, shape in shapes.items()} | dict(stored or {})
     if isinstance(template, Decoder):
-        return _decoder_program(template, shapes, prefix, views_of)
+        return _decoder_program(template, shapes, views_of)
     state = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in shapes.items()}
     paths: list[str] = []
 
     def convert(state_dict: dict[str, jax.Array]) -> list[jax.Array]:
-        model = from_torch_compatible_state_dict(template, state_dict, prefix=prefix)
+        model = from_torch_compatible_state_dict(template, state_dict)
         leaves = list(named_leaves(model))
         paths.extend(path for path, _ in leaves)
         return [leaf.array if isinstance(leaf, hax.NamedArray) else leaf for _, leaf in leaves]
@@ -146,7 +144,7 @@ def trace_program(
 
 
 def _decoder_program(
-    template: Decoder, tensors: Mapping[str, Shape], prefix: str | None, stored_views: Mapping[str, View]
+    template: Decoder, tensors: Mapping[str, Shape], stored_views: Mapping[str, View]
 ) -> StateDictProgram:
     """Return the program of a decoder: its rules, computed with views, without a trace.
 
@@ -154,7 +152,7 @@ def _decoder_program(
     """
 
     def read(stored: StoredTensor) -> View:
-        name = stored.name if prefix is None else f"{prefix}.{stored.name}"
+        name = stored.name
         if name not in tensors:
             raise CheckpointError(f"the decoder needs a tensor {name!r}")
         if tuple(tensors[name]) != stored.shape:

@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import jax
 
@@ -19,7 +19,6 @@ from shardplan.runtime.processes.start import current_watch
 from shardplan.runtime.processes.watch.activity import DEADLINE_S, Activity
 from shardplan.runtime.processes.watch.watch import Watch, handle_problem
 
-T = TypeVar("T")
 SHOWN = 200
 """Characters from which on a text is compared by its digest."""
 Disagreement = Callable[[str, int, str | None, str | None], ShardplanError]
@@ -87,7 +86,7 @@ class ProcessGroup:
         """Return how much all processes have done in this phase; None where that is not known."""
         return None if self._link is None else self._link.progress
 
-    def agree(
+    def agree[T](
         self,
         name: str,
         compute: Callable[[], T],

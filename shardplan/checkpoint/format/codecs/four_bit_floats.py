@@ -14,7 +14,6 @@ from shardplan.model.huggingface.quantization import Mxfp4, Nvfp4
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 POWERS = np.dtype(ml_dtypes.float8_e8m0fnu)
 BYTE = np.dtype(np.uint8)
-FLOAT = (np.dtype(np.float32),)
 MX_GROUP, NV_GROUP = 32, 16
 """Numbers that share a scale: a power of two in MXFP4, a number in E4M3 in NVFP4."""
 HALVES = 2
