@@ -95,7 +95,7 @@ verify_plan(repaired)
 # ## Without mistakes, and faster
 #
 # `reviewed.best` is the best plan for the same batch. Here it is hardly faster than the repaired section; where it is,
-# the review also shows the smallest edit that comes close.
+# paste its section, which the review shows.
 
 # %%
 print(f"{repaired.cost.step_seconds:.2f} s a step, the best plan {reviewed.best.cost.step_seconds:.2f} s")

@@ -21,10 +21,6 @@ from shardplan.plan.plan import Plan
 from shardplan.search.given_plan import with_details
 from shardplan.search.make_plan import make_plan
 
-__all__ = ["NEAR_BEST", "Repair", "Review", "find_smallest_edit", "review"]
-
-NEAR_BEST = 1.1
-"""A step is near the best plan's if it takes at most this many times as long."""
 SEARCH_SECONDS = 60.0
 """The limit of time of the search for edits, if the configuration has none."""
 
@@ -40,8 +36,6 @@ class Review(Displayed):
     """What the prediction takes from shardplan's configuration because the file omits it."""
     repair: Repair | None
     """The smallest edit that leaves no error; None if there is no error, or no such edit was found."""
-    faster: Repair | None
-    """If the step is not `NEAR_BEST`: the smallest edit after which it is, or else the fastest result of any edit."""
     best: Plan | None
     why_no_best: str = ""
     converted: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -67,18 +61,11 @@ def review(path: str, config: PlanConfig, report: Callable[[str], None] = lambda
     report("planning the best layout")
     best, why_no_best = _best_plan(result, target)
     limit = SearchLimit(float(getattr(config, "lint_seconds", SEARCH_SECONDS)))
-    repair = faster = None
+    repair = None
     if best is not None or target.extras.is_other_step:  # if no plan fits, no edit does
         repair = _find_repair(result, prepared, target, report, limit)
     if best is not None:
         best = _fastest_plan(best, repair, lambda batch: _plan_batch(result, target, batch))
-        # the smallest edit that runs may be many times slower than the best plan (docs/log.md)
-        near, runnable = NEAR_BEST * plan_seconds(best), repair.lint if repair else result
-        if runnable.plan and result_seconds(runnable) > near:
-            faster = find_smallest_edit(result, target, near, report, limit)
-            if faster and result_seconds(faster.lint) * NEAR_BEST > result_seconds(runnable):
-                faster = None  # too small a gain
-        best = _fastest_plan(best, faster, lambda batch: _plan_batch(result, target, batch))
         if result.plan and not result.errors and result_seconds(result) <= plan_seconds(best):
             best = result.plan  # the search takes plans that tie for one, and prefers the smallest memory
     if result.plan is not None:  # of all plans of the search for edits, the page shows this one
@@ -92,7 +79,6 @@ def review(path: str, config: PlanConfig, report: Callable[[str], None] = lambda
         _in_file(whole, prepared.file),
         linted.assumed,
         _repair_in_file(repair, prepared.file),
-        _repair_in_file(_with_corrections(faster, prepared), prepared.file),
         best,
         why_no_best,
         _nest(prepared.converted, prepared.file),

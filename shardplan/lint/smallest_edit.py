@@ -1,4 +1,4 @@
-"""Finds the smallest edit of a hand-written trainer section that removes its errors, or makes it fast."""
+"""Finds the smallest edit of a hand-written trainer section that removes its errors."""
 
 import contextlib
 import dataclasses
@@ -25,13 +25,13 @@ BEAM_WIDTH = 100
 
 
 class SearchLimit:
-    """A limit of time that several searches share."""
+    """A limit of time of a search."""
 
     def __init__(self, seconds: float = math.inf) -> None:
         self.seconds = seconds
         self._deadline = time.monotonic() + seconds
         self.has_stopped = False
-        """Whether a search was stopped by it."""
+        """Whether the search was stopped by it."""
 
     def stops(self) -> bool:
         """Whether the time is over; a search that asks ends then."""
@@ -59,13 +59,12 @@ class Repair:
 def find_smallest_edit(
     start: LintResult,
     target: LintTarget,
-    max_seconds: float = math.inf,
     report: Callable[[str], None] = lambda _: None,
     limit: SearchLimit | None = None,
 ) -> Repair | None:
-    """Find the fewest edits that leave no error and take at most `max_seconds` per sequence.
+    """Find the fewest edits that leave no error; None if none do.
 
-    If none are that fast, this returns the fastest repair that was seen; if none removes all errors, None. Among
+    Above the memory by less than the estimate's error is no error: such a repair is returned if none fits. Among
     repairs with the same number of edits, those with the fewest warnings about the edited keys win; then the fastest
     per sequence, since edits can change the batch; and among those that tie to `TIME_RESOLUTION`, the lowest peak.
 
@@ -81,21 +80,19 @@ def find_smallest_edit(
     states = [lint_trainer(trainer, target) if corrections else start]
     seen = {_identity(trainer)}
     usable = usable_bytes(target.hardware)
-    fastest: Repair | None = None
+    repair: Repair | None = None
     for edits in range(corrections, corrections + MAX_EDITS + 1):
-        finished = [state for state in states if _fits(state) and result_seconds(state) <= max_seconds]
-        runnable = finished or [state for state in states if not state.errors]
-        if runnable:
-            best = _choose(start, runnable)
-            if fastest is None or result_seconds(best) < result_seconds(fastest.lint):
-                fastest = Repair(edits, [*lines, *diff_trainers(start.trainer, best.trainer)], best)
-        if finished or limit.has_stopped:
-            return fastest
-        goal = "removes all errors" if max_seconds == math.inf else "is nearly as fast as the best plan"
-        report(f"looking for an edit that {goal}: number of edits {edits + 1}, layouts checked {len(seen)}")
+        repaired = [state for state in states if not state.errors]
+        fitting = [state for state in repaired if state.plan is not None and state.plan.memory.fits]
+        if fitting or (repaired and repair is None):
+            best = _choose(start, fitting or repaired)
+            repair = Repair(edits, [*lines, *diff_trainers(start.trainer, best.trainer)], best)
+        if fitting or limit.has_stopped:
+            return repair
+        report(f"looking for an edit that removes all errors: number of edits {edits + 1}, layouts checked {len(seen)}")
         beam = sorted(states, key=lambda state: _distance(state, usable))[:BEAM_WIDTH]
         states = list(_lint_edits(beam, seen, target, limit))
-    return fastest
+    return repair
 
 
 def _correct_model_section(target: LintTarget) -> tuple[LintTarget, list[str]]:
@@ -145,10 +142,6 @@ def _new_warnings(start: LintResult, state: LintResult) -> int:
     return sum(bool(written & {*f.where}) for f in state.findings if f.kind != FindingKind.LOADING)
 
 
-def _fits(state: LintResult) -> bool:
-    return not state.errors and state.plan is not None and state.plan.memory.fits
-
-
 def result_seconds(state: LintResult) -> float:
     """Predicted time per sequence."""
     return plan_seconds(state.plan) if state.plan else math.inf
@@ -170,9 +163,7 @@ def _identity(trainer: Mapping[str, Any]) -> str:
 
 
 def _distance(state: LintResult, usable: float) -> tuple[int, float]:
-    """Distance from done: the number of errors, counting too much memory as one, then the bytes; or else the time."""
-    if _fits(state):
-        return 0, result_seconds(state)
+    """Distance from done: the number of errors, counting too much memory as one, then the bytes."""
     # a path to a repair may lead through sections without a prediction, such as a duplicate mesh axis, of which the
     # stored bytes decide: by the number of errors alone it is not found (docs/log.md)
     needed = state.needed_bytes

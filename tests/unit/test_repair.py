@@ -11,8 +11,8 @@ from shardplan import config as configuration
 from shardplan.levanter_config.trainer_section import parse_trainer_section
 from shardplan.lint.edits import candidate_edits, diff_trainers
 from shardplan.lint.lint import lint_trainer, target_of
-from shardplan.lint.repair import NEAR_BEST, find_smallest_edit, review
-from shardplan.lint.smallest_edit import SearchLimit, _new_warnings
+from shardplan.lint.repair import review
+from shardplan.lint.smallest_edit import SearchLimit, _new_warnings, find_smallest_edit
 
 
 @pytest.fixture(autouse=True)
@@ -95,47 +95,19 @@ def config_405b():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        # without errors, like the small file of the next test, and the search for a faster layout takes longest
-        pytest.param(each, marks=[pytest.mark.whole] if each == "405b-sequence-share" else [])
-        for each in EXPECTED_ERRORS
-    ],
-)
+@pytest.mark.parametrize("name", EXPECTED_ERRORS)
 def test_repaired_configurations_parse_without_errors(config_405b, name):
-    reviewed = review(str(ROOT / "configs" / "levanter" / f"{name}.yaml"), config_405b)
-    assert (reviewed.repair is not None) == bool(EXPECTED_ERRORS[name])
-    check_edits(reviewed, trainer_of(name), target_of(config_405b))
-
-
-@pytest.mark.slow
-def test_a_slow_file_without_errors_is_made_faster(tmp_path):
-    target = target_8b()
-    path = tmp_path / "levanter.yaml"
-    content = "{trainer: {mp: bf16, train_batch_size: 16, mesh: {axes: {model: 8}, shared_mapping: {heads: null}}}}"
-    path.write_text(content)
-    reviewed = review(str(path), target.config)
-    assert reviewed.lint.errors == [] and reviewed.repair is None and reviewed.faster is not None
-    check_edits(reviewed, yaml.safe_load(content)["trainer"], target)
-
-
-def check_edits(reviewed, trainer, target):
-    """Edits leave no error, fit, and have lines for all that they change; the last is nearly as fast as the best."""
-    assert reviewed.best is not None
-    for repair in filter(None, (reviewed.repair, reviewed.faster)):
-        again = lint_trainer(repair.lint.trainer, target)
-        assert not again.errors
-        assert again.plan is not None and again.plan.memory.peak <= again.plan.memory.available
-        section = parse_trainer_section(yaml.safe_load(yaml.safe_dump(repair.lint.trainer)), target.hardware.devices)
-        assert again.plan.compute_mapping == section.compute_mapping
-        assert repair.lines == diff_trainers(trainer, repair.lint.trainer)
-    last = reviewed.faster or reviewed.repair
-    if last is not None and last.lint.plan is not None:
-        assert (
-            seconds_per_sequence(last.lint)
-            <= NEAR_BEST * reviewed.best.cost.step_seconds / reviewed.best.workload.batch
-        )
+    target, reviewed = target_of(config_405b), review(str(ROOT / "configs" / "levanter" / f"{name}.yaml"), config_405b)
+    assert reviewed.best is not None and (reviewed.repair is not None) == bool(EXPECTED_ERRORS[name])
+    if reviewed.repair is None:
+        return
+    trainer = reviewed.repair.lint.trainer
+    again = lint_trainer(trainer, target)
+    assert not again.errors
+    assert again.plan is not None and again.plan.memory.peak <= again.plan.memory.available
+    section = parse_trainer_section(yaml.safe_load(yaml.safe_dump(trainer)), target.hardware.devices)
+    assert again.plan.compute_mapping == section.compute_mapping
+    assert reviewed.repair.lines == diff_trainers(trainer_of(name), trainer)
 
 
 @pytest.mark.slow

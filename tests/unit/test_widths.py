@@ -195,12 +195,12 @@ def test_review(target):
     before, after = lint_trainer(broken, target), lint_trainer(usual, target)
     assert before.errors and not after.errors
     repair = Repair(2, diff_trainers(broken, usual), after)
-    review = Review("levanter.yaml", before, ["batch 16 (Levanter's default is 512)"], repair, repair, after.plan)
+    review = Review("levanter.yaml", before, ["batch 16 (Levanter's default is 512)"], repair, after.plan)
     for text in assert_readable(print_review, review).values():
         assert text.startswith("cannot run on v4-16: mesh size; peak ")
     unpriced = dataclasses.replace(after.subject.step, unpriced={"conv_general_dilated": 1})
     after = dataclasses.replace(after, subject=dataclasses.replace(after.subject, step=unpriced))
-    fine = dataclasses.replace(review, lint=after, repair=None, faster=None)
+    fine = dataclasses.replace(review, lint=after, repair=None)
     assert review_json(fine)["limits"][0].startswith("conv_general_dilated is not priced")
     for text in assert_readable(print_review, fine).values():
         first, second, *_ = text.splitlines()

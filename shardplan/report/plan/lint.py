@@ -10,7 +10,8 @@ from shardplan.hardware import GIB
 from shardplan.levanter_config.writer import batch_divisor, sections_yaml, trainer_section, trainer_yaml
 from shardplan.lint.edits import explain_lines
 from shardplan.lint.findings import Finding, FindingKind, Severity
-from shardplan.lint.repair import NEAR_BEST, Repair, Review
+from shardplan.lint.repair import Review
+from shardplan.lint.smallest_edit import Repair
 from shardplan.plan.mapping import mesh_text
 from shardplan.plan.plan import Plan
 from shardplan.report.plan.summary import print_estimate, speed_text
@@ -48,10 +49,6 @@ def print_review(review: Review, out: Console) -> None:
     if review.repair is not None:
         of = "of the converted section " if review.converted else ""
         _print_repair(f"the smallest edit {of}that removes all errors", review.repair, out)
-    if review.faster is not None:
-        _print_repair(
-            f"the smallest edit for a step within {NEAR_BEST:g} times the best plan's, if possible", review.faster, out
-        )
     if review.best is None:
         out.print()
         print_wrapped(review.why_no_best, out)
@@ -81,9 +78,9 @@ def kept_schedule(review: Review, plan: Plan) -> list[dict[str, int]] | None:
 def stopped_text(review: Review) -> str:
     """Explain that the search for edits was stopped, and what remains unknown."""
     seconds = f"{review.stopped_after:.0f} s (lint_seconds)"
-    if review.repair is None and needs_edit(review):
+    if review.repair is None:
         return f"the search for an edit that removes all errors was stopped after {seconds}, before one was found"
-    return f"the search for a faster edit was stopped after {seconds}: there may be one"
+    return f"the search for an edit with which the step fits was stopped after {seconds}: there may be one"
 
 
 def _print_outcome(review: Review, out: Console) -> None:
@@ -102,7 +99,7 @@ def _print_outcome(review: Review, out: Console) -> None:
 def review_json(review: Review) -> dict[str, Any]:
     """The review as JSON values; memory in bytes per device, time in seconds.
 
-    `repair`, `faster` and `best` are those of `Review`; null where there is none.
+    `repair` and `best` are those of `Review`; null where there is none.
     """
     best = review.best
     return {
@@ -112,7 +109,6 @@ def review_json(review: Review) -> dict[str, Any]:
         "findings": [finding.to_json() for finding in review.lint.findings],
         "predicted": None if review.lint.plan is None else _estimate_json(review.lint.plan),
         "repair": _repair_json(review.repair),
-        "faster": _repair_json(review.faster),
         "why_no_best": review.why_no_best or None,
         "converted": dict(review.converted) or None,
         "search_stopped_after": review.stopped_after,

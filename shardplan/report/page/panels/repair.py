@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from shardplan.levanter_config.writer import trainer_yaml
 from shardplan.lint.edits import explain_lines
 from shardplan.lint.findings import Severity
-from shardplan.lint.repair import NEAR_BEST, Repair, Review
+from shardplan.lint.repair import Review
+from shardplan.lint.smallest_edit import Repair
 from shardplan.plan.mapping import mesh_text
 from shardplan.plan.plan import Plan
 from shardplan.report.plan.lint import kept_schedule, needs_edit, stopped_text
@@ -113,8 +114,6 @@ def _layouts(review: Review) -> Iterator[tuple[str, Repair | None, Plan | None]]
     yield AS_IT_IS, None, review.lint.plan
     if review.repair is not None:
         yield "the smallest edit without errors", review.repair, review.repair.lint.plan
-    if review.faster is not None:
-        yield f"the smallest edit near the best plan ({NEAR_BEST:g}x)", review.faster, review.faster.lint.plan
     if review.best is not None:
         yield "the best plan", None, review.best
 
