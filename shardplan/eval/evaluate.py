@@ -154,7 +154,7 @@ def draw_extraction(output: str, summary: Mapping[str, Any], store: "TextStore")
     from shardplan.runtime.progress import print_note, show_steps
 
     with show_steps("drawing") as report:
-        left_out = write_pictures(output, lambda: read_windows(output, COLUMNS), store, summary, report)
+        left_out = write_pictures(output, read_windows(output, COLUMNS), store, summary, report)
     for line in left_out:
         print_note(line)
     print_note(f"{INDEX} in the results folder shows them")

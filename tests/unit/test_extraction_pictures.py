@@ -66,7 +66,7 @@ class Page(html.parser.HTMLParser):
             self.blocks[-1] += [(character, self._span) for character in data]
 
 
-def make_page(text, windows, kept=None, together=3, strip=(None, -1.0)):
+def make_page(text, windows, together=3, strip=(None, -1.0)):
     """The page of a text with windows (start, length, log p), added a few at a time."""
 
     def runs():
@@ -78,7 +78,7 @@ def make_page(text, windows, kept=None, together=3, strip=(None, -1.0)):
         each = stream.finish(len(text))
         yield each.bounds, each.values
 
-    shaded = ShadedText(runs(), lambda a, b: text[a:b], kept or [(0, len(text))], len(text))
+    shaded = ShadedText(runs(), lambda a, b: text[a:b], len(text))
     return b"".join(page_parts("a book", "demo", TASK, SUMMARY, strip, shaded)).decode()
 
 
@@ -121,17 +121,6 @@ def test_a_page_of_nasty_text_needs_nothing_from_elsewhere():
     assert {each[1:] for each in page.references} <= page.anchors
     assert "prefers-color-scheme: dark" in source and "@media print" in source
     assert "p_z of the windows that cover it, prefix and suffix" in source
-
-
-def test_passages():
-    text = "".join(chr(97 + i % 26) for i in range(100))
-    windows = [(0, 30, -1.0), (35, 20, -2.0), (90, 10, -3.0)]
-    source = make_page(text, windows, kept=[(10, 20), (40, 60), (95, 100)])
-    page = Page(source)
-    assert ["".join(c for c, _ in block) for block in page.blocks] == [text[10:20], text[40:60], text[95:100]]
-    assert [span and span[0] for _, span in page.blocks[1]] == ["13.5%"] * 15 + [None] * 5
-    assert "these 35 characters are the passages with the largest p_z" in source
-    assert "<h2>Characters 40 to 60</h2>" in source and not page.references
 
 
 def test_probabilities_as_people_read_them():
@@ -219,24 +208,21 @@ def test_a_folder_gets_a_plot_and_a_page_for_each_text(tmp_path, monkeypatch):
     windows = [("a/b", 0, -0.1), ("a/b", 20, -90.0), *(("long", i * 10, -float(i % 7 + 1)) for i in range(29)),
                ("a_b", 0, -1.0)]  # fmt: skip
     summary, store, table = make_results(tmp_path / "r", texts, windows)
-    for name, value in (("PAGE_CHARACTERS", 200), ("PASSAGE_CHARACTERS", 20), ("PASSAGES", 5)):
-        monkeypatch.setattr(pictures, name, value)
+    monkeypatch.setattr(pictures, "PAGE_CHARACTERS", 200)
     drawn = []
-    assert write_pictures(str(tmp_path / "r"), lambda: [table], store, summary, drawn.append) == []
+    lines = write_pictures(str(tmp_path / "r"), [table], store, summary, drawn.append)
+    assert lines == ["no page of long: it would have more than 200 characters"]
     digest = hashlib.sha256(b"a/b").hexdigest()[:8]
     assert {str(path.relative_to(tmp_path / "r")) for path in (tmp_path / "r").glob("*/*")} == {
         "plots/total.png", f"plots/a_b-{digest}.png", "plots/long.png", "plots/a_b.png",
-        f"pages/a_b-{digest}.html", "pages/long.html", "pages/a_b.html",
+        f"pages/a_b-{digest}.html", "pages/a_b.html",
     }  # fmt: skip
     block = Page((tmp_path / "r" / "pages" / f"a_b-{digest}.html").read_bytes().decode()).blocks[0]
     assert "".join(c for c, _ in block) == texts["a/b"]
     assert [span and span[0] for _, span in block[::10]] == ["90.5%", None, "8.2e-40", None, None]
-    # windows of the largest log p, -1, are at 0, 70, ..., 280: in five of the fifteen passages
-    blocks = Page((tmp_path / "r" / "pages" / "long.html").read_text()).blocks
-    assert ["".join(c for c, _ in block)[0] for block in blocks] == ["a"] * 5 and sum(map(len, blocks), 0) == 100
     index = (tmp_path / "r" / "index.html").read_text()
-    assert re.findall(r'href="pages/([^"]+)\.html"', index) == [f"a_b-{digest}", "long", "a_b"]
-    assert ">short<" in index and "a/b" in index
+    assert re.findall(r'href="pages/([^"]+)\.html"', index) == [f"a_b-{digest}", "a_b"]
+    assert ">short<" in index and "a/b" in index and ">long<" in index and "plots/long.png" in index
 
 
 @pytest.mark.slow
@@ -245,7 +231,7 @@ def test_the_first_texts_have_pictures(tmp_path, monkeypatch):
     monkeypatch.setattr(pictures, "MAX_PICTURES", 2)
     texts = {str(i): "0123456789" for i in range(4)}
     summary, store, table = make_results(tmp_path / "r", texts, [(str(i), 0, -1.0) for i in range(4)])
-    lines = write_pictures(str(tmp_path / "r"), lambda: [table], store, summary, lambda _: None)
+    lines = write_pictures(str(tmp_path / "r"), [table], store, summary, lambda _: None)
     assert lines == ["only the first 2 of 4 texts have a plot and a page"]
     assert len(list((tmp_path / "r" / "pages").iterdir())) == 2
 
@@ -253,7 +239,7 @@ def test_the_first_texts_have_pictures(tmp_path, monkeypatch):
 def test_without_matplotlib_there_are_pages_and_no_plots(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     summary, store, table = make_results(tmp_path / "r", {"one": "0123456789"}, [("one", 0, -1.0)])
-    lines = write_pictures(str(tmp_path / "r"), lambda: [table], store, summary, lambda _: None)
+    lines = write_pictures(str(tmp_path / "r"), [table], store, summary, lambda _: None)
     assert lines == [
         "no plots: they need matplotlib, which is not installed: pip install matplotlib, and run the same command again"
     ]

@@ -13,10 +13,9 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 
-from shardplan.eval.extraction.character_runs import CharacterRuns, RunStream, range_maximum
+from shardplan.eval.extraction.character_runs import CharacterRuns, RunStream
 from shardplan.eval.extraction.probabilities import read_matrix, suffix_log_probs
 from shardplan.eval.extraction.summary import MAX_PICTURES, split_by_text
 from shardplan.eval.run_results.finished_runs import model_name
@@ -30,28 +29,28 @@ COLUMNS = ("text", "start", "end", "log_prob")
 """Columns of the windows that pages are made from."""
 NO_PLOTS = f"no plots: they need matplotlib, which is not installed: {INSTALL_PLOTS}, and run the same command again"
 PAGE_CHARACTERS = 4_000_000
-"""Characters of a text that is shown as a whole, at most; a browser needs seconds for that many."""
-PASSAGE_CHARACTERS, PASSAGES = 2_000, 500
-"""Size and number of the passages that are shown of a longer text."""
-
-Windows = Callable[[], Iterable[pa.Table]]
-"""Returns the windows of a run, in order, with at least `COLUMNS`."""
+"""Characters of a text that has a page, at most; a browser needs seconds for that many."""
 
 
 def write_pictures(
-    output: str, windows: Windows, store: TextStore, summary: Mapping[str, Any], report: Callable[[str], None]
+    output: str,
+    windows: Iterable[pa.Table],
+    store: TextStore,
+    summary: Mapping[str, Any],
+    report: Callable[[str], None],
 ) -> list[str]:
     """Write plots, if they can be drawn, and pages into a results folder.
 
     Args:
         output: the folder.
-        windows: called once, or twice if a text is too long for a page.
+        windows: those of the run, in order, with at least `COLUMNS`.
         store: the texts of the run.
         summary: that of the run, as in summary.json.
         report: called with what is drawn next.
 
     Returns:
-        What is left out, one line each: plots without matplotlib, and pictures of texts of which there are too many.
+        What is left out, one line each: plots without matplotlib, pages of texts that are too long, and pictures of
+        texts of which there are too many.
 
     Raises:
         ConfigError: the folder cannot be written to.
@@ -65,16 +64,15 @@ def write_pictures(
     has_plots = can_plot()
     if has_plots:
         _write_plots(folder, summary, names, model, report)
-    passages = _passages(windows, [texts[id_] for id_ in names if texts[id_].characters > PAGE_CHARACTERS])
+    too_long = [id_ for id_ in names if texts[id_].characters > PAGE_CHARACTERS]
     for id_, tables in _by_text(windows):
-        if id_ not in names:
+        if id_ not in names or id_ in too_long:
             continue
         report(f"page of {id_}")
         text = texts[id_]
         shaded = ShadedText(
             ((runs.bounds, runs.values) for runs in _runs(tables, text.characters)),
             _reader(store, text),
-            passages.get(id_, [(0, text.characters)]),
             text.characters,
         )
         with folder.create(f"{PAGES}/{names[id_]}.html") as file:
@@ -83,8 +81,10 @@ def write_pictures(
             ):
                 file.write(part)
     with folder.create(INDEX) as file:
-        file.write(index_page(model, summary, names, has_plots))
+        file.write(index_page(model, summary, names, too_long, has_plots))
     left_out = [] if has_plots else [NO_PLOTS]
+    if too_long:
+        left_out.append(f"no page of {', '.join(too_long)}: it would have more than {PAGE_CHARACTERS:,} characters")
     count = sum(each["windows"] > 0 for each in summary["texts"].values())
     if count > len(names):
         left_out.append(f"only the first {MAX_PICTURES} of {count:,} texts have a plot and a page")
@@ -108,9 +108,9 @@ def _write_plots(
             save_figure(figure, file, "png")
 
 
-def _by_text(windows: Windows) -> Iterator[tuple[str, Iterator[pa.Table]]]:
+def _by_text(windows: Iterable[pa.Table]) -> Iterator[tuple[str, Iterator[pa.Table]]]:
     """Yield the id of each text and the parts of its windows."""
-    for id_, items in itertools.groupby(split_by_text(windows()), key=lambda item: item[0]):
+    for id_, items in itertools.groupby(split_by_text(windows), key=lambda item: item[0]):
         yield id_, (table for _, table in items)
 
 
@@ -121,31 +121,6 @@ def _runs(tables: Iterable[pa.Table], characters: int) -> Iterator[CharacterRuns
         starts, ends = (table[name].to_numpy() for name in ("start", "end"))
         yield stream.add(starts, ends, suffix_log_probs(read_matrix(table, "log_prob")), int(starts[-1]))
     yield stream.finish(characters)
-
-
-def _passages(windows: Windows, texts: Iterable[Text]) -> dict[str, list[tuple[int, int]]]:
-    """Return of each text the passages with the largest p_z, in the order of the text."""
-    sizes = {text.id: text.characters for text in texts}
-    passages = {}
-    for id_, tables in _by_text(windows) if sizes else ():
-        if id_ not in sizes:
-            continue
-        largest = np.full(-(-sizes[id_] // PASSAGE_CHARACTERS), -np.inf, np.float32)
-        for runs in _runs(tables, sizes[id_]):
-            covered = runs.values > -np.inf
-            if not covered.any():
-                continue
-            first = runs.bounds[:-1][covered] // PASSAGE_CHARACTERS
-            last = (runs.bounds[1:][covered] - 1) // PASSAGE_CHARACTERS
-            start, end = int(first[0]), int(last[-1]) + 1
-            part = range_maximum(first - start, last + 1 - start, runs.values[covered], end - start)
-            np.maximum(largest[start:end], part, out=largest[start:end])
-        best = np.zeros(len(largest) + 2, bool)
-        best[1 + np.argsort(-largest, kind="stable")[:PASSAGES]] = True
-        starts = np.flatnonzero(best[1:] & ~best[:-1]) * PASSAGE_CHARACTERS  # neighbours are one passage
-        ends = np.minimum(np.flatnonzero(best[:-1] & ~best[1:]) * PASSAGE_CHARACTERS, sizes[id_])
-        passages[id_] = list(zip(starts.tolist(), ends.tolist(), strict=True))
-    return passages
 
 
 def _reader(store: TextStore, text: Text) -> Callable[[int, int], str]:

@@ -3,7 +3,7 @@
 A page is one file that needs nothing else. It is produced piece by piece, so that a text is never in memory as a whole.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -31,8 +31,6 @@ class ShadedText:
     characters in no window."""
     read: Callable[[int, int], str]
     """Returns the characters from one to another."""
-    kept: Sequence[tuple[int, int]]
-    """The parts of the text that are on the page, in order: all of it, or passages."""
     characters: int
 
 
@@ -47,26 +45,30 @@ def page_parts(
         model: name of the model.
         task, summary, strip: as in summary.json, of this text.
     """
-    is_whole = list(text.kept) == [(0, text.characters)]
     # the parts of the strip lead to places in the text that are not so close that they split words
     step = max(1, -(-len(strip) * ANCHOR_CHARACTERS // max(text.characters, 1)))
-    anchors = {i: -(-i * text.characters // len(strip)) for i in range(0, len(strip), step)} if is_whole else {}
+    anchors = {i: -(-i * text.characters // len(strip)) for i in range(0, len(strip), step)}
     stream = _environment().get_template("extraction_page.html").generate(
-        label=short_label(id_, 200), model=model, task=task, summary=summary, strip=strip, is_whole=is_whole, step=step,
-        shown=sum(end - start for start, end in text.kept), shades=SHADES, labelled=LABELLED,
-        style=template_text("style.css"), body=_body(text, anchors, is_whole),
+        label=short_label(id_, 200), model=model, task=task, summary=summary, strip=strip, step=step, shades=SHADES,
+        labelled=LABELLED, style=template_text("style.css"), body=_body(text, anchors),
     )  # fmt: skip
     return (part.encode() for part in stream)
 
 
-def index_page(model: str, summary: Mapping[str, Any], names: Mapping[str, str], has_plots: bool) -> bytes:
+def index_page(
+    model: str, summary: Mapping[str, Any], names: Mapping[str, str], without_page: Container[str], has_plots: bool
+) -> bytes:
     """Return a page with a row for each text, in UTF-8.
 
     Args:
         names: of the texts that have pictures, the names of their files without endings.
+        without_page: ids of those that have a plot alone.
         has_plots: whether plots are among the pictures.
     """
-    rows = [(short_label(id_, 80), each, names.get(id_)) for id_, each in summary["texts"].items()]
+    rows = [
+        (short_label(id_, 80), each, names.get(id_), id_ in names and id_ not in without_page)
+        for id_, each in summary["texts"].items()
+    ]
     return (
         _environment()
         .get_template("extraction_index.html")
@@ -74,7 +76,7 @@ def index_page(model: str, summary: Mapping[str, Any], names: Mapping[str, str],
             model=model,
             task=summary["task"],
             total=summary["total"],
-            rows=[*rows, ("total", summary["total"], None)],
+            rows=[*rows, ("total", summary["total"], None, False)],
             has_plots=has_plots,
             style=template_text("style.css"),
         )
@@ -94,20 +96,11 @@ def _environment() -> Environment:
     return own
 
 
-def _body(text: ShadedText, anchors: Mapping[int, int], is_whole: bool) -> Iterator[Markup]:
-    """Yield the text with its shades; each kept part in a block of its own."""
+def _body(text: ShadedText, anchors: Mapping[int, int]) -> Iterator[Markup]:
+    """Yield the text with its shades."""
     reader, places = _Reader(text.read), iter([*anchors.items(), (-1, text.characters + 1)])
     number, place = next(places)
-    opened = -1
-    for kept, start, end, label in _spans(text):
-        if kept != opened:
-            if opened >= 0:
-                yield Markup("</div>")
-            if not is_whole:
-                first, last = text.kept[kept]
-                yield Markup("<h2>Characters {:,} to {:,}</h2>").format(first, last)
-            yield Markup('<div class="text">')
-            opened = kept
+    for start, end, label in _spans(text):
         if label:
             level, title = label
             yield Markup('<span class=s{} title="{}">' if level else '<span{} title="{}">').format(level or "", title)
@@ -120,35 +113,23 @@ def _body(text: ShadedText, anchors: Mapping[int, int], is_whole: bool) -> Itera
             start = stop
         if label:
             yield Markup("</span>")
-    if opened >= 0:
-        yield Markup("</div>")
 
 
-def _spans(text: ShadedText) -> Iterator[tuple[int, int, int, tuple[int, str] | None]]:
-    """Yield kept part, start, end, and shade and text of the value of consecutive characters that share these.
+def _spans(text: ShadedText) -> Iterator[tuple[int, int, tuple[int, str] | None]]:
+    """Yield start, end, and shade and text of the value of consecutive characters that share these.
 
     Values that look the same are one.
     """
-    starts, ends = np.array(text.kept, np.int64).reshape(-1, 2).T
-    last: tuple[int, int, int, tuple[int, str] | None] | None = None
+    last: tuple[int, int, tuple[int, str] | None] | None = None
     for bounds, values in text.runs:
-        # the first kept part that ends after the run's start
-        first: np.ndarray = np.searchsorted(ends, bounds[:-1], side="right")
-        is_shown: np.ndarray = first < len(starts)
-        is_shown &= starts[np.minimum(first, len(starts) - 1)] < bounds[1:]
-        for i in np.flatnonzero(is_shown).tolist():
-            value = float(values[i])
+        for start, end, value in zip(bounds[:-1].tolist(), bounds[1:].tolist(), values.tolist(), strict=True):
             label = None if value == -np.inf else (shade(value), probability_text(value))
-            kept = int(first[i])
-            while kept < len(starts) and starts[kept] < bounds[i + 1]:
-                start, end = max(int(starts[kept]), int(bounds[i])), min(int(ends[kept]), int(bounds[i + 1]))
-                if last and last[0] == kept and last[3] == label:
-                    last = (kept, last[1], end, label)
-                else:
-                    if last:
-                        yield last
-                    last = (kept, start, end, label)
-                kept += 1
+            if last and last[2] == label:
+                last = (last[0], end, label)
+            else:
+                if last:
+                    yield last
+                last = (start, end, label)
     if last:
         yield last
 
