@@ -109,6 +109,12 @@ def nearest(name: str, valid: Iterable[str], synonyms: Mapping[str, str] = NO_SY
     return f"did you mean {close!r}?" if close else f"valid: {', '.join(choices) or 'none'}"
 
 
+def names_text(names: Iterable[str]) -> str:
+    """Return names in words: `a, b and c`."""
+    *first, last = names
+    return f"{', '.join(first)} and {last}" if first else last
+
+
 def missing_path(path: str, others: Iterable[str]) -> str:
     """Return for a message why a path cannot be opened: it is a dangling link, or does not exist; with a hint.
 

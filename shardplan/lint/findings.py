@@ -106,22 +106,20 @@ class Finding:
 Findings = Iterator[Finding]
 
 
+MAX_SHOWN = 4
+"""Most parameters in a message."""
+
+
 def short(path: str) -> str:
     """Shorten a parameter's path to its last two names."""
     return ".".join(path.split(".")[-2:])
 
 
-def sizes_text(parameters: Mapping[str, int], max_shown: int = 4) -> str:
-    """Format the first `max_shown` parameters as `a.weight 1.50, b.weight 0.50 GiB and 3 more`."""
-    shown = ", ".join(f"{short(path)} {amount / GIB:.2f}" for path, amount in [*parameters.items()][:max_shown])
-    more = len(parameters) - max_shown
+def sizes_text(parameters: Mapping[str, int]) -> str:
+    """Format the first `MAX_SHOWN` parameters as `a.weight 1.50, b.weight 0.50 GiB and 3 more`."""
+    shown = ", ".join(f"{short(path)} {amount / GIB:.2f}" for path, amount in [*parameters.items()][:MAX_SHOWN])
+    more = len(parameters) - MAX_SHOWN
     return f"{shown} GiB" + (f" and {more} more" if more > 0 else "")
-
-
-def names_text(names: Iterable[str]) -> str:
-    """Format `a, b and c`."""
-    *first, last = names
-    return f"{', '.join(first)} and {last}" if first else last
 
 
 def product_text(mesh: Mapping[str, int], mesh_axes: Iterable[str]) -> str:

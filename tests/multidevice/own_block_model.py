@@ -7,36 +7,11 @@ import haliax as hax
 import haliax.nn as hnn
 import jax.numpy as jnp
 import jax.random
-from haliax.nn.scan import Stacked
-from levanter.models.lm_model import LmConfig, LmHeadModel
+from own_model import OwnConfig
 
 from shardplan.attention import attend_to_blocks
 
 BLOCK, CHOSEN = 8, 3
-
-
-@dataclass(frozen=True)
-class OwnBlockConfig(LmConfig):
-    """Sizes of an `OwnBlockModel`."""
-
-    max_seq_len: int = 64
-    width: int = 32
-    depth: int = 2
-    method: str = "dense_mask"
-
-    Embed = property(lambda self: hax.Axis("width", self.width))
-    Pos = max_Pos = property(lambda self: hax.Axis("position", self.max_seq_len))
-    Layers = property(lambda self: hax.Axis("depth", self.depth))
-
-    @property
-    def model_type(self):
-        return OwnBlockModel
-
-    @classmethod
-    def from_hf_config(cls, hf_config):
-        return cls(hf_config.positions, hf_config.width, hf_config.depth, hf_config.method)
-
-
 KV_HEAD, Q_HEADS, HEAD_SIZE = hax.make_axes(kv_head=4, q_heads_per_group=1, head_size=8)
 
 
@@ -75,45 +50,20 @@ class Block(eqx.Module):
             config.method,
         )
 
-    def __call__(self, x):
+    def __call__(self, x, mask, pos_ids):
         normed = self.norm(x)
         queries, keys, values = self.queries(normed), self.keys(normed), self.values(normed)
         blocks = select_blocks(queries, keys)
         return x + self.output(attend_to_blocks(queries, keys, values, blocks, BLOCK, self.method)).rearrange(x.axes)
 
 
-class OwnBlockModel(LmHeadModel):
-    """Blocks between an embedding and a head."""
+@dataclass(frozen=True)
+class OwnBlockConfig(OwnConfig):
+    """Sizes of the model."""
 
-    embeddings: hnn.Embedding
-    blocks: Stacked
-    head: hnn.Linear
-    own_config: OwnBlockConfig = eqx.field(static=True)
-
-    @property
-    def config(self):
-        return self.own_config
-
-    @property
-    def Vocab(self):
-        return self.embeddings.Vocab
+    method: str = "dense_mask"
+    block = Block
 
     @classmethod
-    def init(cls, Vocab, config, *, key):
-        keys = jax.random.split(key, 3)
-        blocks = Stacked.init(config.Layers, Block, gradient_checkpointing=True)
-        return cls(
-            embeddings=hnn.Embedding.init(Vocab, config.Embed, key=keys[0]),
-            blocks=blocks(config, key=jax.random.split(keys[1], config.depth)),
-            head=hnn.Linear.init(config.Embed, Vocab, key=keys[2], use_bias=False),
-            own_config=config,
-        )
-
-    def activations(self, input_ids, attn_mask=None, *, key=None, pos_ids=None):
-        return self.blocks.fold(self.embeddings(input_ids))
-
-    def get_lm_head(self):
-        return self.head.weight
-
-    def resize_vocab(self, new_size, key=None):
-        raise NotImplementedError
+    def from_hf_config(cls, hf_config):
+        return cls(hf_config.positions, hf_config.width, hf_config.depth, hf_config.method)

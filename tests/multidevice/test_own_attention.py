@@ -11,8 +11,9 @@ import pytest
 from jax.sharding import AxisType, Mesh
 from levanter.layers.attention import AttentionMask
 from levanter.models.lm_model import LmExample
-from own_attention_model import OwnAttentionConfig, OwnAttentionModel
+from own_attention_model import OwnAttentionConfig
 from own_block_model import OwnBlockConfig
+from own_model import OwnModel
 
 from shardplan import load_config, make_plan
 from shardplan.attention import Method, SequenceLayout, restore_order, shard_sequence, with_sequence_parallel
@@ -86,7 +87,7 @@ def test_sharded_as_planned(tmp_path, own_class, setting, pins, mesh):
 
 @pytest.mark.parametrize("kind", ["contiguous", "zigzag"])
 def test_logits_are_those_of_the_unsharded_model(kind):
-    model = OwnAttentionModel.init(hax.Axis("vocab", 40), OwnAttentionConfig(LENGTH), key=jax.random.PRNGKey(0))
+    model = OwnModel.init(hax.Axis("vocab", 40), OwnAttentionConfig(LENGTH), key=jax.random.PRNGKey(0))
     tokens = hax.named(np.random.default_rng(0).integers(0, 40, (2, LENGTH)), ("batch", "position")).astype(jnp.int32)
     expected = model.head(model.activations(tokens, AttentionMask.causal())).rearrange(("batch", "position", "vocab"))
     layout = SequenceLayout(LENGTH, 2, 2, kind)

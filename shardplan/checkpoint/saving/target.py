@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from shardplan.checkpoint.format.index import INDEX, SINGLE
 from shardplan.config.command_flags import Format
-from shardplan.errors import ConfigError
+from shardplan.errors import ConfigError, names_text
 from shardplan.storage import read_bytes
 from shardplan.storage.writing import OutputFolder
 
@@ -67,10 +67,10 @@ def open_target(ref: str, file_format: Format = Format.HF, replace: bool = False
     scheme, separator, _ = ref.partition("://")
     stores = OWN_STORES.get(file_format)
     if stores is not None and separator and scheme not in stores:
-        *first, last = ("local folders", *(f"{store}://" for store in stores))
+        places = names_text(("local folders", *(f"{store}://" for store in stores)))
         raise ConfigError(
-            f"{ref}: checkpoints in the format {file_format} are written to {', '.join(first)} and {last}, not "
-            f"{scheme}://; name a folder there, and copy it"
+            f"{ref}: checkpoints in the format {file_format} are written to {places}, not {scheme}://; name a folder "
+            "there, and copy it"
         )
     target = OutputFolder(ref)
     if replace:

@@ -6,11 +6,11 @@ has both the model and the tasks, is wrapped instead. Other models are evaluated
 """
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-from shardplan.errors import ConfigError
+from shardplan.errors import ConfigError, names_text
 
 SCORED = frozenset({"loglikelihood", "loglikelihood_rolling"})
 """Kinds of requests that are computed."""
@@ -134,9 +134,4 @@ def left_out_text(tasks: dict[str, str]) -> str:
     by_need: dict[str, list[str]] = {}
     for name, need in tasks.items():
         by_need.setdefault(need, []).append(name)
-    return ", ".join(f"{_enumerate(names)} ({need})" for need, names in by_need.items())
-
-
-def _enumerate(names: Iterable[str]) -> str:
-    *first, last = names
-    return f"{', '.join(first)} and {last}" if first else last
+    return ", ".join(f"{names_text(names)} ({need})" for need, names in by_need.items())

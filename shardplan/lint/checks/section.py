@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 
-from shardplan.errors import closest, nearest
+from shardplan.errors import closest, names_text, nearest
 from shardplan.hardware import GIB
 from shardplan.hardware.mesh_axes import MESH_AXES
 from shardplan.levanter_config.model_section import ATTENTION_BACKENDS
@@ -13,7 +13,6 @@ from shardplan.lint.findings import (
     FindingKind,
     Findings,
     Severity,
-    names_text,
     product_text,
     short,
     sizes_text,

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardplan.config import PlanConfig
-from shardplan.errors import ConfigError
+from shardplan.errors import ConfigError, names_text
 from shardplan.hardware import Slice, parse_slice
 from shardplan.levanter_config.levanter_file import LevanterFile, read_levanter_file
 from shardplan.levanter_config.programs import ProgramChoice, choose_program
 from shardplan.lint.corrections import convert_nearest, parse_nearest
-from shardplan.lint.findings import Finding, FindingKind, Severity, names_text
+from shardplan.lint.findings import Finding, FindingKind, Severity
 from shardplan.lint.parser.corrections import CorrectedSections, correct_sections
 from shardplan.lint.parser.problem import ParserVerdict, Problem, ProblemKind
 from shardplan.lint.parser.run_worker import ParserStopped, shared_parser
