@@ -7,7 +7,6 @@ ratios of medians of alternating runs. Also counts how evenly sequence layouts d
 (b) requires `pip install --no-deps ringattention einops`; without them its rows are left out.
 """
 
-import argparse
 import importlib.util
 import os
 import statistics
@@ -23,6 +22,7 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
+from bench_page import page_parser, write_page
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from levanter.layers.attention import AttentionMask
 
@@ -223,17 +223,12 @@ ratio if every hop waits for its slowest device.
 
 def main() -> None:
     jax.config.update("jax_num_cpu_devices", DEVICES)
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", help="Markdown file to write; default: stdout")
-    output = parser.parse_args().output
+    output = page_parser(__doc__).parse_args().output
     text = TEMPLATE.format(
         length=LENGTH, heads=KEY_HEADS * PER_KEY_HEAD, keys=KEY_HEADS, size=HEAD_SIZE, block=BLOCK, runs=RUNS,
         times=time_table(), balanced=BALANCED, balanced_block=BALANCED_BLOCK, balance=balance_table(),
     )  # fmt: skip
-    if output:
-        Path(output).write_text(text, encoding="utf-8")
-    else:
-        print(text)
+    write_page(text, output)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ files bare. The checkpoints are made if the folder does not have them. Every mea
 those of bench_loader.py.
 """
 
-import argparse
 import json
 import statistics
 from collections.abc import Callable, Iterator, Mapping
@@ -15,6 +14,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 from bench_loader import BUDGET, GIB, Measurement, log, measure_apart
+from bench_page import page_parser, write_page
 from safetensors.numpy import save_file
 
 from shardplan.checkpoint.format.index import INDEX
@@ -122,10 +122,9 @@ def row(kind: Kind, stored: int, loads: list[Measurement], reads: list[Measureme
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = page_parser(__doc__)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--folder", type=Path, default=Path("build/coded"))
-    parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     loads: dict[str, list[Measurement]] = {kind.name: [] for kind in KINDS}
     reads: dict[str, list[Measurement]] = {kind.name: [] for kind in KINDS}
@@ -158,9 +157,7 @@ def main() -> None:
         f"|{'---|' + '---:|' * 7}",
         *rows,
     ]
-    print("\n".join(lines))
-    if arguments.output is not None:
-        arguments.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    write_page("\n".join(lines) + "\n", arguments.output)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ and compiles both plans. Then plans released models, and compares predicted with
 decoder.json, beside the page, keeps the compiled results, as planner.json does for the planner.
 """
 
-import argparse
 import os
 import time
 from dataclasses import dataclass, replace
@@ -13,6 +12,7 @@ from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+from bench_page import page_parser, write_page
 from bench_planner import REGRET, Bench, error_text, load, mesh, row
 from planner_record import BENCHMARKS, CompiledResult, Errors
 
@@ -164,19 +164,14 @@ attention, most work first. The last row is Gemma 3 27B with full attention in a
 
 def main() -> None:
     """Write the page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", help="Markdown file to write; default: stdout")
-    parser.add_argument("--jobs", type=int, help="compiles at a time")
+    parser = page_parser(__doc__, compiles=True)
     parser.add_argument("--only", default="", help="only the cases whose label contains this text")
     arguments = parser.parse_args()
     bench = Bench(arguments.jobs, arguments.only, RECORDS)
     text = TEMPLATE.format(comparison=comparison(bench), released=released(bench))
     if not arguments.only:
         bench.drop_unused()
-    if arguments.output:
-        Path(arguments.output).write_text(text, encoding="utf-8")
-    else:
-        print(text)
+    write_page(text, arguments.output)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ windows; and the host memory of a run over a small and a large text. All runs ar
 other.
 """
 
-import argparse
 import json
 import os
 import subprocess
@@ -20,6 +19,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import numpy as np
 import yaml
+from bench_page import page_parser, write_page
 
 ROOT = Path(__file__).parents[1]
 POSITION, BATCH, SEED = 256, 16, 0
@@ -141,8 +141,7 @@ def peak_memory(model: Path, text: Path, output: Path) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path)
+    parser = page_parser(__doc__)
     parser.add_argument("--batches", type=int, default=40)
     parser.add_argument("--torch", default=sys.executable, help="a Python with torch and transformers")
     parser.add_argument("--large_mb", type=int, default=1000, help="size of the large text; 0 leaves memory out")
@@ -196,9 +195,7 @@ def main() -> None:
     if memory:
         lines += ["", "| text | peak memory of all processes |", "|---|---:|"]
         lines += [f"| {size:,.0f} MB | {peak:.2f} GiB |" for size, peak in memory.items()]
-    print("\n".join(lines))
-    if arguments.output is not None:
-        arguments.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    write_page("\n".join(lines) + "\n", arguments.output)
 
 
 if __name__ == "__main__":

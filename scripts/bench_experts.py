@@ -6,15 +6,14 @@ TPU. Compiling everything takes two hours on 2 cores; experts.json, beside the t
 in it is compiled again only if package versions or the code have changed.
 """
 
-import argparse
 import math
 import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+from bench_page import page_parser, write_page
 from bench_planner import ERROR_COLUMNS, POSITION, Bench, error_cells, load, median_and_worst, mesh, row, table
 from planner_record import EXPERTS, RING_FAMILY, Errors, errors_by_family, read_records
 
@@ -212,9 +211,7 @@ TABLES: dict[str, Callable[[Bench], str]] = {"targets": targets, "estimates": es
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", help="Markdown file to write; default: stdout")
-    parser.add_argument("--jobs", type=int, help="compiles at a time")
+    parser = page_parser(__doc__, compiles=True)
     parser.add_argument("--parts", default=" ".join(TABLES), help="which tables")
     parser.add_argument("--only", default="", help="only the cases whose 'model slice ...' contains this text")
     arguments = parser.parse_args()
@@ -226,10 +223,7 @@ def main() -> None:
     text = TEMPLATE.format(
         **made, accuracy=accuracy(), parts=" ".join(parts), alternatives=ALTERNATIVES, position=POSITION
     )
-    if arguments.output:
-        Path(arguments.output).write_text(text, encoding="utf-8")
-    else:
-        print(text)
+    write_page(text, arguments.output)
 
 
 TEMPLATE = """# Routed experts, judged by the TPU compiler

@@ -4,19 +4,18 @@ Plans the load of Llama 3.1 405B as one process of a fleet does it, and has a hu
 process is started: a schedule is arithmetic, and the hub a state machine that takes the time as an argument.
 """
 
-import argparse
 import math
 import os
 import time
 import tracemalloc
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import numpy as np
+from bench_page import page_parser, write_page
 
 from shardplan.checkpoint.format.header import Tensor
 from shardplan.checkpoint.format.index import TensorIndex
@@ -182,9 +181,7 @@ def measure(checkpoint: Checkpoint, packed: str, name: str) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path)
-    arguments = parser.parse_args()
+    arguments = page_parser(__doc__).parse_args()
     checkpoint = make_checkpoint()
     packed = pack_index(TensorIndex(checkpoint.tensors))
     size = sum(math.prod(tensor.shape) * 2 for tensor in checkpoint.tensors.values())
@@ -206,9 +203,7 @@ def main() -> None:
         "",
         f"The index is sent as {len(packed) / 2**10:.0f} KiB to each process.",
     ]
-    print("\n".join(lines))
-    if arguments.output is not None:
-        arguments.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    write_page("\n".join(lines) + "\n", arguments.output)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ Opens, maps and schedules checkpoints with the names, types, shapes and files of
 real, and their data are holes of sparse files, which take no room on the disk.
 """
 
-import argparse
 import http.server
 import json
 import multiprocessing
@@ -25,6 +24,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import numpy as np
 import safetensors
 from bench_open import LATENCY_S, SlowRanges
+from bench_page import page_parser, write_page
 
 from shardplan.checkpoint.format.codecs.decode_index import quantization_of
 from shardplan.checkpoint.format.index import INDEX, TensorIndex, read_tensor_index
@@ -222,9 +222,7 @@ def measure(giant: Giant, folder: Path) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path)
-    arguments = parser.parse_args()
+    arguments = page_parser(__doc__).parse_args()
     rows = []
     for giant in GIANTS:
         with tempfile.TemporaryDirectory() as folder:
@@ -245,9 +243,7 @@ def main() -> None:
         f"|{'---|' + '---:|' * 9}",
         *rows,
     ]
-    print("\n".join(lines))
-    if arguments.output is not None:
-        arguments.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    write_page("\n".join(lines) + "\n", arguments.output)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ program has the loss of the installed Levanter. Needs no TPU; takes twenty minut
 compile that was made before is read from the cache of `shardplan verify`.
 """
 
-import argparse
 import os
 import statistics
 import sys
@@ -13,6 +12,8 @@ from importlib import metadata
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+from bench_page import page_parser, write_page
 
 from shardplan import config as configuration
 from shardplan.config.plan_config import CompilingConfig
@@ -108,8 +109,7 @@ def page(cases: list[Case], verdicts: list[Verdict]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path)
+    parser = page_parser(__doc__)
     parser.add_argument("--only", default=",".join(FILES), help="names of files, separated by commas")
     arguments = parser.parse_args()
     cases = [linted_case(name) for name in arguments.only.split(",")]
@@ -119,9 +119,7 @@ def main() -> None:
         lambda case, verdict: print(row(case, verdict), file=sys.stderr, flush=True),
     )
     text = page(cases, verdicts)
-    if arguments.output:
-        arguments.output.write_text(text, encoding="utf-8")
-    print(text)
+    write_page(text, arguments.output)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ Opens a checkpoint of as many files as Llama 3.1 405B, on a web server that wait
 header of 20,000 names. The peer asks the same server for the size and the header of one file after the other.
 """
 
-import argparse
 import http.server
 import json
 import os
@@ -21,6 +20,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import numpy as np
 import safetensors
+from bench_page import page_parser, write_page
 from safetensors.numpy import save_file
 
 from shardplan.checkpoint.format.index import INDEX, SINGLE, read_index
@@ -88,9 +88,7 @@ def seconds(function: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path)
-    arguments = parser.parse_args()
+    arguments = page_parser(__doc__).parse_args()
     with tempfile.TemporaryDirectory() as name:
         many, one = Path(name) / "many", Path(name) / "one"
         many.mkdir()
@@ -120,9 +118,7 @@ def main() -> None:
         f"| shardplan, in Python | {header:.3f} |",
         f"| safetensors, in Rust | {official:.3f} |",
     ]
-    print("\n".join(lines))
-    if arguments.output is not None:
-        arguments.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    write_page("\n".join(lines) + "\n", arguments.output)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ Compiling everything takes an hour on 2 cores; planner.json, beside the tables, 
 it is compiled again only if package versions or the code have changed.
 """
 
-import argparse
 import math
 import os
 import statistics
@@ -17,6 +16,7 @@ from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+from bench_page import page_parser, write_page
 from planner_record import (
     MIN_PART,
     PLANNER,
@@ -365,9 +365,7 @@ TABLES: dict[str, Callable[[Bench], str]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", help="Markdown file to write; default: stdout")
-    parser.add_argument("--jobs", type=int, help="compiles at a time")
+    parser = page_parser(__doc__, compiles=True)
     parser.add_argument("--parts", default=" ".join(TABLES), help="which tables")
     parser.add_argument("--only", default="", help="only the cases whose 'model slice ...' contains this text")
     arguments = parser.parse_args()
@@ -386,10 +384,7 @@ def main() -> None:
         each=EVAL_DEVICES_PER_SEQUENCE,
         searches=SEARCHES,
     )
-    if arguments.output:
-        Path(arguments.output).write_text(text, encoding="utf-8")
-    else:
-        print(text)
+    write_page(text, arguments.output)
 
 
 LEFT_OUT = "Not made in this run."

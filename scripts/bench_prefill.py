@@ -5,7 +5,6 @@ of 8B with 1M tokens on v5p-128. Shorter prompts use the mesh and mappings of th
 how memory grows. Needs no TPU; takes ten minutes on 2 cores.
 """
 
-import argparse
 import os
 from dataclasses import replace
 from importlib.metadata import version
@@ -13,6 +12,7 @@ from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+from bench_page import page_parser, write_page
 from bench_planner import mesh, row
 
 from shardplan import config as configuration
@@ -85,15 +85,9 @@ TPU. A mesh is replica x data x model; positions are sharded over the mesh axes 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", help="Markdown file to write; default: stdout")
-    parser.add_argument("--jobs", type=int, help="compiles at a time")
-    arguments = parser.parse_args()
+    arguments = page_parser(__doc__, compiles=True).parse_args()
     text = TEMPLATE.format(libtpu=version("libtpu"), prompts=prompt_table(arguments.jobs))
-    if arguments.output:
-        Path(arguments.output).write_text(text, encoding="utf-8")
-    else:
-        print(text)
+    write_page(text, arguments.output)
 
 
 if __name__ == "__main__":

@@ -5,12 +5,11 @@ compiler is ended once it has assigned memory, which takes half a minute for eac
 bench_published.py for those. Needs no TPU.
 """
 
-import argparse
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
+from bench_page import page_parser, write_page
 from bench_planner import mesh, row
 from bench_published import Run, gib_text, published_runs, step_text
 
@@ -92,16 +91,11 @@ def page(comparisons: Sequence[Comparison]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", help="Markdown file to write; default: stdout")
-    parser.add_argument("--jobs", type=int, help="compiles at a time")
+    parser = page_parser(__doc__, compiles=True)
     parser.add_argument("--only", default="", help="only the runs whose model and slice contain this text")
     arguments = parser.parse_args()
     text = page(compare([run for run in published_runs() if arguments.only in run.label], arguments.jobs))
-    if arguments.output:
-        Path(arguments.output).write_text(text, encoding="utf-8")
-    else:
-        print(text)
+    write_page(text, arguments.output)
 
 
 TEMPLATE = """# Memory of the best plans, as compiled

@@ -4,14 +4,13 @@ Writes the TPU compiler's verdicts on hand-written configurations of Llama-3.1-4
 table. Needs no TPU; takes ten minutes on 2 cores.
 """
 
-import argparse
 import dataclasses
 import os
 import sys
-from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+from bench_page import page_parser, write_page
 from bench_planner import mesh
 
 from shardplan import config as configuration
@@ -83,15 +82,9 @@ def step(verdict: Verdict) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", help="Markdown file to write; default: stdout")
-    parser.add_argument("--jobs", type=int, help="compiles at a time")
-    arguments = parser.parse_args()
+    arguments = page_parser(__doc__, compiles=True).parse_args()
     text = TEMPLATE.format(hand_written=hand_written(arguments.jobs))
-    if arguments.output:
-        Path(arguments.output).write_text(text, encoding="utf-8")
-    else:
-        print(text)
+    write_page(text, arguments.output)
 
 
 TEMPLATE = """# Verdicts of the TPU compiler

@@ -7,14 +7,13 @@ spends on saying how far it is, and the processor time of all other threads, whi
 steps only if no processor were free. Each is given as a part of the time of the steps.
 """
 
-import argparse
 import multiprocessing
 import os
 import sys
 import tempfile
 import time
-from pathlib import Path
 
+from bench_page import page_parser, write_page
 from fault_runs import free_port
 
 STEP_S = 0.1
@@ -56,9 +55,8 @@ def work(
 
 def main() -> None:
     """Measure, and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = page_parser(__doc__)
     parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--output", help="write the table to this file")
     given = parser.parse_args()
     context = multiprocessing.get_context("spawn")
     results, address = context.Queue(), f"127.0.0.1:{free_port()}"
@@ -81,9 +79,7 @@ larger of both processes, as a part of the time of the steps.
 | processor time of the threads that watch, send signs of life and write heartbeats | {others:.4%} |
 | together (target: 0.5%) | {saying + others:.4%} |
 """
-    print(text)
-    if given.output:
-        Path(given.output).write_text(text, encoding="utf-8")
+    write_page(text, given.output)
     sys.exit(saying + others > 0.005)
 
 
