@@ -6,6 +6,7 @@ git, the same of that revision, so that a change is measured by two calls.
 Lines of code are those with code on them: no blank lines, comments or docstrings. A comprehension is dense if it has
 more than one `for` or `if`, or takes more than three lines. A public function is one of a module (no method) without
 an underscore; it has an example if its docstring has a `>>>` (tests/documentation/test_docstring_examples.py).
+Then the lines of some parts and of their tests (docs/explanation/parts.md); of templates those that are not blank.
 """
 
 import ast
@@ -25,8 +26,38 @@ WITH_EXAMPLES = ("plan", "search", "checkpoint", "attention", "experts", "steps"
 """Folders whose public functions have examples."""
 LONG_FILE = 400
 FULL_FOLDER = 12
+CODE = ("shardplan", "tests")
+TEMPLATES = (".html", ".jinja", ".css", ".js")
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
-DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+PARTS = {
+    "flags and YAML": ("config/**", "unit/test_config.py unit/test_arguments.py cli/test_command_errors.py"),
+    "supervision of processes": (
+        "runtime/processes/** runtime/signals/**",
+        "hub_runs.py unit/test_activity.py unit/test_frozen.py unit/test_hosts.py unit/test_hub*.py "
+        "unit/test_process_*.py unit/test_stacks.py multiprocess/test_faults.py multiprocess/test_many_processes.py",
+    ),
+    "records of runs": ("monitoring/**", "unit/test_monitoring.py cli/test_monitoring_of_runs.py"),
+    "launchers": ("launch/** commands/launch/**", "cli/test_launch_command.py cli/launchers/* */test_launchers.py"),
+    "doctor": ("doctor/** report/doctor.py commands/doctor.py", "doctor_checks.py unit/test_doctor*.py"),
+    "lint": (
+        "lint/** report/plan/lint.py report/page/panels/repair.py",
+        "lint_trainers.py unit/test_lint*.py unit/test_levanter_parser.py unit/test_repair.py",
+    ),
+    "of it, the smallest edit": ("lint/smallest_edit.py lint/edits.py", "unit/test_repair.py unit/test_lint_edits.py"),
+    "Levanter's files": (
+        "levanter_config/**",
+        "levanter_sections.py unit/test_levanter_config.py unit/test_model_section.py "
+        "unit/test_trainer_*.py unit/test_training_files.py",
+    ),
+    "extraction": ("eval/extraction/**", "unit/test_extraction.py multiprocess/test_extraction_runs.py"),
+    "pictures of extraction": (
+        "eval/extraction/pictures.py report/extraction/** report/templates/extraction_*",
+        "unit/test_extraction_pictures.py",
+    ),
+    "report": ("report/page/** report/templates/plan*", "report_plans.py unit/test_page*.py browser/*"),
+    "catalogue": ("catalogue/** report/catalogue.py commands/models.py", "cli/test_models_command.py"),
+}  # fmt: skip
+"""Part -> patterns of its files in the package, and of those of its tests."""
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING,
     tokenize.ENDMARKER,
@@ -82,6 +113,10 @@ def print_measures(root: Path) -> None:
     full = {str(folder.relative_to(root)): size for folder, size in sizes.items() if size > FULL_FOLDER}
     print_list(f"folders of more than {FULL_FOLDER} modules", full)
     print_list(f"test files over {LONG_FILE} lines", long_files((root / "tests").rglob("*.py")))
+    print(f"\n{'part':26} {'lines':>6} {'of tests':>9}")
+    for part, patterns in PARTS.items():
+        own, tests = (lines_of(root / each, *files.split()) for each, files in zip(CODE, patterns, strict=True))
+        print(f"{part:26} {own:6} {tests:9}")
     pages = [*root.glob("*.md"), *(root / "docs").rglob("*.md")]
     print(f"words of docs: {sum(len(page.read_text(encoding='utf-8').split()) for page in pages)}")
 
@@ -109,6 +144,18 @@ def measure(source: str) -> Measures:
             measures.functions += 1
             measures.examples += ">>> " in (ast.get_docstring(node) or "")
     return measures
+
+
+def lines_of(root: Path, *patterns: str) -> int:
+    """Count the lines of the files that match patterns: of code, or of templates without blank ones."""
+    files = {path for pattern in patterns for path in root.glob(f"{pattern}/*" if pattern.endswith("**") else pattern)}
+    total = 0
+    for path in files:
+        if path.suffix == ".py":
+            total += measure(path.read_text(encoding="utf-8")).lines
+        elif path.suffix in TEMPLATES:
+            total += sum(bool(line.strip()) for line in path.read_text(encoding="utf-8").splitlines())
+    return total
 
 
 def is_dense(node: ast.AST) -> bool:
