@@ -25,7 +25,7 @@ class AxisRoles:
     batch: tuple[Axis, ...]
     key_heads: tuple[Axis, ...]
     query_groups: tuple[Axis, ...]
-    """Query heads per key head."""
+    """Number of query heads per key head."""
     queries: Axis
     """Positions of queries."""
     keys: Axis
@@ -35,7 +35,7 @@ class AxisRoles:
     value_size: tuple[Axis, ...]
     """Head size of values."""
     result: tuple[Axis, ...]
-    """Axes of the result, in the order of Levanter's attention: those of query but the head size, then value's."""
+    """Axes of the result, in the order of Levanter's attention: query's axes but the head size, then `value_size`."""
 
     @property
     def all(self) -> tuple[Axis, ...]:
