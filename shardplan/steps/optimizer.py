@@ -59,7 +59,7 @@ def make_optimizer(name: str) -> optax.GradientTransformation:
 
 
 def with_average(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Add to `optimizer`'s state a moving average of the parameters after each update.
+    """Extend the state of `optimizer` by a moving average of the parameters after each update.
 
     >>> import numpy as np
     >>> optimizer = with_average(optax.sgd(1.0))
