@@ -1,4 +1,4 @@
-"""The Plan file that a configuration names, and the settings that follow from it. Imports no JAX."""
+"""The Plan file that a configuration names, and the settings that the Plan determines. Imports no JAX."""
 
 from dataclasses import replace
 from typing import TypeVar
@@ -14,7 +14,7 @@ from shardplan.plan.workload.workload import AUTO_BATCH, AUTO_POSITION
 OPEN_VALUES = (None, "auto")
 """Values of configuration keys that leave the choice to the planner."""
 AUTO_VALUES = {("workload.batch", AUTO_BATCH), ("workload.position", AUTO_POSITION)}
-"""Keys, and values of these that do the same."""
+"""(Key, value) pairs that leave the choice to the planner too."""
 C = TypeVar("C", bound=PlanConfig)
 
 

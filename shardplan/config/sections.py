@@ -14,7 +14,7 @@ from shardplan.plan.workload.workload import MAX_TEMPERATURE, MIN_TEMPERATURE, t
 
 MIN_LOAD_GIB = 0.0625
 JOB_NAME = "[a-z]([-a-z0-9]{0,38}[a-z0-9])?"
-"""What is a name for Google Cloud, Kubernetes and xpk."""
+"""Pattern for a job name that Google Cloud, Kubernetes and xpk all accept."""
 
 
 class CompiledProgram(StrEnum):
@@ -138,8 +138,7 @@ class TaskConfig:
     bos_in_prefix: bool = False
     """Of extraction: whether windows begin with BOS, as one of the prefix tokens."""
     shard: int | None = None
-    """Windows whose results are written together, about: what a run that is killed loses, at most; default: 4096 for
-    extraction, 256 for loss."""
+    """Windows per shard, all that a killed run loses; default: 4096 (extraction), 256 (loss)."""
 
     def __post_init__(self) -> None:
         for key, minimum in (("prefix", 1), ("suffix", 1), ("stride", 1), ("top_k", 0), ("shard", 1)):
@@ -157,12 +156,12 @@ class TaskConfig:
 
     @property
     def begins_windows(self) -> bool:
-        """Whether each window of an extraction begins with the tokenizer's token of the beginning."""
+        """Whether every window of an extraction begins with the tokenizer's beginning-of-sequence token."""
         return bool(self.special_tokens) or self.bos_in_prefix
 
     @property
     def window_tokens(self) -> int:
-        """Tokens of a window of an extraction, with the token of the beginning."""
+        """Tokens per window of an extraction, including the beginning-of-sequence token."""
         return self.prefix + self.suffix + (self.begins_windows and not self.bos_in_prefix)
 
 
@@ -207,12 +206,12 @@ class DeadlineConfig:
 
 @dataclass(frozen=True)
 class GateConfig:
-    """What is done about a run that is slower than its plan."""
+    """What happens if a run is slower than its plan."""
 
     factor: float | None = None
-    """Least ratio of its speed to the plan's, once warm; default: 0.3 on TPUs, 0 on CPUs."""
+    """Least measured / planned speed, after warm-up; default: 0.3 on TPUs, 0 on CPUs."""
     stop: bool = False
-    """Stop a run that is slower, with exit code 7; by default a warning says so."""
+    """Stop a slower run with exit code 7; by default only warn."""
 
     def __post_init__(self) -> None:
         check_minimum("gate.factor", self.factor, 0)
@@ -231,9 +230,9 @@ class CompilerConfig:
     gib: float = 16.0
     """Memory limit of one compile, GiB of this machine."""
     cache: str | None = "~/.cache/shardplan/verify"
-    """Folder that keeps verdicts; null for none."""
+    """Folder that caches verdicts; null for none."""
     memory_only: bool = False
-    """Judge memory and collectives alone, in seconds, without the time of a step."""
+    """Judge only memory and collectives, within seconds; no time of a step."""
 
     def __post_init__(self) -> None:
         for key in ("jobs", "seconds", "gib"):
