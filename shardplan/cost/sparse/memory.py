@@ -10,12 +10,12 @@ from shardplan.plan.attention_plan import SparseKernel
 from shardplan.program.live_buffers import BufferRole, LiveBuffer
 
 KEPT_OF_GRADIENT = 3
-"""Arrays of a gradient for each one that the forward pass keeps until it adds the branches: the same one, computed
-again, its gradient, and that of the sum."""
+"""Arrays that a gradient holds for each array that the forward pass keeps until it adds the branches: the array
+computed again, its gradient, and the sum's gradient."""
 
 
 def sparse_buffer_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
-    """Bytes of the buffers of a call while it runs, beyond its operands and results.
+    """Return the bytes of a call's buffers while it runs, beyond its operands and results.
 
     These are the float32 keys and values of the sequence, rotated queries, the outputs of branches, the importance of
     blocks, and the scores and gathered rows of one chunk of queries, or what kernels need. A gradient has gradients of
@@ -59,7 +59,7 @@ def _keys_bytes(work: SparseWork) -> float:
 
 
 def _kept_bytes(work: SparseWork) -> float:
-    """Bytes kept until the branches are added: rotated queries, outputs, importance, and the sum."""
+    """Return the bytes kept until the branches are added: rotated queries, outputs, importance, and the sum."""
     config = work.config
     heads = work.rows * config.heads_per_group
     queries, outputs = heads * config.key_size * work.itemsize, 3 * heads * config.value_size * work.itemsize
