@@ -20,7 +20,7 @@ W = TypeVar("W", bound=Windows)
 
 
 class EvaluationTask(Protocol[W]):
-    """The interface of a task: what it measures of the texts."""
+    """The interface of an evaluation's task, which measures something of the texts."""
 
     @property
     def config(self) -> TaskConfig:
@@ -40,13 +40,13 @@ class EvaluationTask(Protocol[W]):
 
     @property
     def shard_windows(self) -> int:
-        """Windows of a shard: as many steps as have this number at most, and at least one step."""
+        """Number of windows in a shard: as many steps as have at most this number, but at least one step."""
 
     def determinants(self, plan: Plan) -> dict[str, Any]:
-        """Return what determines the results beside texts, tokenizer, weights and types."""
+        """Return what determines the results besides texts, tokenizer, weights and types."""
 
     def check_workload(self, workload: Workload) -> None:
-        """Check that a workload is for this task.
+        """Check that a workload suits this task.
 
         Raises:
             ConfigError: it is not.
@@ -66,7 +66,7 @@ class EvaluationTask(Protocol[W]):
         """Return the program of a step."""
 
     def summarize(self, store: TextStore, plan: Plan, results: Iterable[pa.Table]) -> dict[str, Any]:
-        """Return the parts of the summary that this task has: at least `total` and `texts`, by id.
+        """Return the task's parts of the summary: at least `total`, and `texts` by id.
 
         Raises:
             ConfigError: no text has a window.

@@ -27,10 +27,10 @@ from shardplan.storage.writing import OutputFolder
 
 INDEX, PAGES, PLOTS, TOTAL = "index.html", "pages", "plots", "total"
 COLUMNS = ("text", "start", "end", "log_prob")
-"""Columns of the windows that pages are made from."""
+"""Columns of a run's windows that pages need."""
 NO_PLOTS = f"no plots: they need matplotlib, which is not installed: {INSTALL_PLOTS}, and run the same command again"
 PAGE_CHARACTERS = 4_000_000
-"""Characters of a text that is shown as a whole, at most; a browser needs seconds for that many."""
+"""Maximum number of characters of a text that is shown completely; a browser needs seconds for that many."""
 PASSAGE_CHARACTERS, PASSAGES = 2_000, 500
 """Size and number of the passages that are shown of a longer text."""
 
@@ -115,7 +115,7 @@ def _by_text(windows: Windows) -> Iterator[tuple[str, Iterator[pa.Table]]]:
 
 
 def _runs(tables: Iterable[pa.Table], characters: int) -> Iterator[CharacterRuns]:
-    """Yield the runs of a text by the largest log p_z of its whole windows."""
+    """Yield the runs of a text, with the largest log p_z of the complete windows that cover them."""
     stream = RunStream()
     for table in tables:
         starts, ends = (table[name].to_numpy() for name in ("start", "end"))
@@ -124,7 +124,7 @@ def _runs(tables: Iterable[pa.Table], characters: int) -> Iterator[CharacterRuns
 
 
 def _passages(windows: Windows, texts: Iterable[Text]) -> dict[str, list[tuple[int, int]]]:
-    """Return of each text the passages with the largest p_z, in the order of the text."""
+    """Return the passages of each text that have the largest p_z, in the order of the text."""
     sizes = {text.id: text.characters for text in texts}
     passages = {}
     for id_, tables in _by_text(windows) if sizes else ():
