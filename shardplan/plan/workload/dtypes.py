@@ -7,7 +7,7 @@ DTYPE_SYNONYMS = {
     "bf16": "bfloat16", "fp16": "float16", "f16": "float16", "half": "float16", "fp32": "float32", "f32": "float32",
     "single": "float32", "float": "float32",
 }  # fmt: skip
-"""What else users call a type -> its name here."""
+"""Other names of a type -> shardplan's name."""
 
 
 def itemsize(dtype: str) -> int:
