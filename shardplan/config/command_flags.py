@@ -62,10 +62,10 @@ class PlanCommand(ReportingConfig):
     """Slices (v6e-8, 2xv6e-256) to plan for and to rank by tokens/s per chip; a generation (v4, v5p, ..., or all)
     stands for all its named slices."""
     price: tuple[str, ...] = ()
-    """Of rank_slices: prices of a chip-hour in any currency, as v6e=2.70; ranks by cost of a step of training, or of a
+    """For rank_slices: prices of a chip-hour in any currency, as v6e=2.70; ranks by cost of a step of training, or of a
     million tokens of anything else."""
     token_budget: str | None = None
-    """Of rank_slices: tokens of a whole run, as 15T; adds its days, and with price its cost."""
+    """For rank_slices: tokens of a whole run, as 15T; adds its days, and with price its cost."""
     list_slices: bool = False
     """Only print the slices of every generation; needs no model."""
     parameters: bool = False
@@ -142,7 +142,7 @@ class EvalCommand(MonitoringConfig, LoadingConfig, ReportingConfig):
     output: str = "results/eval"
     """Results folder, the same for all hosts; a run goes on there."""
     precision_study: int | None = None
-    """Of extraction: score so many windows in bfloat16 and in float32, and compare."""
+    """For extraction: score so many windows in bfloat16 and in float32, and compare."""
     dry_run: bool = False
     """Print the plan and stop: needs no accelerator, and no weights beyond config.json."""
     json: str | None = None
@@ -188,7 +188,8 @@ class TrainCommand(WatchConfig, ReportingConfig):
     output: str = "results/train"
     """Folder of checkpoints and records, the same for all hosts; a run goes on there."""
     selection_statistics: bool = False
-    """Of native sparse attention: measure which blocks are selected, by layer, for the tracker, run.json and report."""
+    """For native sparse attention: measure which blocks are selected, by layer, for the tracker, run.json and
+    report."""
     dry_run: bool = False
     """Write plan.json and levanter.yaml to the output folder and stop: needs no accelerator and no weights."""
     json: str | None = None

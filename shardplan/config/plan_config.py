@@ -36,7 +36,7 @@ class PlanConfig:
     forbid: tuple[str, ...] = ()
     """What the plan must not shard: vocab, params.vocab (as stored), or mlp=replica."""
     step_tokens: str | None = None
-    """Of batch auto: fewest and most tokens of a step, as 4M-16M; needed to train."""
+    """For batch auto: fewest and most tokens of a step, as 4M-16M; needed to train."""
     given: frozenset[str] = field(default=frozenset(), repr=False, compare=False, metadata={NO_KEY: True})
     """Dotted names of the keys that a file or the command line set; not a configuration key itself."""
     files: tuple[str, ...] = field(default=(), repr=False, compare=False, metadata={NO_KEY: True})

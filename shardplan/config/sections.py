@@ -33,8 +33,7 @@ class ModelConfig:
     ref: str = ""
     """Hugging Face checkpoint: folder, org/model@revision, gs://, s3://, az://, https://."""
     config: str | None = None
-    """A config.json, or the name of a bundled model such as llama-3.1-8b, to plan from when the checkpoint itself is
-    not at hand; default: the one of model.ref."""
+    """A config.json or bundled model (llama-3.1-8b) to plan from; default: model.ref's."""
     levanter_class: str | None = None
     """The Levanter configuration class of your own model, as package.module:Class, or `levanter` for Levanter's own
     class for the model_type of the config.json; default: shardplan's decoder, and for training `levanter`."""
@@ -120,25 +119,26 @@ class TaskConfig:
     kind: EvaluationKind = EvaluationKind.LOSS
     """loss (of every text), or extraction (how probable its windows are)."""
     prefix: int = 50
-    """Of extraction: tokens of a window that are given."""
+    """For extraction: tokens of a window that are given."""
     suffix: int = 50
-    """Of extraction: tokens of a window whose probability is measured."""
+    """For extraction: tokens of a window whose probability is measured."""
     stride: int | None = None
     """Distance between the starts of two windows. Default: 5 for extraction, and for loss one less than
     workload.position, with which nothing is computed twice."""
     stride_unit: StrideUnit = StrideUnit.TOKENS
-    """Of extraction: tokens or characters."""
+    """For extraction: tokens or characters."""
     top_k: int = 40
-    """Of extraction: also if only the top k tokens are sampled; 0 for not."""
+    """For extraction: also if only the top k tokens are sampled; 0 for not."""
     temperature: float = 1.0
-    """Of extraction: tokens are sampled from softmax(logits / temperature)."""
+    """For extraction: sampling is from softmax(logits / temperature)."""
     special_tokens: bool | None = None
-    """Whether the tokenizer's special tokens are added, such as that of the beginning: of loss to every text (default:
-    true), of extraction to every window (default: false)."""
+    """Whether the tokenizer's special tokens, such as the beginning token, are added: for loss to every text (default:
+    true), for extraction to every window (default: false)."""
     bos_in_prefix: bool = False
-    """Of extraction: whether windows begin with BOS, as one of the prefix tokens."""
+    """For extraction: whether windows begin with BOS, as one of the prefix tokens."""
     shard: int | None = None
-    """Windows per shard, all that a killed run loses; default: 4096 (extraction), 256 (loss)."""
+    """Windows whose results are written together, the most that a killed run loses; default: 4096 for extraction, 256
+    for loss."""
 
     def __post_init__(self) -> None:
         for key, minimum in (("prefix", 1), ("suffix", 1), ("stride", 1), ("top_k", 0), ("shard", 1)):
@@ -183,9 +183,9 @@ class TrackerSection:
     kind: TrackerKind | None = None
     """json, wandb or tensorboard; default: none."""
     project: str | None = "shardplan"
-    """Of wandb: the project."""
+    """For wandb: the project."""
     name: str | None = None
-    """Of wandb and tensorboard: the name of the run."""
+    """For wandb and tensorboard: the name of the run."""
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ class DeadlineConfig:
     compiling: float = 3600.0
     """While the program of a step is compiled."""
     step: float | None = None
-    """Of a step; default: 30 times what the plan predicts, at least 300."""
+    """During a step; default: 30 times what the plan predicts, at least 300."""
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -278,19 +278,19 @@ class LaunchConfig:
     name: str = "shardplan"
     """Name of the job."""
     zone: str | None = None
-    """Of gcloud, queued, xpk and skypilot: the zone of the slice, such as us-east5-b."""
+    """For gcloud, queued, xpk and skypilot: the zone of the slice, such as us-east5-b."""
     cluster: str | None = None
-    """Of xpk: the Kubernetes cluster."""
+    """For xpk: the Kubernetes cluster."""
     image: str | None = None
-    """Of xpk: the container image, in which shardplan is installed."""
+    """For xpk: the container image, in which shardplan is installed."""
     setup: str = ""
     """Shell commands that every host runs first, to install shardplan or to activate its environment."""
     environment: tuple[str, ...] = ()
     """Variables for the processes, as NAME=value; they are readable in what is printed."""
     logs: str = "logs"
-    """Of gcloud, queued and slurm: folder of the logs, one file per host."""
+    """For gcloud, queued and slurm: folder of the logs, one file per host."""
     hosts: int | None = None
-    """Of slurm and ray: hosts that share the virtual devices of a cpu slice; default: 1. TPU slices have their own."""
+    """For slurm and ray: hosts that share the virtual devices of a cpu slice; default: 1. TPU slices have their own."""
 
     def __post_init__(self) -> None:
         check_minimum("launch.hosts", self.hosts, 1)

@@ -105,7 +105,7 @@ def _changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change
 
 
 def _specs(before: list[ParameterPlan], after: list[ParameterPlan]) -> list[SpecChange]:
-    """Yield parameters with different specs, or of one plan only, grouped by axes and specs; the largest first."""
+    """Return parameters with different specs, or of one plan only, grouped by axes and specs; the largest first."""
     old, new = ({parameter.path: parameter for parameter in parameters} for parameters in (before, after))
     groups: dict[str, SpecChange] = {}
     for path in dict.fromkeys((*old, *new)):

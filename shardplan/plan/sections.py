@@ -1,4 +1,4 @@
-"""The sections of a Plan: its model, hardware, memory, cost and search, as its file has them."""
+"""The sections of a Plan, as in its file: model, hardware, memory, cost and search."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum

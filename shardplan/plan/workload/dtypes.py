@@ -11,7 +11,7 @@ DTYPE_SYNONYMS = {
 
 
 def itemsize(dtype: str) -> int:
-    """Bytes per element of a type in `DTYPES`.
+    """Return the bytes per element of a type in `DTYPES`.
 
     >>> itemsize("bfloat16"), itemsize("float32")
     (2, 4)

@@ -29,7 +29,7 @@ MIN_POSITION = 2
 
 @dataclass(frozen=True)
 class Workload:
-    """What one step computes, on how many tokens, and in which types."""
+    """What one step computes."""
 
     kind: str = "eval"
     """What the plan is for: eval (the loss of every token), score (also the rank of every token and the probability of
@@ -39,7 +39,8 @@ class Workload:
     position: int = field(default=2048, metadata={AUTO: AUTO_POSITION})
     """Tokens per sequence; auto for the length that packed windows fill best. Default: at most the model's."""
     param_dtype: str = None  # type: ignore[assignment]  # text from __post_init__ on
-    """Of parameters, except routers (float32): bfloat16, float16, float32; default: float32 to train, else bfloat16."""
+    """Type of stored parameters, except routers (float32): bfloat16, float16, float32; default: float32 to train, else
+    bfloat16."""
     compute_dtype: str = "bfloat16"
     """Type of activations and products: bfloat16, float16 or float32."""
     gradient_checkpointing: str = "default"
@@ -48,15 +49,15 @@ class Workload:
     microbatches: int | None = None
     """Parts of a training batch, one after the other; default: the fastest that fits."""
     optimizer: str = "adamw"
-    """As optax has it; +ema adds averages, +mu_bfloat16 narrows moments."""
+    """Name in optax; +ema adds averages, +mu_bfloat16 narrows moments."""
     top_k: int = 40
-    """Of score: most probable tokens to write for each position; 0 for none."""
+    """For score: most probable tokens written per position; 0 for none."""
     temperature: float = 1.0
-    """Of score: probabilities are those of softmax(logits / temperature)."""
+    """For score: probabilities are those of softmax(logits / temperature)."""
     window: int | None = None
-    """Of score: tokens of each window where several share a sequence; default: one window."""
+    """For score: tokens per window if several share a sequence; default: one window."""
     logit_blocks: int | None = None
-    """Of eval and score: blocks of positions whose logits are in memory in turn. Default: for score within 256 MiB per
+    """For eval and score: blocks of positions whose logits are in memory in turn. Default: for score within 256 MiB per
     device, for eval the fastest that fits."""
     expert_load_spread: float = 0.0
     """How unevenly experts are used: standard deviation of their tokens, over the mean."""
