@@ -98,13 +98,13 @@ class Inspection:
 
     ref: str
     files: Files | None
-    """None if the index or the headers cannot be read."""
+    """The checkpoint's files; None if the index or the headers cannot be read."""
     quantization: Quantization | None
     """How config.json says that weights are stored; None for plain numbers."""
     model: DescribedModel | None
-    """None if config.json cannot be read, or the model is not supported."""
+    """The model; None if config.json cannot be read, or the model is not supported."""
     weights: Weights | None
-    """None if the files do not match the model."""
+    """The model's weights; None if the files do not match the model."""
     problem: ShardplanError | None
 
     def to_json(self) -> dict[str, Any]:

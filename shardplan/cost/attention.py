@@ -65,7 +65,7 @@ program times an all-to-all by the links alone."""
 
 
 def kind_of(task: Task) -> AttentionKind:
-    """The kind of attention that a matmul of attention belongs to."""
+    """Return the kind of attention that a matmul of attention belongs to."""
     return task.attention or UNMARKED
 
 
@@ -131,7 +131,7 @@ def unmasked_fraction(task: Task, assignment: ShardingAssignment) -> float:
 
 
 def score_bytes(task: Task, assignment: ShardingAssignment) -> float:
-    """Bytes of scores that attention without a kernel reads and writes, per execution."""
+    """Return the bytes of scores that attention without a kernel reads and writes, per execution."""
     scores = task.scores
     return SCORE_PASSES * FLOAT32_BYTES * scores.elements / assignment.num_shards(scores, assignment.compute)
 
@@ -144,12 +144,12 @@ def ring_hops(task: Task, assignment: ShardingAssignment) -> int:
 
 
 def hop_output_bytes(task: Task, assignment: ShardingAssignment) -> float:
-    """Bytes of the output of a hop, in float32."""
+    """Return the bytes of the output of a hop, in float32."""
     return _float32_bytes(task.results[0], assignment)
 
 
 def extra_attention_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
-    """Extra live bytes per device for keys or values, beyond queries, local values and local outputs.
+    """Return the extra live bytes per device for keys or values, beyond queries, local values and local outputs.
 
     Gathered keys and values exist once more, in another order. A ring holds the next keys and the present ones, the
     outputs of a hop as a kernel writes them, and in float32 these and the outputs of all hops before.
@@ -228,7 +228,7 @@ def _split_axes(axes: MeshAxes, ulysses: int, assignment: ShardingAssignment) ->
 
 
 def _float32_bytes(array: TracedArray, assignment: ShardingAssignment) -> float:
-    """Bytes per device of an activation, in float32."""
+    """Return the bytes per device of an activation, in float32."""
     return assignment.bytes(array, assignment.compute) / array.itemsize * FLOAT32_BYTES
 
 

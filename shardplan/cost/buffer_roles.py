@@ -43,7 +43,7 @@ class RoleRow:
     part: MemoryPart | None = None
     """The part of memory that the buffer is reported in; None if the part depends on the array."""
     depends_on_storage: bool = False
-    """Whether the bytes of an activation depend on the stored sharding of parameters; those of parameters always do."""
+    """Whether an activation's bytes depend on the stored sharding of parameters, as parameters' bytes always do."""
     depends_on_attention: bool = False
     """Whether the buffer's bytes depend on the method of attention."""
     depends_on_experts: bool = False
@@ -78,7 +78,7 @@ def log_sum_exp_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> flo
 
 
 def gathered_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
-    """Bytes of a parameter after its all-gather; 0 if it is not gathered."""
+    """Return the bytes of a parameter after its all-gather; 0 if it is not gathered."""
     gather = assignment.weight_gather(buffer.array)
     return gather.bytes if gather else 0.0
 
@@ -155,7 +155,7 @@ def held_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
 
 
 def lookup_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
-    """Bytes of the gathered table and the transient copies of a lookup."""
+    """Return the bytes of the gathered table and the transient copies of a lookup."""
     steps = partition_lookup(buffer.related_arrays[0], buffer.array, assignment)
     return steps.gathered_table_bytes + steps.transient_bytes
 

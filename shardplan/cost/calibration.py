@@ -101,13 +101,13 @@ def calibration_of(step: Step, hardware: Slice) -> Calibration:
 
 
 def usable_bytes(hardware: Slice) -> float:
-    """Bytes per device that an estimated peak must not exceed."""
+    """Return the bytes per device that an estimated peak must not exceed."""
     available = hardware.generation.hbm_gib * GIB
     return available if hardware.is_cpu else available * (1 - MEMORY_ERROR)
 
 
 def usable_host_bytes(hardware: Slice, host_gib: float | None = None) -> float:
-    """Bytes of a host's memory that a device may use for activations.
+    """Return the bytes of a host's memory that a device may use for activations.
 
     Args:
         host_gib: `hardware.host_gib` of the configuration.

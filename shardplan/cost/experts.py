@@ -95,7 +95,7 @@ class KernelCalls:
     count: float
 
     def seconds(self, generation: Generation) -> float:
-        """Seconds of all calls."""
+        """Return the seconds of all calls."""
         tiles = fastest_tiles(replace(self.matmul, rows=self.buffer_rows), generation)
         return self.count * self.matmul.seconds(tiles, generation)
 
@@ -390,7 +390,7 @@ def expert_traffic(task: Task, assignment: ShardingAssignment) -> Iterator[Traff
 
 
 def gradient_sum_axes(task: Task, assignment: ShardingAssignment) -> MeshAxes:
-    """Mesh axes over which gradients of weights are summed: the axes of tokens that do not shard the weights."""
+    """Return the mesh axes over which gradients of weights are summed: token axes that do not shard the weights."""
     work = work_of(task, assignment)
     return tuple(axis for axis in work.token_axes if axis not in (*work.expert_axes, *work.mlp_axes))
 

@@ -119,7 +119,7 @@ def device_cost_lower_bound(task: Task, assignment: ShardingAssignment) -> Devic
 
 
 def _sliced_weight_bytes(task: Task, assignment: ShardingAssignment) -> float:
-    """Bytes of stored weights that are copied out of the stack of all layers, over all executions."""
+    """Return the bytes of stored weights that are copied out of the stack of all layers, over all executions."""
     match task.kind:
         case TaskKind.EXPERTS:
             return experts.sliced_weight_bytes(task, assignment)
@@ -155,7 +155,7 @@ def _sparse_attention_cost(task: Task, assignment: ShardingAssignment, traffic: 
 
 
 def _moved_bytes(task: Task, assignment: ShardingAssignment, bytes_of_stored: Callable[[TracedArray], float]) -> float:
-    """Bytes of the operands and results of a task on one device."""
+    """Return the bytes of the operands and results of a task on one device."""
     total = 0.0
     for array in task.moved_arrays:
         is_stored = array in task.stored_arrays
@@ -168,7 +168,7 @@ def _nonempty(traffic: Iterator[Traffic]) -> tuple[Traffic, ...]:
 
 
 def weight_bytes(task: Task, assignment: ShardingAssignment) -> float:
-    """Bytes per device, in the compute sharding, of the parameters that a matmul uses first, over all executions."""
+    """Return the bytes per device (compute sharding) of the parameters that a matmul uses first, in all executions."""
     if task.kind != TaskKind.CONTRACTION or task.groups > 1:
         return 0.0
     return task.executions * sum(
@@ -179,5 +179,5 @@ def weight_bytes(task: Task, assignment: ShardingAssignment) -> float:
 
 
 def depends_on_params(task: Task) -> bool:
-    """Whether the cost of `task` depends on the stored sharding of parameters."""
+    """Return whether the cost of `task` depends on the stored sharding of parameters."""
     return PARAM_COLLECTIVES[task.kind] is not None or bool(task.stored_arrays)

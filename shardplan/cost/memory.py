@@ -49,12 +49,12 @@ def point_bytes(point: ProgramPoint, assignment: ShardingAssignment) -> float:
 
 
 def host_bytes(step: Step, assignment: ShardingAssignment) -> float:
-    """Bytes of the host's memory that a device uses at the largest point of the program."""
+    """Return the bytes of the host's memory that a device uses at the largest point of the program."""
     return max(sum(count * host_buffer_bytes(buffer, assignment) for buffer, count in point) for point in step.points)
 
 
 def stored_buffers(step: Step) -> Iterator[LiveBuffer]:
-    """Return the buffers that are live at every point: parameters and optimizer state."""
+    """Yield the buffers that are live at every point: parameters and optimizer state."""
     yield from (LiveBuffer(BufferRole.PARAMETER, array) for array in step.parameters)
     yield from (LiveBuffer(BufferRole.OPTIMIZER_STATE, array) for array in step.state)
 

@@ -57,7 +57,7 @@ class TaskSeconds:
 
 
 def transfer_seconds(traffic: Traffic, placement: MeshPlacement) -> float:
-    """Seconds of a collective over the links between its devices (`shardplan.hardware.mesh_placement`)."""
+    """Return the seconds of a collective over the links between its devices (`shardplan.hardware.mesh_placement`)."""
     if traffic.kind == CollectiveKind.COLLECTIVE_PERMUTE:
         return placement.shift_cost(traffic.mesh_axes, traffic.distance).seconds(traffic.bytes, traffic.count)
     seconds = placement.seconds(traffic.kind, traffic.mesh_axes, traffic.bytes, traffic.count)
@@ -250,7 +250,7 @@ def _overlap(traffic: Traffic, hops: float, calibration: Calibration) -> tuple[f
 def step_tasks(
     step: Step, assignment: ShardingAssignment, hardware: Slice, calibration: Calibration
 ) -> Iterator[tuple[Task, DeviceCost, TaskSeconds]]:
-    """Return every task with its cost on one device and its seconds, which sum to the step's seconds."""
+    """Yield every task with its cost on one device and its seconds, which sum to the step's seconds."""
     placement = place_mesh(hardware, assignment.mesh)
     costs = [device_cost(task, assignment) for task in step.tasks]
     copies = [

@@ -111,12 +111,12 @@ class ShardingAssignment:
         return mesh_size(self.mesh, axes) == (self.quirks.devices_per_slice or math.prod(self.mesh.values()))
 
     def compiles_all_gather_to_all_reduce(self, axes: MeshAxes) -> bool:
-        """Whether an all-gather over `axes` is compiled to an all-reduce."""
+        """Return whether an all-gather over `axes` is compiled to an all-reduce."""
         min_devices = self.quirks.gathers_become_sums_from
         return min_devices is not None and self.spans_slice(axes) and mesh_size(self.mesh, axes) >= min_devices
 
     def compiles_reduce_scatter_to_all_reduce(self, axes: MeshAxes) -> bool:
-        """Whether a reduce-scatter over `axes` is compiled to an all-reduce."""
+        """Return whether a reduce-scatter over `axes` is compiled to an all-reduce."""
         return self.spans_slice(axes) and not self.quirks.scatters_over_slice
 
     def is_stored_like_a_parameter(self, array: TracedArray) -> bool:
@@ -124,7 +124,7 @@ class ShardingAssignment:
         return is_parameter_like(array, self.activation_axes)
 
     def dimension_mesh_axes(self, array: TracedArray, mapping: AxisMapping | None = None) -> list[MeshAxes]:
-        """Mesh axes that shard each dimension, under `mapping` or else in the sharding of `array` between tasks."""
+        """Return the mesh axes that shard each dimension, under `mapping` or else in its sharding between tasks."""
         if mapping is None:
             mapping = self.params if self.is_stored_like_a_parameter(array) else self.compute
         used: set[str] = set()
@@ -139,7 +139,7 @@ class ShardingAssignment:
         return result
 
     def num_shards(self, array: TracedArray, mapping: AxisMapping | None = None) -> int:
-        """Number of shards of `array`, under `mapping` or else in its sharding between tasks."""
+        """Return the number of shards of `array`, under `mapping` or else in its sharding between tasks."""
         if mapping is None:
             mapping = self.params if self.is_stored_like_a_parameter(array) else self.compute
         if mapping is self.compute:
@@ -157,7 +157,7 @@ class ShardingAssignment:
         return math.prod(mesh_size(self.mesh, axes) for axes in self.dimension_mesh_axes(array, mapping) if axes)
 
     def bytes(self, array: TracedArray, mapping: AxisMapping | None = None) -> float:
-        """Bytes of one shard of `array`, under `mapping` or else in its sharding between tasks."""
+        """Return the bytes of one shard of `array`, under `mapping` or else in its sharding between tasks."""
         return array.elements * array.itemsize / self.num_shards(array, mapping)
 
     def mesh_axes(self, factors: Dim, mapping: AxisMapping | None = None) -> MeshAxes:
@@ -170,7 +170,7 @@ class ShardingAssignment:
         return tuple(axis for axis in self.mesh if axis in used) if used else ()
 
     def weight_gather(self, weight: TracedArray) -> WeightGather | None:
-        """The all-gather of a parameter before its use; None if its compute and stored shardings are equal."""
+        """Return the all-gather of a parameter before its use; None if its compute and stored shardings are equal."""
         if weight not in self.gathers:
             self.gathers[weight] = self._weight_gather(weight)
         return self.gathers[weight]
@@ -203,7 +203,7 @@ class ShardingAssignment:
         )
 
     def num_dimensions(self, array: TracedArray, axes: MeshAxes) -> int:
-        """Number of dimensions of a stored array that any of the mesh axes `axes` shards."""
+        """Return the number of dimensions of a stored array that any of the mesh axes `axes` shards."""
         return sum(not set(axes).isdisjoint(each) for each in self.dimension_mesh_axes(array, self.params))
 
     def is_gathered_whole_by_mistake(self, array: TracedArray) -> bool:

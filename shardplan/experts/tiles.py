@@ -66,17 +66,17 @@ class GroupedMatmul:
     """Whether the call computes [inner, rows] x [rows, columns] for the rows of each group."""
 
     def row_tiles(self, tiles: TileShape) -> float:
-        """Number of computed tiles of rows: rows / tile, plus one for each group that begins within a tile."""
+        """Return the number of computed tiles of rows: rows / tile, plus one per group that begins within a tile."""
         return max(self.rows / tiles.rows, 1.0) + self.groups - 1
 
     def flops(self, tiles: TileShape) -> float:
-        """FLOPs of all computed tiles, including rows of other groups and padding of the matrices."""
+        """Return the FLOPs of all computed tiles, including rows of other groups and padding of the matrices."""
         inner = math.ceil(self.inner / tiles.inner) * tiles.inner
         columns = math.ceil(self.columns / tiles.columns) * tiles.columns
         return 2 * self.row_tiles(tiles) * tiles.rows * inner * columns
 
     def bytes(self, tiles: TileShape) -> float:
-        """Bytes that are read from and written to HBM."""
+        """Return the bytes that are read from and written to HBM."""
         rows = self.row_tiles(tiles) * tiles.rows
         inputs, outputs, matrices = rows * self.inner, rows * self.columns, self.groups * self.inner * self.columns
         inner_tiles, column_tiles = math.ceil(self.inner / tiles.inner), math.ceil(self.columns / tiles.columns)
@@ -89,13 +89,13 @@ class GroupedMatmul:
         return self.itemsize * elements
 
     def core_bytes(self, tiles: TileShape) -> float:
-        """Bytes in the core's memory: two tiles of each array, and the sums."""
+        """Return the bytes in the core's memory: two tiles of each array, and the sums."""
         rows, inner, columns = tiles
         summed = inner * columns if self.is_matrix_gradient else rows * columns
         return 2 * self.itemsize * (rows * inner + inner * columns + rows * columns) + SUM_BYTES * summed
 
     def seconds(self, tiles: TileShape, generation: Generation) -> float:
-        """max(FLOPs / peak, bytes / HBM bandwidth), in seconds."""
+        """Return max(FLOPs / peak, bytes / HBM bandwidth), in seconds."""
         return max(self.flops(tiles) / generation.flops, self.bytes(tiles) / generation.hbm_bandwidth)
 
 

@@ -148,7 +148,7 @@ def _changes(config: PlanConfig, fits: bool) -> Iterator[list[tuple[str, PlanCon
 
 
 def _other_slices(name: str, fits: bool) -> list[str]:
-    """The next smaller and next larger slice of the generation; all larger ones if the plan does not fit."""
+    """Return the next smaller and next larger slice of the generation; all larger ones if the plan does not fit."""
     hardware = parse_slice(name)
     generation = hardware.generation
     if hardware.is_cpu:

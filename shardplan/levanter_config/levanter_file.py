@@ -33,7 +33,7 @@ class LevanterFile:
 
 
 def is_levanter_config(values: Any) -> bool:
-    """Whether the content of a YAML file is a Levanter configuration rather than one of shardplan."""
+    """Return whether the content of a YAML file is a Levanter configuration rather than one of shardplan."""
     if not isinstance(values, Mapping) or {"hardware", "workload"} & set(values):
         return False
     return "trainer" in values or _pod_section(values) is not None

@@ -108,7 +108,7 @@ class ProgramChoice:
     """Keys in the file that only programs of this kind have; empty if none is there and the kind is assumed."""
 
     def position(self, sections: Mapping[str, Any]) -> int | None:
-        """Tokens of a sequence by the program's own key or its default; None if the model section decides."""
+        """Return a sequence's tokens by the program's own key or its default; None if the model section decides."""
         for key in self.program.length_keys:
             value = sections.get(key)
             if type(value) is int and value > 0:

@@ -124,7 +124,7 @@ def candidate_edits(trainer: Mapping[str, Any], subject: Subject) -> Iterator[Ed
 
 
 def _corrections(written: Mapping[str, Any], subject: Subject) -> Iterator[Edit]:
-    """Return the edits that `shardplan.lint.corrections` assumed for values that Levanter rejects."""
+    """Yield the edits that `shardplan.lint.corrections` assumed for values that Levanter rejects."""
     for key, value in flatten(subject.trainer, TRAINER_PREFIX).items():
         if key not in written or written[key] != value:
             yield Edit({key: value}, axes=frozenset({key.rpartition(".")[2], *MESH_AXES}))

@@ -108,7 +108,7 @@ class Subject:
         return math.prod(self.section.mesh[axis] for axis in mesh_axes)
 
     def shards(self, parameter: Parameter) -> int:
-        """Number of shards of the stored parameter."""
+        """Return the number of shards of the stored parameter."""
         return math.prod(self.devices(self.params.get(axis, ())) for axis in parameter.axes)
 
     def bytes(self, parameters: Iterable[Parameter]) -> dict[str, int]:

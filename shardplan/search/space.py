@@ -213,7 +213,7 @@ class Space:
         return frozenset(axis for block in self.step.expert_blocks for axis in (block.experts, block.mlp))
 
     def expert_strategies(self, token_axes: Container[str], expert_axes: MeshAxes) -> tuple[ExpertStrategy, ...]:
-        """Possible strategies of experts.
+        """Return the possible strategies of experts.
 
         Args:
             token_axes: mesh axes that shard tokens.

@@ -19,7 +19,7 @@ class MaskInputs(NamedTuple):
     """Per-position inputs of the mask, for one shard of queries or keys."""
 
     positions: Array
-    """int32[S]; `PADDING` for padding."""
+    """Position of each query or key, int32[S]; `PADDING` for padding."""
     segments: Array | None = None
     """Document ids, int32[B or 1, S]; None if the mask has no documents."""
     max_key_position: Array | None = None

@@ -128,7 +128,7 @@ class SplashKernel:
         return self._map_batch(attend, (self._scale(q), k, v), hop)
 
     def _has_keys_for_all(self, hop: Hop) -> bool:
-        """Whether every query is known to attend to a key, already while tracing."""
+        """Return whether every query is known to attend to a key, already while tracing."""
         return self._includes_own_keys and hop.queries.segments is None
 
     @cached_property
@@ -197,7 +197,7 @@ class SplashKernel:
         return jax.lax.cond((info.block_mask != EMPTY).any(), run, skip)
 
     def _may_share_documents(self, queries: Array, keys: Array) -> Array:
-        """Whether any sequence may have one document in both blocks, bool[q block, k block].
+        """Return whether any sequence may have one document in both blocks, bool[q block, k block].
 
         Args:
             queries: document ids int32[B or 1, S]; keys: document ids int32[B or 1, T].

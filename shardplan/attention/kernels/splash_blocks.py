@@ -25,9 +25,9 @@ class HopPositions:
     """The query and key positions that meet at the hops of a ring."""
 
     queries: np.ndarray
-    """int[query shard, S]: the query positions of every shard."""
+    """Query positions of every shard, int[query shard, S]."""
     keys: np.ndarray
-    """int[ring, T]: the key positions of every ring index."""
+    """Key positions of every ring index, int[ring, T]."""
     distances: tuple[int, ...]
     """Distance of each hop, in ring indices back; see `shardplan.attention.strategies.ring.Ring`."""
 
@@ -37,17 +37,17 @@ class BlockGrids:
     """The grids of blocks of all query shards at all hops; equal grids and equal masks are stored once."""
 
     grid: np.ndarray
-    """int32[query shard, distance]: the index of the grid that each hop uses."""
+    """Index of the grid that each hop uses, int32[query shard, distance]."""
     kinds: np.ndarray
-    """int8[grid, q block, k block]: EMPTY, PARTIAL or FULL."""
+    """Kind of each block, EMPTY, PARTIAL or FULL, int8[grid, q block, k block]."""
     mask_next: np.ndarray
-    """int[grid, q block, k block]: index of the mask of a partial block; for other blocks the last index loaded."""
+    """Index of a partial block's mask, and for other blocks the last index loaded, int[grid, q block, k block]."""
     keys_next: np.ndarray
-    """int[grid, q block, k block]: block of keys to load; for an empty block the block loaded last."""
+    """Block of keys to load, and for an empty block the block loaded last, int[grid, q block, k block]."""
     queries_next: np.ndarray
-    """int[grid, q block, k block]: block of queries to load, in a kernel whose inner loop runs over queries."""
+    """Block of queries to load if the kernel's inner loop runs over queries, int[grid, q block, k block]."""
     partial_masks: np.ndarray
-    """bool[mask, q position, k position] of one block each."""
+    """Masks of partial blocks, bool[mask, q position, k position]."""
 
 
 def block_size(length: int) -> int:

@@ -44,7 +44,7 @@ class Ring:
         return len(self.keys)
 
     def index(self) -> Array:
-        """The ring index of this device."""
+        """Return the ring index of this device."""
         return jax.lax.axis_index(self.axes) // self.stride if self.size > 1 else jnp.int32(0)
 
     def permute(self, tree: Any, hops: int) -> Any:

@@ -33,7 +33,7 @@ def sparse_buffer_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> f
 
 
 def _gathered_bytes(work: SparseWork) -> float:
-    """Bytes of the rows that are gathered for a chunk of queries, in float32 and in a narrower type of queries."""
+    """Return the bytes of rows gathered for a chunk of queries, in float32 and in a narrower type of queries."""
     assert work.method is not SparseKernel.KERNEL
     match work.method:
         case SparseKernel.GATHERED_BLOCKS:
@@ -47,13 +47,13 @@ def _gathered_bytes(work: SparseWork) -> float:
 
 
 def _score_bytes(work: SparseWork) -> float:
-    """Bytes of the float32 scores and weights of a chunk, in the branch with most of them."""
+    """Return the bytes of the float32 scores and weights of a chunk, in the branch with most of them."""
     heads = work.sequences * work.chunk * work.groups * work.config.heads_per_group
     return 2 * FLOAT32_BYTES * heads * max(work.selected_keys, work.compressed_blocks, work.window_keys)
 
 
 def _keys_bytes(work: SparseWork) -> float:
-    """Bytes of the float32 keys and values of the whole sequence: of all tokens, and of compressed blocks."""
+    """Return the bytes of the float32 keys and values of a sequence: of all tokens, and of compressed blocks."""
     rows = work.sequences * work.groups * (work.parts.length + work.compressed_blocks)
     return FLOAT32_BYTES * rows * work.channels
 

@@ -16,7 +16,7 @@ from shardplan.hardware import Slice, chips_per_host
 from shardplan.verify.compiler.libtpu import INSTALL_LIBTPU
 
 PROCESS_CHIPS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
-"""Number of chips of a host -> how they are arranged, as TPU_CHIPS_PER_PROCESS_BOUNDS has it."""
+"""Number of chips of a host -> their arrangement, as the value of TPU_CHIPS_PER_PROCESS_BOUNDS."""
 OTHER_HOSTS = "MEGASCALE_"
 """Prefix of the variables that connect the hosts of several slices."""
 HELD_BY = re.compile(r"already in use by process with pid (\d+)")

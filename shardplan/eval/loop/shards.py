@@ -34,7 +34,7 @@ class Shards:
         return shard * self.size, min((shard + 1) * self.size, self.total)
 
     def steps_of(self, shard: int) -> int:
-        """Number of steps of a shard."""
+        """Return the number of steps of a shard."""
         left = self.total - shard * self.size
         return min(self.steps, -(-left // (self.lanes * self.lane_sequences)))
 

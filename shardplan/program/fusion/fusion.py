@@ -161,12 +161,12 @@ class Fusion:
         return [self.operations[self._producer[value]] for value in sorted(fused)]
 
     def is_read_by_grouped_matmuls(self, value: int) -> bool:
-        """Whether only grouped matmuls consume `value`, directly or through elementwise operations."""
+        """Return whether only grouped matmuls consume `value`, directly or through elementwise operations."""
         use = self._uses.get(value)
         return use is not None and use.by_grouped and not use.by_others
 
     def is_grouped_summand(self, value: int) -> bool:
-        """Whether `value` is a grouped matmul's result and is only added to other matmuls' results."""
+        """Return whether `value` is a grouped matmul's result and is only added to other matmuls' results."""
         consumers = [self.operations[i] for i in self._consumers[value]]
         is_grouped = value in self._producer and self.operations[self._producer[value]].groups > 1
         return is_grouped and len(consumers) == 1 and self._origins[consumers[0].results[0]].summed_matmuls > 1
@@ -300,7 +300,7 @@ class Fusion:
         return True  # grouped matmuls are separate kernels
 
     def _is_needed_in_memory(self, value: int) -> bool:
-        """Whether an elementwise result is an output, or an operand of an operation of another kind."""
+        """Return whether an elementwise result is an output, or an operand of an operation of another kind."""
         return value in self._must_write or any(
             self.operations[i].kind != OperationKind.ELEMENTWISE for i in self._consumers[value]
         )

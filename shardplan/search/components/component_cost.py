@@ -84,8 +84,8 @@ class ComponentCost:
     """Distinct tasks, one for all of equal cost, including those that options for activations add."""
     task_groups: tuple[TaskGroup, ...]
     numbers: np.ndarray
-    """Number of each task, and of its host copies that hide behind the matmuls of each window (not counted in the
-    former): [1 + windows, task]."""
+    """Number of each task (host copies excluded), and of its host copies that hide behind each window's matmuls: [1 +
+    windows, task]."""
     option_numbers: np.ndarray
     """Change of `numbers` by each option, [option, 1 + windows, task]."""
     buffers: tuple[LiveBuffer, ...]

@@ -274,9 +274,7 @@ class MeshSubproblem:
                 self.statistics.rejected[Rejection.MEMORY if limit == math.inf else Rejection.SLOWER] += 1
 
     def find_smallest(self, limit_bytes: float) -> Candidate | None:
-        """Return the candidate with the smallest peak memory, even if it does not fit; None if no peak is below the
-        limit.
-        """
+        """Return the candidate with the smallest peak memory, fitting or not; None if no peak is below the limit."""
         best: Combination | None = None
         possible = self._possible_computations(math.inf, self.space.device_limits(limit_bytes))
         if isinstance(possible, Rejection):

@@ -113,7 +113,7 @@ class RowGroups:
     name: str
     """Name of the tensor that holds the groups, for messages."""
     tensor: Tensor
-    """int32[rows]."""
+    """Group of each row, int32[rows]."""
     rows: int
     """Rows in a step along the first dimension of the codes; the last dimension of the codes numbers these rows."""
 
@@ -237,9 +237,9 @@ class GroupRows:
     """The scales and zero points of some rows of groups."""
 
     scales: np.ndarray
-    """float32[rows of groups, groups along the other dimensions]."""
+    """Scales, float32[rows of groups, groups along the other dimensions]."""
     zeros: np.ndarray | None
-    """float32[rows of groups, groups along the other dimensions]: zero points; None if none are stored."""
+    """Zero points, shaped as `scales`; None if none are stored."""
     first: int
     """Number of the first row of groups that was read."""
     order: np.ndarray | None = None

@@ -21,9 +21,9 @@ class Positions(eqx.Module):
     """The index of each token in its text, and the length of the longest text."""
 
     indices: NamedArray
-    """int32[..., position]."""
+    """Index of each token in its text, int32[..., position]."""
     length: NamedArray
-    """int32[]: one more than the largest index."""
+    """Length of the longest text, the largest index plus one, int32[]."""
 
     @staticmethod
     def of(indices: NamedArray) -> "Positions":

@@ -145,7 +145,7 @@ def _candidate_text(plan: Plan, candidate: EvaluatedCandidate) -> str:
 
 
 def own_name(plan: Plan) -> str:
-    """The name of the page's plan among candidates: "this plan", or "this layout" if the layout was given."""
+    """Return the name of the page's plan among candidates: "this plan", or "this layout" if the layout was given."""
     return "this layout" if plan.search.given else "this plan"
 
 

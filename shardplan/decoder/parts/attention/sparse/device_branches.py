@@ -42,7 +42,7 @@ class TokenInputs(NamedTuple):
     """Projections of the layer's input, before any rotation."""
 
     queries: jax.Array
-    """[b, t, g, r, d]."""
+    """Queries, [b, t, g, r, d]."""
     compressed_keys: jax.Array
     """Keys of the compressed branch, [b, t, g, d]; all other keys and values have this shape too."""
     compressed_values: jax.Array
@@ -58,7 +58,7 @@ class GroupInputs(NamedTuple):
     """Parameters of each group; their first axis is g."""
 
     gate_biases: jax.Array
-    """[g, r, 3]."""
+    """Biases of the gates, [g, r, 3]."""
     phi_k: Mapping[str, jax.Array]
     """Parameters that compress keys, in the form that `compress` takes."""
     phi_v: Mapping[str, jax.Array]
@@ -68,9 +68,9 @@ class TokenResults(NamedTuple):
     """The results for a device's queries."""
 
     mixed: jax.Array
-    """float32[b, t, g, r, d], the sum of the branches."""
+    """Sum of the branches, float32[b, t, g, r, d]."""
     blocks: jax.Array
-    """int32[b, t, g, n], the selected blocks."""
+    """Selected blocks, int32[b, t, g, n]."""
 
 
 @dataclass(frozen=True)

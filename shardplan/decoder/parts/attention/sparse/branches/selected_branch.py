@@ -33,7 +33,7 @@ class SelectedAttention(NamedTuple):
     output: jax.Array
     """The attention output, [b, t, g, r, d]."""
     free_mass: jax.Array | None
-    """float32[b, t, g], attention weights of tokens outside forced blocks, summed over r; None if not requested."""
+    """Attention weights of tokens outside forced blocks, summed over r, float32[b, t, g]; None if not requested."""
 
 
 def attend_to_selected(

@@ -29,9 +29,9 @@ class WindowResiduals(NamedTuple):
     keys: jax.Array
     values: jax.Array
     output: jax.Array
-    """[tile, row, d]."""
+    """Output of the branch, [tile, row, d]."""
     log_sums: jax.Array
-    """float32[tile, 1, row]."""
+    """Log-sum-exp of each row's scores, float32[tile, 1, row]."""
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
