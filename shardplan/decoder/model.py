@@ -61,7 +61,7 @@ class Decoder(ModuleWithStateDictSerialization, LmHeadModel[Architecture]):
 
     @property
     def config(self) -> Architecture:
-        """The configuration."""
+        """The configuration of the decoder."""
         return self.settings
 
     @property

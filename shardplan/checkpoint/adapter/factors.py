@@ -25,9 +25,9 @@ class Matrices:
     """Both matrices in float32: the change of a weight is `scaling * left @ right`."""
 
     left: np.ndarray
-    """{rows, rank}."""
+    """Left factor of the change, {rows, rank}."""
     right: np.ndarray
-    """{rank, columns}."""
+    """Right factor of the change, {rank, columns}."""
     scaling: float
 
     @property
@@ -107,9 +107,9 @@ class Factors:
     name: str
     """Name of the weight in the adapter."""
     a: Tensor
-    """{rank, inputs}."""
+    """The adapter's matrix A, {rank, inputs}."""
     b: Tensor
-    """{outputs, rank}."""
+    """The adapter's matrix B, {outputs, rank}."""
     a_name: str
     b_name: str
     scaling: float

@@ -94,11 +94,11 @@ class Router(Float32Module):
     """The weights of a router."""
 
     weight: NamedArray
-    """{expert_score, embed}."""
+    """Weight of the router, {expert_score, embed}."""
     bias: NamedArray | None
-    """{expert_score}."""
+    """Bias of the router, {expert_score}; None without one."""
     correction: NamedArray | None
-    """{expert_score}."""
+    """Number added to each expert's score for the choice only, {expert_score}; None without."""
     config: RouterConfig = eqx.field(static=True)
 
     @named_call  # for profiles and reports
