@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from shardplan.plan.details import AttentionCost
 
 MIN_PERIODS = 3
-"""Fewest equally spaced layers that are described by their distance."""
+"""Least number of equally spaced layers that a text describes by their distance."""
 MAX_RUNS = 4
 """Maximum number of runs of layers that are named; `...` stands for the others."""
 

@@ -11,11 +11,11 @@ class LogitBlocks(StrEnum):
     """Whether a step computes its logits in blocks of positions, whose number the planner chooses."""
 
     NONE = "none"
-    """Never: the step needs few logits, or Levanter divides them."""
+    """Blocks are never used: the step needs few logits, or Levanter divides them."""
     POSSIBLE = "possible"
-    """If blocks make the step fit, or make it faster."""
+    """Blocks are used if they make the step fit, or make it faster."""
     NEEDED = "needed"
-    """Always, so that logits take little memory."""
+    """Blocks are always used, so that logits take little memory."""
 
 
 @dataclass(frozen=True)

@@ -175,7 +175,7 @@ def _grouped_matmul(instruction: Instruction, computation: Computation, work: Ke
 
 
 def _kernel_flops(instruction: Instruction, computation: Computation, work: KernelWork) -> float:
-    """Return the FLOPs of a kernel, for splash attention without masked blocks; 0 for an unknown kernel."""
+    """Return the FLOPs of a kernel, for splash attention of unmasked blocks only; 0 for an unknown kernel."""
     operands = _operands(instruction, computation)
     matrices = [array.dims for array in operands if array.dtype in FLOATS and len(array.dims) >= 2]
     kernel = next((kernel for kernel in KERNEL_PRODUCTS if f"splash_mha_{kernel}" in instruction.name), None)

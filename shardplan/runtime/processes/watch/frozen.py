@@ -19,7 +19,7 @@ _is_allowed = False
 
 @contextlib.contextmanager
 def end_if_frozen() -> Iterator[None]:
-    """Allow that this process is ended if it freezes within the context; for commands.
+    """Let a watchdog end this process if it freezes within the context; commands call this.
 
     `faulthandler` has one timer in a process, so that one of the caller is cancelled.
     """
