@@ -16,7 +16,7 @@ from shardplan.verify.verdict import Outcome
 
 PLAN, RUNNER_UP, EVALUATED, OTHER = "plan", "runner-up", "evaluated", "other"
 HEADROOM = 1.08
-"""Factor by which the chart exceeds its largest values."""
+"""Factor by which the axes extend beyond the smallest and largest points."""
 
 
 @dataclass(frozen=True)

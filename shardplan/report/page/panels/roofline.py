@@ -8,7 +8,7 @@ from shardplan.report.page.labels import NO_DETAILS, join_with_counts, short_lab
 from shardplan.report.page.units import LogAxis, Tick, rate_text, seconds_text
 
 MARGIN = 2.0
-"""Factor by which the chart exceeds its largest values."""
+"""Factor by which the axes extend beyond the smallest and largest points."""
 RADII = (8, 14)
 """Radius, in pixels, of the points with the shortest and with the longest time."""
 NEAR = (3.0, 8.0)
