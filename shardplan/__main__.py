@@ -1,4 +1,4 @@
-"""`shardplan COMMAND ...`, the same as `python -m shardplan.COMMAND ...`."""
+"""Runs `shardplan COMMAND ...`, the same as `python -m shardplan.COMMAND ...`."""
 
 import os
 import sys
@@ -25,7 +25,7 @@ COMMANDS = {
     "doctor": "doctor",
     "models": "models",
 }
-"""Command -> its module in `shardplan.commands`, imported by name: a command pays for its own imports only."""
+"""Command -> its module in `shardplan.commands`, imported by name so that a command pays only for its own imports."""
 
 
 def main(command: str | None = None, argv: Sequence[str] | None = None) -> int:

@@ -24,7 +24,7 @@ from difflib import get_close_matches
 from typing import Any
 
 SIMILAR = 0.6
-"""Similarity (`difflib.SequenceMatcher.ratio`) of a hint: `batch` for `batchsize`, and not `logs` for `launcher`."""
+"""Least similarity (`SequenceMatcher.ratio`) of a hint: `batch` is one for `batchsize`, `logs` none for `launcher`."""
 NO_SYNONYMS: Mapping[str, str] = {}
 
 
@@ -33,7 +33,7 @@ class ShardplanError(Exception):
 
     exit_code: int
     is_shared = False
-    """Whether all processes of the run raise it, so that they need not be told."""
+    """Whether all processes of the run raise the error, so that no process has to be told of it."""
 
 
 class ConfigError(ShardplanError):

@@ -1,4 +1,4 @@
-"""Makes Levanter's own scripts stream and save checkpoints as shardplan does, and compute right losses and experts."""
+"""Patches Levanter's own scripts: they stream and save checkpoints as shardplan does, and fix losses and experts."""
 
 import sys
 from typing import Any
@@ -20,7 +20,7 @@ from shardplan.model.soft_cap import cap_gemma2_logits
 
 LEVANTERS_BUILD = LmConfig.build
 LEVANTERS_JIT_LOG = levanter.tracker.jit_log
-"""Levanter's own function that logs values of a compiled step."""
+"""Levanter's function that logs values of a compiled step, before it is patched."""
 
 
 def patch_levanter(experts: ExpertMethod | HasExpertMethod | None = None) -> None:
@@ -58,12 +58,12 @@ def patch_levanter(experts: ExpertMethod | HasExpertMethod | None = None) -> Non
 
 
 def _build_with_names(config: Any, Vocab: Any, *, key: Any) -> Any:
-    """Build a model as Levanter does, with names for the activations that its gradient checkpointing keeps by name."""
+    """Build a model as Levanter does, and name the activations that its gradient checkpointing keeps by name."""
     return named_as_configured(LEVANTERS_BUILD(config, Vocab, key=key), config)
 
 
 def _log_without_gradient(metrics: Any, *, step: int | None = None) -> None:
-    """Log values of a compiled step as Levanter does, also where it computes gradients.
+    """Log values of a compiled step as Levanter does, and allow that it computes gradients.
 
     Levanter's Mixtral logs how tokens are routed, and a callback cannot be differentiated.
     """

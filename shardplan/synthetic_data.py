@@ -18,20 +18,20 @@ from levanter.data.text.datasets import CausalLmDataset, DatasetComponentBase, D
 from levanter.data.text.examples import GrugLmExample
 
 COMPONENT_TYPE = "shardplan_synthetic"
-"""`type` of the component."""
+"""`type` of the component in Levanter's `data` section."""
 STATES = 256
-"""Most tokens of a vocabulary that occur."""
+"""Maximum number of different tokens that occur in the data."""
 REGULAR = 0.9
-"""Probability of the successor of a token."""
+"""Probability that a token is followed by its regular successor."""
 TRAINING_SEQUENCES = 2**31
-"""Sequences after which the data begins anew: more than any run reads."""
+"""Number of training sequences before the data repeats: more than any run reads."""
 
 
 class MarkovSequences(AsyncDataset[dict[str, np.ndarray]]):
-    """Sequences of a Markov chain, each made when it is read."""
+    """Sequences of a Markov chain, each computed when it is read."""
 
     def __init__(self, vocab_size: int, position: int, seed: int, first: int, count: int):
-        """Describe `count` sequences of `position` tokens, beginning with the one of index `first`."""
+        """Describe `count` sequences of `position` tokens, from the sequence of index `first` on."""
         self._states, self._position = min(vocab_size, STATES), position
         self._seed, self._first, self._count = seed, first, count
         order = np.random.default_rng(seed).permutation(self._states)
@@ -47,7 +47,7 @@ class MarkovSequences(AsyncDataset[dict[str, np.ndarray]]):
         return True
 
     async def get_batch(self, indices: Sequence[int]) -> Sequence[dict[str, np.ndarray]]:
-        """Return the sequences of some indices, each int32[position]."""
+        """Return the sequences of the given indices, each int32[position]."""
         return [{"input_ids": self._make(self._first + int(index))} for index in indices]
 
     def _make(self, index: int) -> np.ndarray:
@@ -67,11 +67,11 @@ class SyntheticComponent(DirectDatasetComponent):
 
     datasets: Mapping[str, AsyncDataset[GrugLmExample]] = field(init=False, repr=False, compare=False)
     vocab_size: int = field(kw_only=True)
-    """Tokens of the vocabulary."""
+    """Number of tokens in the vocabulary."""
     position: int = field(kw_only=True)
-    """Tokens of a sequence; that of `train_seq_len`."""
+    """Tokens per sequence, as `train_seq_len`."""
     validation_sequences: int = field(kw_only=True)
-    """Sequences that are evaluated on, and not trained on."""
+    """Number of sequences that are for evaluation only."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -85,7 +85,7 @@ class SyntheticComponent(DirectDatasetComponent):
 
 
 def _encode(component: SyntheticComponent, declared: Any = None) -> dict[str, Any]:
-    """Return the component as a section; Levanter writes it to its logs."""
+    """Convert the component to a section, which Levanter writes to its logs."""
     keys = ("vocab_size", "position", "validation_sequences", "seed")
     return {"type": COMPONENT_TYPE, **{key: getattr(component, key) for key in keys}}
 

@@ -71,7 +71,7 @@ def choose_strategy(
 
 
 def _slice_of_mesh(count: int, hardware: str | None) -> Slice:
-    """The slice to choose for, checked against the number of devices of the mesh."""
+    """Return the slice to choose for, and check that it has as many devices as the mesh."""
     if hardware is None:
         devices = jax.devices()
         # virtual CPU devices are all alike, so that a mesh may have some of them
@@ -89,7 +89,7 @@ def _slice_of_mesh(count: int, hardware: str | None) -> Slice:
 def _candidate_layouts(
     layout: SequenceOrder | SequenceLayout, length: int, degree: int, documents: tuple[int, ...] | None
 ) -> list[SequenceLayout]:
-    """The layouts that positions may be in already: the one given, or all of that order that need no padding."""
+    """Return the candidate layouts: the given layout, or every layout of the given order that needs no padding."""
     if isinstance(layout, SequenceLayout):
         if layout.ring * layout.ulysses != degree:
             raise ConfigError(

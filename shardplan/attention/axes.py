@@ -25,7 +25,7 @@ class AxisRoles:
     batch: tuple[Axis, ...]
     key_heads: tuple[Axis, ...]
     query_groups: tuple[Axis, ...]
-    """Query heads per key head."""
+    """Number of query heads per key head."""
     queries: Axis
     """Positions of queries."""
     keys: Axis
@@ -35,7 +35,7 @@ class AxisRoles:
     value_size: tuple[Axis, ...]
     """Head size of values."""
     result: tuple[Axis, ...]
-    """Axes of the result, in the order of Levanter's attention: those of query but the head size, then value's."""
+    """Axes of the result, in the order of Levanter's attention: query's axes but the head size, then `value_size`."""
 
     @property
     def all(self) -> tuple[Axis, ...]:
@@ -151,11 +151,11 @@ class AttentionSharding:
         return self.shards(self.axes.queries)
 
     def shards(self, axis: Axis) -> int:
-        """Number of shards of an axis."""
+        """Return the number of shards of an axis."""
         return math.prod(self.mesh[name] for name in self.mesh_axes.get(axis.name, ()))
 
     def local_size(self, axes: Iterable[Axis]) -> int:
-        """Product of the sizes that axes have on one device."""
+        """Return the product of the sizes that axes have on one device."""
         return math.prod(axis.size // self.shards(axis) for axis in axes)
 
     def spec(self, axes: Iterable[Axis], unsharded: Iterable[Axis]) -> PartitionSpec:
@@ -230,7 +230,7 @@ def resolve_attention_sharding(axes: AxisRoles, mapping: ResourceMapping) -> Att
 
 
 def _mesh_axes(axis: Axis, mapping: ResourceMapping, mesh: Mapping[str, int]) -> tuple[str, ...]:
-    """The mesh axes of several devices that shard a logical axis."""
+    """Return the mesh axes of several devices that shard a logical axis."""
     mapped = mapping.get(axis.name) or ()
     names = (mapped,) if isinstance(mapped, str) else mapped
     for name in names:

@@ -129,7 +129,7 @@ def attend_to_blocks(
 
 
 def _check_axes(queries: NamedArray, keys: NamedArray, values: NamedArray, blocks: NamedArray) -> None:
-    """Check that arrays have the axes that `attend_to_blocks` says.
+    """Check that the arrays have the axes that `attend_to_blocks` requires.
 
     Raises:
         ConfigError: one of them has others, or of other sizes.

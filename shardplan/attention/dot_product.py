@@ -209,7 +209,7 @@ def _check_options(
 
 
 def _check_strategy(strategy: str, sharding: AttentionSharding) -> None:
-    """Check that a strategy is for axes that are sharded so.
+    """Check that a strategy can run with this sharding of the axes.
 
     Raises:
         ConfigError: there are no heads to exchange, or positions are sharded although the strategy is none.
@@ -228,7 +228,7 @@ def _check_strategy(strategy: str, sharding: AttentionSharding) -> None:
 
 
 def _ulysses_degree(strategy: Strategy, requested: int | None, sharding: AttentionSharding) -> int:
-    """The devices that exchange heads for positions; 1 without Ulysses.
+    """Return the number of devices that exchange heads for positions; 1 without Ulysses.
 
     Raises:
         ConfigError: the degree does not divide the devices along positions, or is requested for another strategy.
@@ -260,7 +260,7 @@ def _sequence_layouts(
     ulysses: int,
     documents: tuple[int, ...] | None,
 ) -> tuple[SequenceLayout, SequenceLayout]:
-    """The layouts of queries and of keys.
+    """Return the layouts of queries and of keys.
 
     Raises:
         ConfigError: a layout of other lengths or degrees, documents given twice, or a length that does not divide.
@@ -294,7 +294,7 @@ def _make_ring(
     pattern: Pattern,
     save_lse: bool,
 ) -> Ring:
-    """The ring of a strategy; gathered keys are a ring of one index."""
+    """Make the ring of a strategy; gathered keys are a ring of one index."""
     mesh_axes, (queries, keys) = sharding.position_mesh_axes, layouts
     # a device has all keys after the all-gather, so that nothing travels along the ring
     if strategy == Strategy.ALL_GATHER:
@@ -304,7 +304,7 @@ def _make_ring(
 
 
 def _make_kernel(name: KernelName, config: KernelConfig, positions: HopPositions, mask: MaskSpec) -> AttentionKernel:
-    """The kernel that computes attention on one device.
+    """Make the kernel that computes attention on one device.
 
     Raises:
         ConfigError: a mask or length that the splash kernel does not support.
@@ -320,7 +320,7 @@ def _make_kernel(name: KernelName, config: KernelConfig, positions: HopPositions
 
 
 def _check_splash_mask(mask: MaskSpec) -> None:
-    """Check that the splash kernel supports a mask: its pattern is known while tracing, and it may have documents.
+    """Check that the splash kernel supports a mask, which may consist of a static pattern and documents only.
 
     Raises:
         ConfigError: it has another part.

@@ -35,11 +35,13 @@ class Method:
     ulysses: int | None = None
     kernel: str = KernelName.BLOCKWISE
     layout: SequenceLayout | None = None
-    """The order that positions are in; None for the order of the sequence."""
+    """The layout that positions are in; None for the order of the sequence."""
     hardware: str | None = None
     """Name of the slice that the strategy `auto` chooses for; default: the slice of JAX's devices."""
     kinds: tuple[tuple[str, "Method"], ...] = ()
-    """Kinds of attention that are computed otherwise, by the name of `shardplan.program.marked.attention_kind`."""
+    """Methods of single kinds of attention, by name (see `shardplan.program.marked.attention_kind`); others use this
+    one.
+    """
 
     def of(self, kind: AttentionKind) -> "Method":
         """Return how a kind of attention is computed."""
@@ -63,7 +65,7 @@ class SequenceParallelAttention(Attention):
 
     method: Method = eqx.field(static=True, default=Method(Strategy.ALL_GATHER))
     accepts_layout: bool = eqx.field(static=True, default=False)
-    """Whether the caller guarantees that sequences are in the order of the layout; see `accept_layout`."""
+    """Whether the caller passes sequences in the order of the layout; see `accept_layout`."""
 
     def __call__(
         self,

@@ -1,4 +1,4 @@
-"""Arguments of Levanter's `dot_product_attention`: those that shardplan's accepts, and those that it refuses."""
+"""Arguments of Levanter's `dot_product_attention`: which ones shardplan's function accepts and which it refuses."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,7 @@ from shardplan.plan.attention_plan import KernelName
 
 @dataclass(frozen=True)
 class LevanterArguments:
-    """The arguments that only Levanter's implementations have: none may change the result."""
+    """The arguments that only Levanter's implementations have; they are accepted if they do not change the result."""
 
     bias: Any = None
     precision: Any = None
@@ -66,7 +66,7 @@ class LevanterArguments:
         return block or self.flash_block_size or default
 
     def _check_backend(self) -> None:
-        """Check that no implementation of Levanter is required."""
+        """Check that the caller does not require one of Levanter's implementations."""
         backend, backends = self.attn_backend, [str(backend.value) for backend in AttentionBackend]
         if backend is None:
             return

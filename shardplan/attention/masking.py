@@ -19,7 +19,7 @@ from shardplan.positions.pattern import PADDING, Pattern
 from shardplan.positions.sequence_layout import SequenceLayout, document_ids
 
 MAX_OFFSET = 2**30
-"""Bound of a causal offset, more than any sequence has positions: beyond it a mask is the same, and int32 overflows."""
+"""Largest causal offset, longer than any sequence: a larger offset gives the same mask, and would overflow int32."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,23 +27,23 @@ class MaskSpec:
     """The mask of an attention: a query may attend to a key if every part of the mask allows it."""
 
     pattern: Pattern
-    """The part that is known while tracing and depends on positions alone.
+    """The static part of the mask: a function of positions that is known while tracing.
 
     With segment ids it has no chunks, which begin wherever a document does; the ids tell chunks apart then.
     """
     prefix: int = 0
-    """With a causal mask, the number of first positions that all queries may attend to."""
+    """Number of first positions that all queries may attend to, with a causal mask."""
     documents: tuple[int, ...] | None = None
     """Lengths of the documents of every sequence, if they are known while tracing."""
     segment_ids: tuple[NamedArray, NamedArray] | None = None
     """Document ids {batch, QPos} of queries and of keys."""
     causal_offset: NamedArray | None = None
-    """The causal offset, if it is traced or not a single number, so that `pattern` cannot have it."""
+    """The causal offset where `pattern` cannot hold it, because it is traced or not a single number."""
     explicit: NamedArray | None = None
-    """A further mask of bool, true where attention is allowed; it may have any axes of the attention."""
+    """Additional bool mask, true where attention is allowed; it may have any axes of the attention."""
 
     def kernel_pattern(self, layout: SequenceLayout) -> Pattern:
-        """Return the pattern for kernels, which get the ids of documents in `arrays`, and of their chunks with them."""
+        """Return the pattern for kernels: without chunks if the layout has documents, whose ids separate them."""
         return self.pattern if layout.documents is None else self.pattern.without_chunks()
 
     def arrays(self, axes: AxisRoles, layouts: Sequence[SequenceLayout]) -> Mapping[str, NamedArray]:

@@ -1,4 +1,4 @@
-"""An identity that refuses forward-mode derivatives in a sentence.
+"""An identity function that refuses forward-mode derivatives with a message.
 
 The gradient of attention is a `jax.custom_vjp`, which JAX refuses to differentiate forwards in words that do not name
 attention. This identity comes before it, and works as `jax.custom_vjp` does: its tangent is the result of a linear

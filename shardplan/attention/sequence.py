@@ -22,13 +22,13 @@ class ShardedSequence(eqx.Module):
     """The inputs and targets of a model for sequences whose positions are in the order of a layout."""
 
     tokens: NamedArray
-    """int32[..., position]."""
+    """Tokens, int32[..., position]."""
     targets: NamedArray
-    """int32[..., position]: the token that follows each one in the sequence, whichever device has it."""
+    """Token that follows each one in the sequence, whichever device has it, int32[..., position]."""
     positions: NamedArray
-    """int32[position], for rotary embeddings; 0 for padding."""
+    """Positions for rotary embeddings, int32[position]; 0 for padding."""
     loss_mask: NamedArray
-    """[..., position]: weight of the loss; 0 for padding, and for the last token, which has no target."""
+    """Weight of the loss, [..., position]; 0 for padding, and for the last token, which has no target."""
     mask: AttentionMask
     layout: SequenceLayout = eqx.field(static=True)
 
@@ -140,7 +140,7 @@ def next_token_losses(
 
 
 def _has_documents(layout: SequenceLayout, segments: NamedArray, position: str) -> bool:
-    """Whether the layout has the documents of segment ids, so that attention does not need the ids.
+    """Return whether the layout has the documents of segment ids, so that attention does not need the ids.
 
     Raises:
         ConfigError: the layout has other documents, or cannot be compared because the ids are traced.

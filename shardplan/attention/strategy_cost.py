@@ -30,12 +30,12 @@ BATCH, POSITION = "batch", "position"
 
 @dataclass(frozen=True)
 class HeadShape:
-    """Sizes of the attention of one device, positions aside."""
+    """Sizes of the attention of one device, except for positions."""
 
     batch: int
     key_heads: int
     queries_per_key_head: int
-    """Query heads per key head."""
+    """Number of query heads per key head."""
     head_size: int
     value_size: int
     itemsize: int = 2
@@ -47,7 +47,7 @@ class ShardedAttention:
     """The sizes and the mesh of a position-sharded attention, for which strategies are compared."""
 
     pattern: Pattern
-    """The static part of the mask. Documents that a layout does not know are taken for one."""
+    """The static part of the mask; documents that the layout does not know count as one document."""
     heads: HeadShape
     mesh_axes: MeshAxes
     """Mesh axes that shard positions, major to minor."""
@@ -65,7 +65,7 @@ class StrategyCost:
     seconds: float
     received_bytes: float
     held_bytes: float
-    """Memory for keys and values and for outputs of hops, beyond the device's own shards."""
+    """Bytes of keys, values and outputs of hops, beyond the device's own shards."""
 
 
 def enumerate_layouts(
@@ -88,7 +88,7 @@ def enumerate_layouts(
 
 
 def strategies_of(layout: SequenceLayout) -> tuple[Strategy, ...]:
-    """Return the strategies that a layout is for.
+    """Return the strategies that can run with a layout.
 
     >>> strategies_of(SequenceLayout(4096, ring=4))
     (<Strategy.ALL_GATHER: 'all_gather'>, <Strategy.RING: 'ring'>)
@@ -171,7 +171,7 @@ def strategy_cost(strategy: Strategy, layout: SequenceLayout, attention: Sharded
 def _split_for_ulysses(
     placement: MeshPlacement, mesh_axes: MeshAxes, ulysses: int
 ) -> tuple[MeshPlacement, MeshAxes] | None:
-    """Split a mesh axis, if necessary, so that the last of the axes that shard positions have `ulysses` devices.
+    """Split a mesh axis, if necessary, so that the last mesh axes of the positions have `ulysses` devices together.
 
     Returns:
         The placement, and its mesh axes that shard positions; None if no part of an axis makes up that number.

@@ -23,7 +23,7 @@ from shardplan.search.search_configuration import attention_methods
 from shardplan.steps.kinds import STEP_KINDS
 
 SHORT = Workload(batch=1, position=MIN_POSITION)
-"""The shortest workload; every model has enough positions for it."""
+"""The shortest workload, which fits the number of positions of every model."""
 
 
 class Feature(StrEnum):
@@ -34,7 +34,7 @@ class Feature(StrEnum):
     LOAD = "load"
     SAVE = "save"
     SEQUENCE = "sequence"
-    """Plan it with sharded positions."""
+    """The planner can plan the model with sharded positions."""
     EXTRACTION = "extraction"
     LM_EVAL = "lm_eval"
 
@@ -53,11 +53,11 @@ class TypeFacts:
     methods: tuple[AttentionMethod, ...]
     """The attention methods that a plan may choose if positions are sharded."""
     keys: tuple[str, ...]
-    """Keys of config.json that its family reads."""
+    """Keys of config.json that the model's family reads."""
     only: dict[str, tuple[Any, ...]]
     """Key of config.json -> the only values that are supported for it."""
     released: tuple[str, ...]
-    """Names of its released models."""
+    """Names of the released models of this type."""
 
 
 def describe_type(model_type: str, released: Sequence[str]) -> TypeFacts:
@@ -110,10 +110,10 @@ def sequence_methods(model: Model) -> tuple[AttentionMethod, ...]:
 
 
 class RecordedKeys(ConfigKeys):
-    """The keys of a config.json; records which keys a family reads, and which values it allows."""
+    """The keys of a config.json, with a record of the keys that a family reads and the values that it allows."""
 
     def __init__(self, values: dict[str, Any]) -> None:
-        """Hold the keys of a file; none is read yet."""
+        """Hold the keys of a file, none of them read yet."""
         super().__init__(values, "config.json")
         self.only_values: dict[str, tuple[Any, ...]] = {}
 
@@ -129,7 +129,7 @@ class RecordedKeys(ConfigKeys):
 
 
 def read_keys(hf_config: dict[str, Any]) -> RecordedKeys:
-    """Let a family read its config.json, and return the keys with what they recorded."""
+    """Return the keys of a config.json after its family has read them, with the record of what was read."""
     keys = RecordedKeys(hf_config)
     FAMILIES[hf_config["model_type"]].read(keys)
     return keys

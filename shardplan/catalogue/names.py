@@ -31,7 +31,7 @@ class RefusedTypes:
     nearest: str | None
     """The most similar supported type; None if no type is similar."""
     differences: str
-    """What these types have and the nearest type lacks."""
+    """The features that these types have and the nearest supported type lacks."""
 
 
 def find_model(name: str) -> NamedModel:
@@ -57,7 +57,7 @@ def find_model(name: str) -> NamedModel:
 
 
 def released_by_type() -> dict[str, tuple[str, ...]]:
-    """Return supported model type -> names of its released models, sorted by name and then by size."""
+    """Return the names of the released models of each supported type, sorted by name and then by size."""
     names: defaultdict[str, list[str]] = defaultdict(list)
     for name in BUNDLED:
         names[_type_of(name)].append(name)

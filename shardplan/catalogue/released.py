@@ -20,7 +20,7 @@ class ReleasedModel:
 
     name: str
     repositories: tuple[str, ...]
-    """Its repositories on the Hugging Face hub."""
+    """The model's repositories on the Hugging Face hub."""
     type: str
     parameters: int
     positions: int
@@ -28,7 +28,7 @@ class ReleasedModel:
     layers: dict[AttentionKind, int]
     """Kind of attention -> number of layers that have it."""
     config: dict[str, Any]
-    """The content of its config.json."""
+    """The content of the model's config.json."""
 
 
 def describe_model(name: str) -> ReleasedModel:

@@ -27,7 +27,7 @@ COPIED_FILES = (
 
 
 def convert_checkpoint(config: LoadingConfig, to: str, file_format: Format) -> str:
-    """Load the configured checkpoint, write it to the folder `to`, and return a line that says what was written.
+    """Load the configured checkpoint, write it to the folder `to`, and return a line that describes what was written.
 
     Everything is written in `workload.param_dtype`, except that a router is not rounded: its parameters keep their
     stored type if that is wider.
@@ -59,7 +59,7 @@ def convert_checkpoint(config: LoadingConfig, to: str, file_format: Format) -> s
 
 
 def _read_config_json(session: Session) -> dict[str, Any]:
-    """Read the config.json that the model is built from; of a model of images and text, the part that is written."""
+    """Read the config.json that the model is built from; for a model of images and text, the part of its text model."""
     path = session.config.model.config
     text = read_config_file(path) if path is not None else read_bytes(session.folder, CONFIG)
     config_json: dict[str, Any] = json.loads(text or b"")

@@ -43,12 +43,12 @@ class ArrayForecast:
 
     path: str
     nbytes: int
-    """Bytes read."""
+    """Bytes read, by all processes together."""
     transfers: int
     ranges: int
-    """Byte ranges read."""
+    """Number of byte ranges read, by all processes together."""
     sharing: str
-    """How devices read it: "local", or the collectives that follow the reads."""
+    """How devices read the array: "local", or the collectives that follow the reads."""
 
 
 @dataclass(frozen=True)
@@ -56,10 +56,10 @@ class Forecast:
     """The read schedule of a plan in numbers."""
 
     source: str
-    """The checkpoint whose byte offsets are used."""
+    """The checkpoint whose byte offsets the forecast uses."""
     checkpoint_bytes: int
     network_bandwidth: float
-    """Bytes per second that a process reads."""
+    """Bytes per second that one process reads."""
     processes: dict[int, ReadVolume]
     arrays: list[ArrayForecast]
 
@@ -70,7 +70,7 @@ class Forecast:
 
     @property
     def seconds(self) -> float:
-        """Time at that speed, until the process that reads the most has finished."""
+        """Seconds at `network_bandwidth` until the process that reads the most has finished."""
         return max(volume.bytes for volume in self.processes.values()) / self.network_bandwidth
 
     def to_json(self) -> dict[str, Any]:
@@ -101,7 +101,7 @@ class _StoredModel:
 
 
 class _AssumedFile:
-    """A file that is assumed for a forecast, and never read."""
+    """A file of unknown location that a forecast assumes and never reads."""
 
     name = "checkpoint"
     size, version, tuning, is_shared = 0, "", REMOTE, True
@@ -114,7 +114,7 @@ class _AssumedFile:
 
 
 def forecast_reads(config: CheckpointCommand, plan: Plan, model: Model) -> Forecast:
-    """Forecast the reads of the checkpoint `model.ref`, or of one that model.config describes, as `plan` loads it.
+    """Forecast the reads as `plan` loads the checkpoint `model.ref`, or a checkpoint that model.config describes.
 
     Raises:
         CheckpointError: the checkpoint does not match the model, or is damaged.
@@ -128,7 +128,7 @@ def forecast_reads(config: CheckpointCommand, plan: Plan, model: Model) -> Forec
 def forecast_match(
     match: Match, plan: Plan, model: Model, load: LoadConfig, bandwidth: float | None = None
 ) -> Forecast:
-    """Forecast the reads of a checkpoint whose index was read, as `plan` loads it.
+    """Forecast the reads as `plan` loads a checkpoint whose index was read.
 
     Args:
         match: the checkpoint, and how its tensors make the arrays of `model`.
@@ -140,7 +140,7 @@ def forecast_match(
 def _forecast(
     stored: "_StoredModel", plan: Plan, model: Model, load: LoadConfig, bandwidth: float | None = None
 ) -> Forecast:
-    """Make the schedule of a load, and sum it up; see `forecast_match`."""
+    """Schedule a load, and sum up its reads; see `forecast_match`."""
     hardware, program = parse_slice(plan.hardware.slice), stored.program
     mesh = DeviceMesh(tuple(plan.mesh.items()), tuple(place_mesh(hardware, plan.mesh).hosts()))
     dtypes = parameter_dtypes(model.template, plan.workload.param_dtype)
@@ -168,7 +168,7 @@ def _stored_model(match: Match, model: Model) -> _StoredModel:
 
 
 def _assume_checkpoint(config_path: str, config: CheckpointCommand, model: Model) -> _StoredModel:
-    """Lay out all tensors of a config.json in one file, in the type that it names."""
+    """Lay out all tensors of a config.json in one file, in the type that config.json names."""
     if model.kept is not None:
         raise ConfigError(
             "load.keep_dtype reads codes and scales where a checkpoint has them, and model.config names none; name it "
@@ -188,7 +188,7 @@ def _assume_checkpoint(config_path: str, config: CheckpointCommand, model: Model
 
 
 def _summarise(planned: LoadPlan) -> tuple[list[ArrayForecast], dict[int, ReadVolume]]:
-    """Sum up a schedule by array, and by process; scales of an array that travels as codes are reads of that array."""
+    """Sum up the reads of a schedule by array and by process; reads of scales count for the array of their codes."""
     schedule = planned.schedule
     by_path: defaultdict[str, list[Transfer]] = defaultdict(list)
     for transfer in schedule.transfers:

@@ -33,18 +33,18 @@ class DescribedModel:
     """The model that a config.json describes."""
 
     type: str
-    """Its model type; that of the text model within a model of images and text."""
+    """Model type; of a model of images and text, the type of its text model."""
     wrapper: str | None
-    """Model type of the model of images and text that it is within."""
+    """Model type of the model of images and text that contains the model; None if there is none."""
     family: str | None
-    """The module of the decoder that reads it; None for the own class of a user."""
+    """The decoder's module for this model's family; None for a user's own class."""
     parameters: int
     layers: int | None
-    """None if the own class of a user does not say."""
+    """Number of layers; None if a user's own class does not say."""
     expert_layers: int
-    """Layers with routed experts."""
+    """Number of layers with routed experts."""
     experts: int | None
-    """Routed experts of such a layer."""
+    """Routed experts per layer with experts."""
     experts_per_token: int | None
     positions: int
     """Number of positions of the model."""
@@ -69,7 +69,7 @@ class Files:
     count: int
     bytes: int
     types: tuple[StoredType, ...]
-    """The type of most bytes first."""
+    """Stored types, the type with the most bytes first."""
 
 
 @dataclass(frozen=True)
@@ -77,19 +77,19 @@ class Weights:
     """The tensors that the model needs, and the tensors that it does not."""
 
     tensors: int
-    """Tensors of the model, as the checkpoint divides it; codes with their scales count as one."""
+    """Number of tensors of the model, as the checkpoint divides it; codes and their scales count as one."""
     coded: int
-    """Those of them that are codes."""
+    """Number of coded tensors among them."""
     bytes: int
-    """Bytes that are stored for them, with scales and zero points."""
+    """Stored bytes of the model's tensors, with scales and zero points."""
     ignored: int
-    """Tensors that the model has no use for."""
+    """Number of tensors that the model has no use for."""
     ignored_bytes: int
     ignored_kinds: str
     head: str | None
-    """An output head that is stored beside a tied embedding; a load compares the two."""
+    """Name of an output head that is stored although it is tied to the embedding; a load compares the two."""
     notes: tuple[str, ...]
-    """What the index gets wrong."""
+    """Mistakes in the index."""
 
 
 @dataclass(frozen=True)
@@ -98,13 +98,13 @@ class Inspection:
 
     ref: str
     files: Files | None
-    """None if index or headers cannot be read."""
+    """The checkpoint's files; None if the index or the headers cannot be read."""
     quantization: Quantization | None
     """How config.json says that weights are stored; None for plain numbers."""
     model: DescribedModel | None
-    """None if config.json cannot be read, or the model is not supported."""
+    """The model; None if config.json cannot be read, or the model is not supported."""
     weights: Weights | None
-    """None if the files do not match the model."""
+    """The model's weights; None if the files do not match the model."""
     problem: ShardplanError | None
 
     def to_json(self) -> dict[str, Any]:
@@ -126,7 +126,7 @@ class InspectedCheckpoint:
     match: Match | None
 
     def with_problem(self, problem: ShardplanError) -> "InspectedCheckpoint":
-        """Return it with what went wrong later."""
+        """Return the same checkpoint with a problem that was found later."""
         return dataclasses.replace(self, facts=dataclasses.replace(self.facts, problem=problem))
 
 
@@ -199,7 +199,7 @@ def _describe_model(model: Model, folder: Folder) -> DescribedModel:
 
 
 def _wrapper_of(model: Model, folder: Folder) -> str | None:
-    """Return the model type of the config.json in a folder, if the model is the text model within it."""
+    """Return the model type of the config.json in a folder if the model is the text model within that type."""
     values = json.loads(read_bytes(folder, "config.json") or b"{}")
     outer = values.get("model_type") if isinstance(values, dict) else None
     return outer if isinstance(outer, str) and outer != model.type else None
@@ -226,17 +226,17 @@ class PlannedLoad:
     """Bytes per device and seconds of a planned load."""
 
     bandwidth: float
-    """Bytes per second that a process reads."""
+    """Bytes per second that one process reads."""
     processes: int
     bytes: int
     """Bytes that all processes read together."""
     seconds: float
-    """Time until the process that reads the most has finished."""
+    """Seconds until the process that reads the most has finished."""
     plan: Plan | None = None
-    """None without a slice: one process reads all weights."""
+    """The plan of the load; None without a slice, when one process reads all weights."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return `load` and `devices` as JSON values; the latter null without a plan."""
+        """Return `load` and `devices` as JSON values; `devices` is null without a plan."""
         load = {name: getattr(self, name) for name in ("bandwidth", "processes", "bytes", "seconds")}
         if self.plan is None:
             return {"load": load, "devices": None}
@@ -249,7 +249,7 @@ class PlannedLoad:
 
 
 def load_by_plan(plan: Plan, forecast: Forecast) -> PlannedLoad:
-    """Return the load of a plan, by the forecast of its reads.
+    """Return the load of a plan, from the forecast of its reads.
 
     >>> from types import SimpleNamespace
     >>> from shardplan.checkpoint.transfer.byte_ranges import ReadVolume
@@ -264,7 +264,7 @@ def load_by_plan(plan: Plan, forecast: Forecast) -> PlannedLoad:
 
 
 def load_by_one_process(weights: Weights, bandwidth: float) -> PlannedLoad:
-    """Estimate a load of all weights by one process that reads `bandwidth` bytes per second.
+    """Estimate a load by one process that reads all weights at `bandwidth` bytes per second.
 
     >>> from types import SimpleNamespace
     >>> load_by_one_process(SimpleNamespace(bytes=14 * 10**9), bandwidth=1e9).seconds

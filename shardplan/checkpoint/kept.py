@@ -1,4 +1,4 @@
-"""Weights that are loaded as the checkpoint stores them: their codes, and their scales."""
+"""Loads kept weights: the model holds the codes and scales that the checkpoint stores."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -50,7 +50,7 @@ def with_kept_parts(
 
 
 def _coded(name: str, tensor: Tensor, dtype: str, where: str) -> CodedTensor:
-    """Return a tensor that is stored as codes of a type.
+    """Return the tensor, checked to be stored as codes of a type.
 
     Raises:
         CheckpointError: it is stored otherwise.

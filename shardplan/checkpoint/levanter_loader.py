@@ -1,4 +1,4 @@
-"""The program of Levanter's own loader: it makes the model of the checkpoint's state dict in one jit.
+"""The program of Levanter's own loader: one jit that makes the model from the checkpoint's state dict.
 
 `stream_checkpoint` needs no such program. It is here so that the compiler can judge a configuration that Levanter's
 loader loads: Levanter shards every tensor over all mesh axes but `replica` as far as dimensions are divisible, whatever

@@ -130,7 +130,7 @@ def load_pretrained(
 
 
 class HFCheckpointConverter(SavingConverter):
-    """Levanter's converter with other ways to load and save: change the import, keep the script."""
+    """Drop-in replacement for Levanter's converter that loads and saves as shardplan does: change the import only."""
 
     def load_pretrained(
         self,
@@ -170,7 +170,7 @@ class HFCheckpointConverter(SavingConverter):
 
 
 def _class_without_plan(folder: Folder) -> str | None:
-    """Return the class of a model that is loaded without a plan: Levanter's, if it computes all that config.json says.
+    """Choose the class of a model that is loaded without a plan: Levanter's if it supports everything in config.json.
 
     Windows are in the mask that its caller gives to a model of Levanter, and in the layers of the decoder.
     """
@@ -179,7 +179,7 @@ def _class_without_plan(folder: Folder) -> str | None:
 
 
 def _loadable_dtype(dtype: Any) -> np.dtype | None:
-    """Return the floating-point type that a caller names, after checking that JAX has it; None for None.
+    """Return the floating-point type that a caller names, if JAX has it; None for None.
 
     Raises:
         ConfigError: it is no floating-point type, or JAX has it only with other settings.
@@ -194,7 +194,7 @@ def _loadable_dtype(dtype: Any) -> np.dtype | None:
 
 
 def _config_class(converter: Any) -> type:
-    """Return the class of the Levanter configuration of a converter, which may hold a configuration instead."""
+    """Return the class of a converter's Levanter configuration; a converter may hold the class or an instance."""
     given = converter.LevConfigClass
     return given if isinstance(given, type) else type(given)
 
@@ -211,7 +211,7 @@ def _custom_config(converter: Any, hf_config: dict[str, Any]) -> Any:
 
 
 def _make_template(hf_config: dict[str, Any], config: Any, folder: Folder, adapter: Folder | None = None) -> Any:
-    """Make the model without weights, of a Levanter configuration, or of config.json if `config` is None.
+    """Make the model without weights, from a Levanter configuration, or from config.json if `config` is None.
 
     The latter has an output head of its own if the checkpoint in `folder`, or the adapter, holds one.
     """
@@ -245,7 +245,7 @@ def _check_plan(plan: Plan, template: Any) -> None:
 
 
 def _mapping_or_current(axis_mapping: ResourceMapping | None) -> ResourceMapping | None:
-    """Return `axis_mapping`, or else the mapping of the enclosing `hax.axis_mapping`; None without either."""
+    """Return `axis_mapping`, or else the mapping of the enclosing `hax.axis_mapping`; None if there is neither."""
     # an empty mapping replicates everything: it does not mean the current one
     return current_thread_local_mapping() if axis_mapping is None else axis_mapping
 
@@ -344,7 +344,7 @@ def stream_checkpoint(
 
 
 def _file_versions(checkpoint: tuple[TensorIndex, Match, Adapter | None]) -> dict[str, str]:
-    """Return file of the checkpoint, or of the adapter -> version of its content."""
+    """Return the version of the content of each file of the checkpoint and of the adapter."""
     index, _, adapter = checkpoint
     tensors = [*index.tensors.values(), *index.single.values()]
     return {tensor.file_name: tensor.file.version for tensor in tensors} | (adapter.versions if adapter else {})

@@ -1,4 +1,4 @@
-"""Matches the tensors of a checkpoint with the arrays of a model: names, shapes, and what either has alone."""
+"""Matches the tensors of a checkpoint with the arrays of a model: names, shapes, and tensors that only one side has."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -35,25 +35,25 @@ class Match:
     where: str
     """Name of the checkpoint, for messages."""
     program: StateDictProgram
-    """Tensors, by their names in the checkpoint, and the arrays that they make."""
+    """Checkpoint tensors by name, and the arrays that they make up."""
     head: tuple[str, str] | None = None
-    """An output head that the model has no place for, and the embedding that it must be a copy of."""
+    """Names of an output head that the model has no array for, and of the embedding that it must be equal to."""
     unneeded: tuple[str, ...] = ()
-    """Tensors that the model has no use for."""
+    """Names of tensors that the model has no use for."""
     second_set: tuple[tuple[Tensor, Tensor], ...] = ()
-    """Each tensor that is read, and the one of a second complete set of weights, which must hold the same."""
+    """Pairs of a tensor to read and its copy in a second complete set of weights; both must be equal."""
     rivals: tuple[tuple[str, Tensor], ...] = ()
-    """Name and tensor of further files that hold what is read, where the index lists none: all must hold the same."""
+    """Name and tensor of further copies of tensors to read, in files outside of the index; all must be equal."""
     notes: tuple[str, ...] = ()
-    """What the index gets wrong."""
+    """Mistakes in the index."""
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
-    """Name -> tensor of the checkpoint; coded ones under the names of weights, and with the changes of an adapter."""
+    """Name -> tensor of the checkpoint; coded tensors have the names of weights, adapted ones include the changes."""
     adapted: tuple[AdaptedTensor, ...] = ()
-    """Tensors with a change by an adapter, if nothing but such changes is read of it: one must be other than zero."""
+    """Adapted tensors, if the load reads nothing else of the adapter; at least one change must then not be zero."""
 
     @property
     def needs_values(self) -> bool:
-        """Whether values must be compared before the tensors are read (`check_values`)."""
+        """Whether `check_values` must compare values before the tensors are read."""
         return bool(self.head or self.second_set or self.rivals or self.adapted)
 
 
@@ -144,7 +144,7 @@ def is_tied(template: Any) -> bool:
 
 
 def _tied_embedding(template: Any, program: StateDictProgram) -> str | None:
-    """Return the embedding's tensor if it is also the model's output head; None if the model has a separate head."""
+    """Return the embedding's tensor if it is also the model's output head; None if the head is a separate tensor."""
     if not hasattr(template, "get_lm_head"):
         return None
     head = template.get_lm_head()
@@ -205,7 +205,7 @@ def check_values(match: Match, tensors: Mapping[str, Tensor], template: Any) -> 
 
 
 def _coded_views(tensors: Mapping[str, Tensor], stored: StoredNames) -> dict[str, View]:
-    """Map names of tensors whose codes are stored in another order to views of the codes."""
+    """Return name -> view of the codes, for coded tensors whose codes are in another order than the numbers."""
     views = {}
     for own, name in stored.canonical.items():
         tensor = tensors[own]
@@ -218,7 +218,7 @@ def _coded_views(tensors: Mapping[str, Tensor], stored: StoredNames) -> dict[str
 def _trace_stored_names(
     template: Any, tensors: Mapping[str, Tensor], stored: StoredNames
 ) -> tuple[StateDictProgram, dict[str, str]] | None:
-    """Trace the conversion of tensors by their stored names; None if Levanter cannot read them.
+    """Trace the conversion of the stored tensor names; None if Levanter cannot read them.
 
     A converter may read more names than those that it writes, such as those of older checkpoints.
 
@@ -242,7 +242,7 @@ def _trace_stored_names(
 
 
 def _without_second_set(expected: Mapping[str, Shape], index: TensorIndex, where: str) -> Mapping[str, Tensor]:
-    """Return the tensors of a checkpoint, without `model.safetensors` if other files have all of them too."""
+    """Return the tensors of a checkpoint without `model.safetensors`, if other files hold all of them too."""
     others = {name: tensor for name, tensor in index.tensors.items() if tensor.file_name != SINGLE}
     sets = (index.single, others)
     if index.single and all(find_stored_names(expected, each, where).names.keys() == expected.keys() for each in sets):
@@ -253,7 +253,7 @@ def _without_second_set(expected: Mapping[str, Shape], index: TensorIndex, where
 def _second_set(
     expected: Mapping[str, Shape], names: Mapping[str, str], program: StateDictProgram, index: TensorIndex, where: str
 ) -> tuple[tuple[Tensor, Tensor], ...]:
-    """Return the index's tensors with those of `model.safetensors`, if each of the two sets is complete."""
+    """Return the index's tensors with their copies in `model.safetensors`, if each of the two sets is complete."""
     read = program.tensors.keys() & index.tensors.keys()  # an adapter may add an output head
     if not index.single or any(index.tensors[name].file_name == SINGLE for name in read):
         return ()
@@ -269,7 +269,7 @@ def _second_set(
 
 
 def _index_notes(index: TensorIndex, program: StateDictProgram) -> list[str]:
-    """Describe where the index and the files disagree about tensors that the model needs."""
+    """Describe the disagreements of index and files about tensors that the model needs."""
     if index.is_stale:
         return [f"{INDEX} names files that do not exist, as that of an earlier save; {SINGLE} is complete, and is read"]
     notes = []

@@ -21,13 +21,13 @@ from shardplan.storage import Folder
 logger = logging.getLogger(__name__)
 
 UNTIED = {"tie_word_embeddings": False}
-"""What config.json says of a model with an output head of its own."""
+"""Keys of config.json for a model with a separate output head."""
 HEAD_PATH = "lm_head.weight"
-"""Path of the output head in Levanter's models that have one of their own."""
+"""Path of the output head in Levanter models that have a separate one."""
 
 
 def has_own_head(template: Any, folder: Folder, processes: ProcessGroup, adapter: Folder | None = None) -> bool:
-    """Return whether the checkpoint of a tied model holds an output head that differs from its embedding.
+    """Return whether the checkpoint of a tied model holds an output head that differs from the embedding.
 
     Every process calls this; process 0 compares the values.
 
@@ -57,7 +57,7 @@ def has_own_head(template: Any, folder: Folder, processes: ProcessGroup, adapter
 
 
 def check_head(plan: Plan, template: Any) -> None:
-    """Check that a plan has an output head of its own exactly if the model has one.
+    """Check that a plan has an output head exactly if the model has a separate one.
 
     >>> from types import SimpleNamespace
     >>> plan = SimpleNamespace(parameters=[SimpleNamespace(path="lm_head.weight")])

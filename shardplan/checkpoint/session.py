@@ -29,12 +29,12 @@ from shardplan.storage import Folder, open_adapter, open_folder
 
 @dataclass(frozen=True)
 class Session:
-    """A checkpoint, and the plan for it on the devices of this run."""
+    """A checkpoint, and its plan for the devices of this run."""
 
     config: LoadingConfig
     folder: Folder
     adapter: Folder | None
-    """The folder of the adapter that changes the weights, if there is one."""
+    """Folder of the adapter that changes the weights; None without one."""
     model: Model
     plan: Plan
     mesh: Mesh
@@ -100,13 +100,13 @@ def prepare(config: LoadingConfig, plan: Plan | None, deadline_s: float = DEADLI
 
 
 PLAN_PARTS = ("mesh", "compute_mapping", "param_mapping", "workload", "attention", "experts", "compiler_options")
-"""Elements of a Plan file that decide which programs run."""
+"""Elements of a Plan file that determine which programs run."""
 
 
 def agree_on_plan(
     processes: ProcessGroup, given: Plan | None, make: Callable[[], Plan], check: Callable[[Plan], None]
 ) -> Plan:
-    """Return the plan that all processes of the run have; refuse processes with different plans, which would deadlock.
+    """Check that all processes of the run have the same plan, because different plans would deadlock; return the plan.
 
     Process 0 makes it for all of them: what fits depends on the memory of its host if the devices are CPU devices.
 

@@ -1,4 +1,4 @@
-"""`shardplan doctor [--config C]`: check what does not fit on this host, before a run is started on it."""
+"""`shardplan doctor [--config C]`: find what would make a run on this host fail or slow, before it is started."""
 
 import socket
 from collections.abc import Sequence

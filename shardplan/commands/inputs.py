@@ -7,7 +7,7 @@ from shardplan.config.command_flags import DoctorCommand, EvalCommand, PlanComma
 
 
 def input_paths(config: PlanConfig) -> list[str]:
-    """Return the paths that the configuration names to be read: files, and folders of weights."""
+    """Return the paths that a command reads because the configuration names them: files, and folders of weights."""
     paths = [*config.files, config.plan, config.model.ref, config.model.adapter, config.model.config]
     match config:
         case PlanCommand():
@@ -20,7 +20,7 @@ def input_paths(config: PlanConfig) -> list[str]:
 
 
 def local_inputs(config: EvalCommand) -> dict[str, str]:
-    """Return what an evaluation reads from the disk of each host, beside its configuration and plan: key -> path."""
+    """Return key -> path on each host's disk that an evaluation reads, besides its configuration and plan."""
     from shardplan.storage import is_local
 
     adapter, texts = config.model.adapter, config.data.path
@@ -33,7 +33,7 @@ def local_inputs(config: EvalCommand) -> dict[str, str]:
 
 
 def local_training_inputs(config: TrainCommand) -> dict[str, str]:
-    """Return what a training reads from the disk of each host, beside its configuration and plan: key -> path.
+    """Return key -> path on each host's disk that a training reads, besides its configuration and plan.
 
     Of Levanter's keys those whose value is a file or folder of this machine.
     """

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def side_stream(json_target: str | None) -> TextIO:
-    """The stream for tables beside the command's JSON: stderr if the JSON goes to stdout (`--json -`)."""
+    """Return the stream for tables: stderr if the command's JSON goes to stdout (`--json -`), else stdout."""
     return sys.stderr if json_target == "-" else sys.stdout
 
 
@@ -32,7 +32,7 @@ def write_json(values: Any, target: str) -> None:
 
 
 def check_outputs(inputs: Iterable[str], **targets: str | None) -> None:
-    """Check before long work that outputs can be written, and that none replaces an input or another output.
+    """Check, before long work, that outputs can be written and that none replaces an input or another output.
 
     Args:
         inputs: paths of files and folders that the command reads.

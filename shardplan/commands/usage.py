@@ -1,4 +1,4 @@
-"""`shardplan --help`: what each command does."""
+"""`shardplan --help`: the purpose of each command."""
 
 import shutil
 import textwrap
@@ -12,7 +12,7 @@ INDENT = 22
 
 
 def usage(commands: Iterable[str]) -> str:
-    """The usage of `shardplan`, and the purpose of each command, in the width of the terminal."""
+    """Return the usage of `shardplan`, with the purpose of each command, in the width of the terminal."""
     purposes = {name: cls.__doc__ or "" for name, cls in COMMANDS.items()} | WITHOUT_CONFIGURATION
     wrapper = textwrap.TextWrapper(shutil.get_terminal_size().columns, subsequent_indent=" " * INDENT)
     lines = [wrapper.fill(f"  {name}".ljust(INDENT) + purposes[name]) for name in commands]

@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def compile_cases(cases: "Sequence[Case]", compiler: CompilerConfig) -> "list[Verdict]":
-    """Return the compiler's verdict on every case, and show meanwhile what is compiled."""
+    """Return the compiler's verdict on every case, and show progress while it compiles."""
     from shardplan.runtime.devices import is_first_process
     from shardplan.runtime.progress import print_note, show_steps
     from shardplan.verify.run import verify
@@ -89,7 +89,7 @@ def show_verdict(config: CompilingConfig, plan: Plan, out: TextIO) -> "tuple[Cas
 
 
 def best_plan(config: PlanCommand, out: TextIO) -> "tuple[Plan, Sequence[tuple[Case, Verdict]]]":
-    """Print the compiler's ranking of the `config.verify` best plans by estimate; return its first, and the ranking.
+    """Print the compiler's ranking of the `config.verify` best plans by estimate; return the first one and the ranking.
 
     Raises:
         InfeasibleError: none fits.
@@ -129,7 +129,7 @@ def show(ranked: "Sequence[tuple[Case, Verdict]]", stream: TextIO) -> None:
 
 
 def check_fits(verdict: "Verdict") -> None:
-    """Check that a verdict is that the program fits.
+    """Check that a verdict says that the program fits.
 
     Raises:
         InfeasibleError: it does not.

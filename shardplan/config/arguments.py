@@ -1,4 +1,4 @@
-"""The check of the configurations that public functions take."""
+"""Checks the configurations that public functions take."""
 
 from typing import Any
 

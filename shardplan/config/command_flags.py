@@ -1,4 +1,4 @@
-"""The keys and flags of each command: those of planning, which all commands share, and its own."""
+"""The keys and flags of each command: the planning keys that all commands share, and the command's own keys."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -24,12 +24,12 @@ from shardplan.plan.workload.token_counts import parse_token_count
 
 
 class OptionSets(StrEnum):
-    """Sets of compiler options that verify compiles with."""
+    """Which sets of compiler options verify compiles with."""
 
     PLAN = "plan"
     """The options of the plan."""
     AUTO = "auto"
-    """The curated sets, and which of them help."""
+    """Curated sets of options, to find out which of them help."""
 
 
 class Format(StrEnum):
@@ -48,24 +48,24 @@ class PlanCommand(ReportingConfig):
     """Print the fastest plan that fits, and why; needs no accelerator and no weights."""
 
     why: tuple[str, ...] = ()
-    """Choices, written like pins, to say why the plan does not make them."""
+    """Choices, written like pins; prints for each why the plan does not make it."""
     what_if: bool = False
     """Also plan for other batches, slices, types, checkpointing and microbatches, and print what each would change."""
     verify: int | bool = False
-    """Have the TPU compiler check the plan; needs no TPU. With a number that many of the best plans are compiled, and
-    the one that the compiler finds fastest is taken."""
+    """Have the TPU compiler check the plan; needs no TPU. A number N has it compile the N best plans by estimate, and
+    takes the one that it finds fastest."""
     lint: str | None = None
     """A Levanter configuration whose hand-written trainer section is checked and repaired."""
     lint_seconds: int = 60
-    """With lint, the search for edits ends after so many seconds, and says so."""
+    """With lint: seconds after which the search for edits ends, and says so."""
     rank_slices: tuple[str, ...] = ()
-    """Slices (v6e-8, 2xv6e-256), and generations (v4, v5p, ..., or all) of which every named slice is meant, to plan
-    for and to rank by tokens/s per chip."""
+    """Slices (v6e-8, 2xv6e-256) to plan for and to rank by tokens/s per chip; a generation (v4, v5p, ..., or all)
+    stands for all its named slices."""
     price: tuple[str, ...] = ()
-    """Of rank_slices: prices of a chip-hour in any currency, as v6e=2.70; ranks by cost of a step of training, or of a
+    """For rank_slices: prices of a chip-hour in any currency, as v6e=2.70; ranks by cost of a step of training, or of a
     million tokens of anything else."""
     token_budget: str | None = None
-    """Of rank_slices: tokens of a whole run, as 15T; adds its days, and with price its cost."""
+    """For rank_slices: tokens of a whole run, as 15T; adds its days, and with price its cost."""
     list_slices: bool = False
     """Only print the slices of every generation; needs no model."""
     parameters: bool = False
@@ -77,7 +77,7 @@ class PlanCommand(ReportingConfig):
 
     @property
     def has_other_model(self) -> bool:
-        """Whether the Levanter configuration may describe the model."""
+        """Whether a Levanter configuration may describe the model instead."""
         return self.lint is not None
 
     def __post_init__(self) -> None:
@@ -120,7 +120,7 @@ class WatchConfig:
     profile: str | None = None
     """Write a trace of a few steps, for xprof, to this folder."""
     profile_all: bool = False
-    """Have every process write such a trace, not only process 0."""
+    """Have every process write a trace, not only process 0."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class EvalCommand(MonitoringConfig, LoadingConfig, ReportingConfig):
     output: str = "results/eval"
     """Results folder, the same for all hosts; a run goes on there."""
     precision_study: int | None = None
-    """Of extraction: score so many windows in bfloat16 and in float32, and compare."""
+    """For extraction: score so many windows in bfloat16 and in float32, and compare."""
     dry_run: bool = False
     """Print the plan and stop: needs no accelerator, and no weights beyond config.json."""
     json: str | None = None
@@ -162,7 +162,7 @@ class EvalCommand(MonitoringConfig, LoadingConfig, ReportingConfig):
 
     @property
     def makes_windows(self) -> bool:
-        """Whether windows are made later, whose length is known then."""
+        """Whether the windows, and their length, are determined after the configuration is read."""
         return self.task.kind is EvaluationKind.EXTRACTION or self.plan is not None
 
 
@@ -188,13 +188,14 @@ class TrainCommand(WatchConfig, ReportingConfig):
     output: str = "results/train"
     """Folder of checkpoints and records, the same for all hosts; a run goes on there."""
     selection_statistics: bool = False
-    """Of native sparse attention: measure which blocks are selected, by layer, for the tracker, run.json and report."""
+    """For native sparse attention: measure which blocks are selected, by layer, for the tracker, run.json and
+    report."""
     dry_run: bool = False
     """Write plan.json and levanter.yaml to the output folder and stop: needs no accelerator and no weights."""
     json: str | None = None
     """Write the Plan as JSON to this path, or to stdout with `-`."""
     levanter: Mapping[str, Any] = field(default_factory=dict, repr=False, metadata={NO_KEY: True})
-    """Levanter's keys by dotted name; not a key itself."""
+    """Levanter's keys by dotted name; not a configuration key itself."""
     has_levanter_keys: ClassVar[bool] = True
     own_defaults: ClassVar[Mapping[str, Any]] = {"workload.kind": "train"}
 
@@ -209,7 +210,7 @@ class TrainCommand(WatchConfig, ReportingConfig):
 
     @property
     def facts(self) -> dict[str, str]:
-        """What all processes must have alike; Levanter's keys too."""
+        """Key -> value of what all processes must have in common, Levanter's keys included."""
         return {**super().facts, **{name: str(value) for name, value in self.levanter.items()}}
 
 
@@ -233,16 +234,16 @@ class CheckpointCommand(PlanConfig):
 
 
 PLANNING = ("hardware", "mesh", "workload", "pin", "forbid")
-"""Sections and keys of which one is enough for `checkpoint inspect` to plan."""
+"""Sections and keys any one of which is enough for `checkpoint inspect` to plan."""
 
 
 @dataclass(frozen=True)
 class InspectCommand(PlanConfig):
-    """Print what a checkpoint is: model, stored types, ignored tensors, and with a slice what devices hold."""
+    """Print the facts of a checkpoint: model, stored types, ignored tensors, and with a slice the bytes per device."""
 
     load: LoadConfig = field(default_factory=LoadConfig)
     bandwidth: float | None = None
-    """GB/s that a process reads; default: the network of a host, if a slice is named."""
+    """GB/s that one process reads; default: the network of a host, if a slice is named."""
     json: str | None = None
     """Write what is printed as JSON to this path, or to stdout with `-`."""
     takes_ref: ClassVar[bool] = True
@@ -254,12 +255,12 @@ class InspectCommand(PlanConfig):
 
     @property
     def has_other_model(self) -> bool:
-        """Whether the model may be named otherwise; the command asks for a checkpoint itself."""
+        """Whether the model may be named in another way; always, because the command itself requires a checkpoint."""
         return True
 
     @property
     def is_planned(self) -> bool:
-        """Whether a Plan is given, or a slice or anything else to plan for."""
+        """Whether the configuration names a Plan, a slice or anything else to plan for."""
         return self.plan is not None or any(name.partition(".")[0] in PLANNING for name in self.given)
 
 
@@ -285,7 +286,7 @@ class ConvertCommand(LoadingConfig):
 
 @dataclass(frozen=True)
 class DoctorCommand(CompilingConfig):
-    """Check in seconds what does not fit on this host, before a run is started on it; needs no configuration."""
+    """Find in seconds what would make a run on this host fail, before it is started; needs no configuration."""
 
     data: DataConfig = field(default_factory=DataConfig)
     output: str = "results/eval"
@@ -299,7 +300,7 @@ class DoctorCommand(CompilingConfig):
 
     @property
     def makes_windows(self) -> bool:
-        """Whether windows are made later, whose length is known then; nothing is planned here."""
+        """Whether the windows are determined later; always, because nothing is planned here."""
         return True
 
 
@@ -315,4 +316,4 @@ COMMANDS: dict[str, type[PlanConfig]] = {
     "checkpoint convert": ConvertCommand,
     "doctor": DoctorCommand,
 }
-"""Name -> configuration."""
+"""Command name -> class of its configuration."""

@@ -1,4 +1,4 @@
-"""The Plan file that a configuration names, and the settings that follow from it. Imports no JAX."""
+"""The Plan file that a configuration names, and the settings that the Plan determines. Imports no JAX."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The argument parser of a command, whose help lists the command's own keys by section."""
+"""Makes the argument parser of a command, whose help lists the command's own keys by section."""
 
 import argparse
 from collections.abc import Mapping
@@ -10,10 +10,10 @@ from shardplan.config.plan_config import PlanConfig
 from shardplan.errors import ConfigError
 
 LOGGING_FLAGS = {"quiet": "log errors only, and show no progress", "verbose": "log what the libraries log, too"}
-"""Flags that every command has."""
+"""Flags that every command accepts."""
 CONFIG_FLAG = "a YAML file of keys; of several, later ones win"
 MODEL_FLAG = "a checkpoint (model.ref), or a config.json or bundled model to plan (model.config)"
-"""Help of the two flags that are no keys."""
+"""Help of `--config` and `--model`, the two flags that are not keys."""
 REF_ARGUMENT = "the checkpoint (model.ref)"
 WITHOUT_CONFIGURATION = {
     "plan diff": "Print what differs between two Plan files.",
@@ -21,15 +21,15 @@ WITHOUT_CONFIGURATION = {
     "lm_eval": "Run the command line of lm-evaluation-harness, with the model shardplan.",
     "models": "Print which models are supported, or the facts of one.",
 }
-"""Commands that have arguments instead of keys, and what each does."""
+"""Commands that take arguments instead of keys -> the purpose of each."""
 METAVARS = {int: "N", float: "X", str: "TEXT", bool: "BOOL", tuple: "TEXT"}
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that raises instead of ending the process."""
+    """An argument parser that raises an error instead of ending the process."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise what is wrong with the arguments.
+        """Raise an error that says what is wrong with the arguments.
 
         Raises:
             ConfigError: always.
@@ -38,7 +38,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def make_parser(command: str, **settings: Any) -> Parser:
-    """A parser of `shardplan COMMAND`, with the flags that every command has."""
+    """Make a parser of `shardplan COMMAND`, with the flags that every command has."""
 
     def formatter(prog: str) -> argparse.HelpFormatter:
         return argparse.HelpFormatter(prog, max_help_position=34, width=118)
@@ -72,7 +72,7 @@ def add_keys(parser: argparse.ArgumentParser, cls: type[PlanConfig], keys: Mappi
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
-    """Add the argument that names files of configuration."""
+    """Add the argument that names configuration files."""
     parser.add_argument("--config", "--config_path", metavar="FILE", action="append", help=CONFIG_FLAG)
 
 

@@ -97,12 +97,12 @@ KEY_SYNONYMS = {
     "format": ("output_format",),
     "tracker.kind": ("tracker", "report_to", "logger"),
 }
-"""Key -> other names of its last part."""
+"""Key -> other names of the key's last part."""
 _KEY_OF = {fold(name): key for key, names in KEY_SYNONYMS.items() for name in names}
 
 
 def nearest_key(name: str, keys: Collection[str]) -> str | None:
-    """Return the key that an unknown dotted name means; None if none is near.
+    """Return the valid key that an unknown dotted name means; None if no key is similar.
 
     The last part decides first: as that of a key, as a synonym, then by similarity to keys of the same section.
     """
@@ -121,13 +121,13 @@ def nearest_key(name: str, keys: Collection[str]) -> str | None:
 
 
 def synonym_of(name: str, keys: Collection[str]) -> str | None:
-    """Return the one of `keys` that `KEY_SYNONYMS` lists under another name; None if there is none."""
+    """Return the key of `keys` for which `KEY_SYNONYMS` lists this name; None if there is none."""
     meant = _KEY_OF.get(fold(name.rpartition(".")[2]))
     return meant if meant in keys else None
 
 
 def _similar_last_parts(last: str, keys: Collection[str]) -> list[str]:
-    """Return the keys with a similar last part; a shared section would make any two keys similar."""
+    """Return the keys with a similar last part; whole names are too similar within one section."""
     parts = {key.rpartition(".")[2] for key in keys}
     similar = {part for part in parts if closest(last, [part]) is not None}
     return [key for key in keys if key.rpartition(".")[2] in similar]

@@ -13,9 +13,9 @@ from draccus.wrappers.docstring import get_attribute_docstring
 from shardplan.plan.workload.workload import AUTO
 
 MEANING = "meaning"
-"""Metadata of a field: what it means, where no docstring says so."""
+"""Name of the field metadata that documents a key which has no docstring."""
 NO_KEY = "no key"
-"""Marks a field of a configuration that is no key of it."""
+"""Name of the field metadata that marks a field of a configuration as not a key."""
 TYPE_NAMES = {
     int: "an integer", float: "a number", str: "text", bool: "true or false", tuple: "a list of texts",
     type(None): "null",
@@ -29,14 +29,14 @@ class Key:
     default: Any
     documentation: str
     types: tuple[type, ...]
-    """Types that its value may have."""
+    """Types that the key's value may have."""
     section: type
-    """The dataclass that declares it."""
+    """The dataclass that declares the key."""
     auto: Any = None
-    """The value that `auto` stands for; None if it may not be auto."""
+    """The value that `auto` stands for; None if the key does not accept `auto`."""
 
     def problem(self, value: Any) -> str | None:
-        """Describe what is wrong with the type of `value`; None if it fits.
+        """Describe what is wrong with the type of `value`; None if the type is right.
 
         Exactly these types: True is an int in Python, and a number in a YAML file was not meant as a path.
         """
@@ -50,7 +50,7 @@ class Key:
 
 
 def keys_of(cls: type) -> dict[str, Key]:
-    """Every key of the configuration `cls`, by dotted name."""
+    """Return every key of the configuration `cls`, by dotted name."""
     return dict(_cached_keys(cls))
 
 

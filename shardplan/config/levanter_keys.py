@@ -16,16 +16,16 @@ from shardplan.errors import ConfigError, closest
 from shardplan.plan.serialization import flatten
 
 DATA = "data"
-"""Section that both have: of Levanter's keys in training, of the texts in an evaluation."""
+"""Section with two meanings: Levanter's keys in training, the texts in an evaluation."""
 SECTIONS = ("trainer", "optimizer", DATA, "adapter", "eval_harness", "labeled_eval")
-"""Levanter's sections."""
+"""Names of Levanter's sections."""
 VALUES = (
     "data_seed", "eval_harness_steps", "hf_generation_eos_token_ids", "hf_save_dtype", "hf_save_path", "hf_save_steps",
     "hf_upload", "initialize_from_checkpoint_path", "initialize_from_hf", "initialize_model_from_checkpoint_path",
     "log_entropy", "merged_hf_save_path", "merged_hf_upload", "pad_tokenizer_to_match_model", "peft_hf_upload",
     "peft_save_path", "z_loss_weight",
 )  # fmt: skip
-"""Levanter's keys outside of sections."""
+"""Names of Levanter's keys outside of sections."""
 GOES_ON = "a run goes on in its output folder; start from another one with trainer.initialize_from"
 DECIDED = {
     "train_seq_len": "set workload.position",
@@ -46,13 +46,13 @@ DECIDED = {
 }
 """Levanter's key -> why a file must not set it, or what to set instead."""
 TEXT_KEYS = tuple(f"{DATA}.{item.name}" for item in fields(DataConfig))
-"""Keys of `data` that are of evaluations; a file may be shared with one, but nothing is trained on its texts."""
+"""Evaluation keys of `data`; a file shared with an evaluation may have them, and training ignores them."""
 Dotted = dict[str, Any]
 """Dotted name of a key -> its value."""
 
 
 def split_sections(loaded: Mapping[str, Any], is_training: bool) -> tuple[dict[str, Any], Dotted]:
-    """Return the content of a YAML file without Levanter's keys, and these.
+    """Split the content of a YAML file into shardplan's keys and Levanter's keys.
 
     Args:
         is_training: whether the command trains, so that a section `data` is Levanter's.
@@ -67,7 +67,7 @@ def split_sections(loaded: Mapping[str, Any], is_training: bool) -> tuple[dict[s
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[Dotted, list[str]]:
-    """Return the values of Levanter's keys among command-line arguments, and the other arguments.
+    """Split command-line arguments into the values of Levanter's keys and the other arguments.
 
     >>> split_arguments(["--trainer.num_train_steps", "50", "--data_seed=3", "--other", "1"])
     ({'trainer.num_train_steps': 50, 'data_seed': 3}, ['--other', '1'])
@@ -90,7 +90,7 @@ def split_arguments(arguments: Sequence[str]) -> tuple[Dotted, list[str]]:
 
 
 def is_levanters(name: str) -> bool:
-    """Whether the dotted name of a key is one of Levanter's."""
+    """Return whether the dotted name of a key is one of Levanter's."""
     section, dot, _ = name.partition(".")
     if name in TEXT_KEYS:
         return False
@@ -98,12 +98,12 @@ def is_levanters(name: str) -> bool:
 
 
 def closest_value(name: str) -> str | None:
-    """Return the key of Levanter outside of sections that a misspelt name means, or None."""
+    """Return the key of Levanter outside of sections that a misspelt name means; None if none is similar."""
     return closest(name, (*SECTIONS, *VALUES), cutoff=0.8)
 
 
 def check_undecided(values: Collection[str], where: str) -> None:
-    """Check that none of Levanter's keys is one that the plan or the output folder decides.
+    """Check that the file sets none of Levanter's keys that the plan or the output folder decides.
 
     Raises:
         ConfigError: one is.

@@ -1,4 +1,4 @@
-"""Configurations from YAML files and command-line arguments."""
+"""Reads configurations from YAML files and command-line arguments."""
 
 import dataclasses
 import os
@@ -23,14 +23,14 @@ from shardplan.errors import ConfigError, check_argument, missing_path
 from shardplan.plan.serialization import decode, flatten, value_kind
 
 SHELL_SECTION = "launch."
-"""Section whose texts are for shells, which expand variables."""
+"""Section whose texts are shell commands, in which the shell expands variables."""
 YAML_FILES = "paths of YAML files, and keys by name, such as workload={'batch': 4}"
 EXPONENT = re.compile(r"[-+]?\d+[eE][-+]?\d+")
-"""A number that YAML 1.1 takes for text, for want of a point."""
+"""Pattern for numbers such as 1e3, which YAML 1.1 parses as text because they have no point."""
 
 
 def load_config(*files: str, **sections: Any) -> PlanConfig:
-    """Return the configuration of YAML files, in which later files win, and of keys that override them.
+    """Read a configuration from YAML files, where later files win, and from keys that override them.
 
     As in `load_config("configs/8b.yaml", workload={"batch": 4}, pin=["mlp=model"])`. Keys that only a command has are
     checked and left out. `model="x"` means what `--model x` does on the command line, in a file as well.
@@ -42,7 +42,7 @@ def load_config(*files: str, **sections: Any) -> PlanConfig:
 
 
 def load_command[C: PlanConfig](cls: type[C], files: Sequence[str], sections: Mapping[str, Any], function: str) -> C:
-    """The configuration `cls` of a command, in files and with keys as `load_config` takes them.
+    """Read the configuration `cls` of a command from files and keys, as `load_config` takes them.
 
     Args:
         function: the public function that takes them, for messages.
@@ -58,7 +58,7 @@ def load_command[C: PlanConfig](cls: type[C], files: Sequence[str], sections: Ma
 
 
 def parse_config[C: PlanConfig](argv: Sequence[str], cls: type[C] = PlanConfig) -> C:  # type: ignore[assignment]
-    """The configuration `cls` of a command that command-line arguments describe.
+    """Parse the configuration `cls` of a command from command-line arguments.
 
     `--config FILE` may be given several times (later files win, key by key), as `--config x`, `--config=x` or
     `--config_path x`; every other `--a.b value` overrides one key, with `-` for `_` if preferred. `--model x` means
@@ -93,7 +93,7 @@ def parse_config[C: PlanConfig](argv: Sequence[str], cls: type[C] = PlanConfig) 
 
 
 def other_arguments(argv: Sequence[str], cls: type[PlanConfig], own: Container[str]) -> list[str]:
-    """The arguments of the command `cls`, as they were written, without `--config` and the keys `own`."""
+    """Return the arguments of the command `cls` as written, without `--config` and without the keys `own`."""
     parser = make_parser(command_of(cls))
     add_config(parser)
     for name, key in keys_of(cls).items():
@@ -103,14 +103,14 @@ def other_arguments(argv: Sequence[str], cls: type[PlanConfig], own: Container[s
 
 
 def command_of(cls: type[PlanConfig]) -> str:
-    """The name of the command that `cls` configures; empty if it is none."""
+    """Return the name of the command that `cls` configures; empty if there is none."""
     return next((name for name, each in COMMANDS.items() if each is cls), "")
 
 
 def _build[C: PlanConfig](
     cls: type[C], values: Mapping[str, Any], files: Sequence[str], levanter: Mapping[str, Any]
 ) -> C:
-    """Make the configuration.
+    """Make the configuration object from values by dotted name.
 
     Args:
         levanter: Levanter's keys, for a command that has them.
@@ -121,7 +121,7 @@ def _build[C: PlanConfig](
 
 
 def _read_files(files: Sequence[str], cls: type[PlanConfig]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the values of `cls`'s keys in some files, by dotted name, and the values of Levanter's keys."""
+    """Read YAML files; return the values of `cls`'s keys, by dotted name, and the values of Levanter's keys."""
     keys = keys_of(cls)
     every = {name: key for each in COMMANDS.values() for name, key in keys_of(each).items()} | keys
     values: dict[str, Any] = {}
@@ -137,13 +137,13 @@ def _read_files(files: Sequence[str], cls: type[PlanConfig]) -> tuple[dict[str, 
 
 
 def _model_key(model: str) -> str:
-    """The key for the text `model`: a checkpoint for a folder, org/model or a URL, else a config.json."""
+    """Return the key that the text `model` sets: model.ref for a folder, org/model or a URL, else model.config."""
     is_checkpoint = not model.endswith(".json") and ("/" in model or Path(model).is_dir())
     return "model.ref" if is_checkpoint else "model.config"
 
 
 def _spell_out_model(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of keys with `model: x` in place of its section as on the command line, `--model x`."""
+    """Replace `model: x` by `model.ref` or `model.config`, as for `--model x` on the command line."""
     model = values.get("model")
     if not isinstance(model, str) or not model:
         return values
@@ -175,7 +175,7 @@ def _refuse(token: str, keys: Mapping[str, Key], command: str) -> NoReturn:
 
 
 def _unknown_message(name: str, keys: Collection[str]) -> str:
-    """Return why `name` is not a key: it is a section, or unknown; then with the nearest key."""
+    """Explain why `name` is not a key: it is a section, or unknown; an unknown name gets the nearest key as a hint."""
     if any(key.startswith(f"{name}.") for key in keys):
         return f"{name} is a section, not a value; set a key in it"
     meant = nearest_key(name, keys)
@@ -190,7 +190,7 @@ def _unknown_message(name: str, keys: Collection[str]) -> str:
 
 
 def _value(key: Key, text: Any) -> Any:
-    """The value that an argument means for `key`: itself if the key holds text, else what YAML makes of it."""
+    """Return the value that an argument gives `key`: the text itself if the key holds text, else as YAML parses it."""
     if not isinstance(text, str):
         return text
     if str in key.types:
@@ -239,7 +239,7 @@ def _load_yaml(path: str) -> dict[str, Any]:
 
 
 def _split(path: str, loaded: dict[str, Any], is_training: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Divide the values of the file `path` into shardplan's keys and Levanter's, by dotted name.
+    """Split the values of the file `path` into shardplan's and Levanter's keys, by dotted name.
 
     Args:
         loaded: its sections.
@@ -258,7 +258,7 @@ def _split(path: str, loaded: dict[str, Any], is_training: bool) -> tuple[dict[s
 
 
 def _check(values: Mapping[str, Any], keys: Mapping[str, Key], where: str) -> None:
-    """Check every key and the type of its value: draccus would convert a wrong one, 7 to "7", and go on."""
+    """Check every key and the type of its value, because draccus would silently convert 7 to "7"."""
     for name, value in values.items():
         if name not in keys:
             raise ConfigError(f"{where}: {_unknown_message(name, keys)}")

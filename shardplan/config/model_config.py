@@ -1,4 +1,4 @@
-"""The config.json of the model that a configuration names, checked without JAX and Levanter."""
+"""Checks, without JAX and Levanter, the config.json of the model that a configuration names."""
 
 from pathlib import Path
 

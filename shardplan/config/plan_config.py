@@ -1,4 +1,4 @@
-"""What every command plans for: the configuration that those of all commands extend."""
+"""The configuration of planning, which the configurations of all commands extend."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -16,7 +16,7 @@ SHARED_KEYS = (
     "hardware", "mesh", "workload", "pin", "forbid", "step_tokens", "load", "checksum", "task", "tracker", "gate",
     "deadline", "verify", "precision_study", "expert_statistics", "selection_statistics",
 )  # fmt: skip
-"""Sections and keys that all processes of a run must have alike."""
+"""Sections and keys whose values must be equal in all processes of a run."""
 
 
 @dataclass(frozen=True)
@@ -29,28 +29,28 @@ class PlanConfig:
     workload: Workload = field(default_factory=Workload)
     load: LoadConfig = field(default_factory=LoadConfig)
     plan: str | None = None
-    """A Plan written with --json, to use instead of planning again."""
+    """A Plan file written with --json, to use instead of planning again."""
     pin: tuple[str, ...] = ()
     """What the plan must keep: mlp=model, params.embed=replica+data (stored parameters), position= (replicated), or of
     one tensor q_proj.weight:kv_head=model,embed=data."""
     forbid: tuple[str, ...] = ()
     """What the plan must not shard: vocab, params.vocab (as stored), or mlp=replica."""
     step_tokens: str | None = None
-    """Of batch auto: fewest and most tokens of a step, as 4M-16M; needed to train."""
+    """For batch auto: fewest and most tokens of a step, as 4M-16M; needed to train."""
     given: frozenset[str] = field(default=frozenset(), repr=False, compare=False, metadata={NO_KEY: True})
-    """Keys that a file or the command line set, by dotted name; not a key itself."""
+    """Dotted names of the keys that a file or the command line set; not a configuration key itself."""
     files: tuple[str, ...] = field(default=(), repr=False, compare=False, metadata={NO_KEY: True})
-    """The YAML files that were read; not a key itself."""
+    """The YAML files that were read; not a configuration key itself."""
     takes_ref: ClassVar[bool] = False
     """Whether an argument without a flag names the checkpoint, `model.ref`."""
     has_levanter_keys: ClassVar[bool] = False
     """Whether Levanter's own sections and keys are passed through; see `shardplan.config.levanter_keys`."""
     own_defaults: ClassVar[Mapping[str, Any]] = {}
-    """Dotted key -> the default that this command has instead of that of its section."""
+    """Dotted key -> default of this command, where it differs from its section's default."""
 
     @property
     def model_class(self) -> str | None:
-        """The class that computes the model, see `shardplan.model.model_class`; None for the decoder."""
+        """The class that computes the model, see `shardplan.model.model_class`; None for shardplan's decoder."""
         return self.model.levanter_class or (LEVANTER if self.workload.is_training else None)
 
     def __post_init__(self) -> None:
@@ -83,7 +83,7 @@ class PlanConfig:
 
     @property
     def facts(self) -> dict[str, str]:
-        """What decides which programs run and what is loaded: key -> its value, which all processes must have.
+        """Key -> value of what decides which programs run and what is loaded; equal in all processes.
 
         Paths may differ between hosts; what they lead to is compared when it is read.
         """
@@ -92,25 +92,25 @@ class PlanConfig:
 
     @property
     def has_other_model(self) -> bool:
-        """Whether a file that is read later may name the model."""
+        """Whether the model may be named by a file that is read later."""
         return False
 
     @property
     def makes_windows(self) -> bool:
-        """Whether windows are made later, whose length is known then."""
+        """Whether the windows, and their length, are determined after the configuration is read."""
         return self.plan is not None
 
 
 @dataclass(frozen=True)
 class CompilingConfig(PlanConfig):
-    """What is planned, and how its program is compiled."""
+    """The configuration of planning, and of how the program is compiled."""
 
     compiler: CompilerConfig = field(default_factory=CompilerConfig)
 
 
 @dataclass(frozen=True)
 class ReportingConfig(CompilingConfig):
-    """What is planned, and the page that shows it."""
+    """The configuration of planning, and of the page that shows the plan."""
 
     report: str | None = None
     """Write a page that shows the plan to this path: one HTML file."""
@@ -123,7 +123,7 @@ class ReportingConfig(CompilingConfig):
 
 @dataclass(frozen=True)
 class LoadingConfig(PlanConfig):
-    """What is planned, and how its checkpoint is loaded."""
+    """The configuration of planning, and of how the checkpoint is loaded."""
 
     checksum: bool = False
     """Compare the checkpoint's files with the checksums of their store."""

@@ -14,7 +14,7 @@ from shardplan.plan.workload.workload import MAX_TEMPERATURE, MIN_TEMPERATURE, t
 
 MIN_LOAD_GIB = 0.0625
 JOB_NAME = "[a-z]([-a-z0-9]{0,38}[a-z0-9])?"
-"""What is a name for Google Cloud, Kubernetes and xpk."""
+"""Pattern for a job name that Google Cloud, Kubernetes and xpk all accept."""
 
 
 class CompiledProgram(StrEnum):
@@ -33,8 +33,7 @@ class ModelConfig:
     ref: str = ""
     """Hugging Face checkpoint: folder, org/model@revision, gs://, s3://, az://, https://."""
     config: str | None = None
-    """A config.json, or the name of a bundled model such as llama-3.1-8b, to plan from when the checkpoint itself is
-    not at hand; default: the one of model.ref."""
+    """A config.json or bundled model (llama-3.1-8b) to plan from; default: model.ref's."""
     levanter_class: str | None = None
     """The Levanter configuration class of your own model, as package.module:Class, or `levanter` for Levanter's own
     class for the model_type of the config.json; default: shardplan's decoder, and for training `levanter`."""
@@ -120,26 +119,26 @@ class TaskConfig:
     kind: EvaluationKind = EvaluationKind.LOSS
     """loss (of every text), or extraction (how probable its windows are)."""
     prefix: int = 50
-    """Of extraction: tokens of a window that are given."""
+    """For extraction: tokens of a window that are given."""
     suffix: int = 50
-    """Of extraction: tokens of a window whose probability is measured."""
+    """For extraction: tokens of a window whose probability is measured."""
     stride: int | None = None
     """Distance between the starts of two windows. Default: 5 for extraction, and for loss one less than
     workload.position, with which nothing is computed twice."""
     stride_unit: StrideUnit = StrideUnit.TOKENS
-    """Of extraction: tokens or characters."""
+    """For extraction: tokens or characters."""
     top_k: int = 40
-    """Of extraction: also if only the top k tokens are sampled; 0 for not."""
+    """For extraction: also if only the top k tokens are sampled; 0 for not."""
     temperature: float = 1.0
-    """Of extraction: tokens are sampled from softmax(logits / temperature)."""
+    """For extraction: sampling is from softmax(logits / temperature)."""
     special_tokens: bool | None = None
-    """Whether the tokenizer's special tokens are added, such as that of the beginning: of loss to every text (default:
-    true), of extraction to every window (default: false)."""
+    """Whether the tokenizer's special tokens, such as the beginning token, are added: for loss to every text (default:
+    true), for extraction to every window (default: false)."""
     bos_in_prefix: bool = False
-    """Of extraction: whether windows begin with BOS, as one of the prefix tokens."""
+    """For extraction: whether windows begin with BOS, as one of the prefix tokens."""
     shard: int | None = None
-    """Windows whose results are written together, about: what a run that is killed loses, at most; default: 4096 for
-    extraction, 256 for loss."""
+    """Windows whose results are written together, the most that a killed run loses; default: 4096 for extraction, 256
+    for loss."""
 
     def __post_init__(self) -> None:
         for key, minimum in (("prefix", 1), ("suffix", 1), ("stride", 1), ("top_k", 0), ("shard", 1)):
@@ -157,12 +156,12 @@ class TaskConfig:
 
     @property
     def begins_windows(self) -> bool:
-        """Whether each window of an extraction begins with the tokenizer's token of the beginning."""
+        """Whether every window of an extraction begins with the tokenizer's beginning-of-sequence token."""
         return bool(self.special_tokens) or self.bos_in_prefix
 
     @property
     def window_tokens(self) -> int:
-        """Tokens of a window of an extraction, with the token of the beginning."""
+        """Tokens per window of an extraction, including the beginning-of-sequence token."""
         return self.prefix + self.suffix + (self.begins_windows and not self.bos_in_prefix)
 
 
@@ -184,9 +183,9 @@ class TrackerSection:
     kind: TrackerKind | None = None
     """json, wandb or tensorboard; default: none."""
     project: str | None = "shardplan"
-    """Of wandb: the project."""
+    """For wandb: the project."""
     name: str | None = None
-    """Of wandb and tensorboard: the name of the run."""
+    """For wandb and tensorboard: the name of the run."""
 
 
 @dataclass(frozen=True)
@@ -198,7 +197,7 @@ class DeadlineConfig:
     compiling: float = 3600.0
     """While the program of a step is compiled."""
     step: float | None = None
-    """Of a step; default: 30 times what the plan predicts, at least 300."""
+    """During a step; default: 30 times what the plan predicts, at least 300."""
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -207,12 +206,12 @@ class DeadlineConfig:
 
 @dataclass(frozen=True)
 class GateConfig:
-    """What is done about a run that is slower than its plan."""
+    """What happens if a run is slower than its plan."""
 
     factor: float | None = None
-    """Least ratio of its speed to the plan's, once warm; default: 0.3 on TPUs, 0 on CPUs."""
+    """Least measured / planned speed, after warm-up; default: 0.3 on TPUs, 0 on CPUs."""
     stop: bool = False
-    """Stop a run that is slower, with exit code 7; by default a warning says so."""
+    """Stop a slower run with exit code 7; by default only warn."""
 
     def __post_init__(self) -> None:
         check_minimum("gate.factor", self.factor, 0)
@@ -231,9 +230,9 @@ class CompilerConfig:
     gib: float = 16.0
     """Memory limit of one compile, GiB of this machine."""
     cache: str | None = "~/.cache/shardplan/verify"
-    """Folder that keeps verdicts; null for none."""
+    """Folder that caches verdicts; null for none."""
     memory_only: bool = False
-    """Judge memory and collectives alone, in seconds, without the time of a step."""
+    """Judge only memory and collectives, within seconds; no time of a step."""
 
     def __post_init__(self) -> None:
         for key in ("jobs", "seconds", "gib"):
@@ -279,19 +278,19 @@ class LaunchConfig:
     name: str = "shardplan"
     """Name of the job."""
     zone: str | None = None
-    """Of gcloud, queued, xpk and skypilot: the zone of the slice, such as us-east5-b."""
+    """For gcloud, queued, xpk and skypilot: the zone of the slice, such as us-east5-b."""
     cluster: str | None = None
-    """Of xpk: the Kubernetes cluster."""
+    """For xpk: the Kubernetes cluster."""
     image: str | None = None
-    """Of xpk: the container image, in which shardplan is installed."""
+    """For xpk: the container image, in which shardplan is installed."""
     setup: str = ""
     """Shell commands that every host runs first, to install shardplan or to activate its environment."""
     environment: tuple[str, ...] = ()
     """Variables for the processes, as NAME=value; they are readable in what is printed."""
     logs: str = "logs"
-    """Of gcloud, queued and slurm: folder of the logs, one file per host."""
+    """For gcloud, queued and slurm: folder of the logs, one file per host."""
     hosts: int | None = None
-    """Of slurm and ray: hosts that share the virtual devices of a cpu slice; default: 1. TPU slices have their own."""
+    """For slurm and ray: hosts that share the virtual devices of a cpu slice; default: 1. TPU slices have their own."""
 
     def __post_init__(self) -> None:
         check_minimum("launch.hosts", self.hosts, 1)

@@ -43,34 +43,34 @@ from shardplan.program.tasks import Step, Task, TaskKind
 KERNEL_LANES = 128
 """Attention kernels require numbers of positions that are multiples of this."""
 HEAD_SIZES = range(64, 257)
-"""Head sizes that attention kernels take."""
+"""Head sizes that attention kernels support."""
 FLOAT32_BYTES = 4
 SCORE_PASSES = 3
 """Number of times that attention without a kernel writes or reads its scores, in float32, per matmul."""
 MERGE_PASSES = 2
-"""Passes over the float32 output of a hop, at HBM bandwidth, to add it to the outputs of the hops before.
+"""Passes over a hop's float32 output, at HBM bandwidth, to add it to the outputs of earlier hops.
 
 Together with `MEASURED_HOP_SECONDS` fitted to measured steps (`tests/unit/test_strategy_cost.py`). The TPU compiler's
 cycles for long sequences amount to 14 to 20 passes; measured rings are not as slow (docs/log.md)."""
 MEASURED_HOP_SECONDS = {"v5p": 5e-5}
-"""Generation -> time of a hop that does not depend on its size (a kernel starts, and looks up its blocks), where rings
-have been measured."""
+"""Generation -> measured seconds of a ring hop that do not depend on its size: kernel start and look-up of blocks."""
 COMPILED_HOP_SECONDS = 1.5e-4
-"""The same time on the other generations: 0.1 to 0.2 ms by the cycles of the TPU compiler (docs/log.md)."""
+"""Seconds of a hop that do not depend on its size, on other generations: 0.1 to 0.2 ms by the TPU compiler's cycles
+(docs/log.md)."""
 EXCHANGE_SLOWDOWN = 5.0
-"""Time of the all-to-alls between heads and positions, relative to what the links of the torus allow.
+"""Time of the all-to-alls between heads and positions, relative to the time by the torus links' bandwidth.
 
 Fitted to the same steps: Ulysses takes as long there as gathering eight times as many bytes. A verdict on a compiled
 program times an all-to-all by the links alone."""
 
 
 def kind_of(task: Task) -> AttentionKind:
-    """The kind of attention that a matmul of attention belongs to."""
+    """Return the kind of attention that a matmul of attention belongs to."""
     return task.attention or UNMARKED
 
 
 def has_kernel(task: Task, assignment: ShardingAssignment) -> bool:
-    """Whether each device can run a kernel by itself: it has all keys, and the key head of each of its query heads.
+    """Return whether each device alone can run a kernel: it has all keys, and the key heads of its query heads.
 
     Of the axes of scores, those that keys have too may be sharded, and with shardplan's attention also positions.
     Sharding of the query heads of a group alone would pair them with the wrong key heads. Values of another size than
@@ -97,7 +97,7 @@ def has_kernel(task: Task, assignment: ShardingAssignment) -> bool:
 
 
 def with_kernels(step: Step, assignment: ShardingAssignment) -> AttentionPlan:
-    """Return how each kind of attention is computed, with its kernel: splash if it can compute all of the kind.
+    """Return the method and kernel of each kind of attention; the kernel is splash if it can compute all of the kind.
 
     Levanter's own attention has one setting for the whole model, so that all kinds computed by it have one kernel.
     """
@@ -121,7 +121,7 @@ def with_kernels(step: Step, assignment: ShardingAssignment) -> AttentionPlan:
 
 
 def unmasked_fraction(task: Task, assignment: ShardingAssignment) -> float:
-    """The fraction of its scores that the mask leaves to the device with most of them, block by block.
+    """Return the unmasked fraction of scores, counted in blocks, on the device with the most unmasked scores.
 
     Heads are padded to a multiple of the devices that share them; scores of padding heads count too.
     """
@@ -131,25 +131,25 @@ def unmasked_fraction(task: Task, assignment: ShardingAssignment) -> float:
 
 
 def score_bytes(task: Task, assignment: ShardingAssignment) -> float:
-    """Bytes of scores that attention without a kernel reads and writes, per execution."""
+    """Return the bytes of scores that attention without a kernel reads and writes, per execution."""
     scores = task.scores
     return SCORE_PASSES * FLOAT32_BYTES * scores.elements / assignment.num_shards(scores, assignment.compute)
 
 
 def ring_hops(task: Task, assignment: ShardingAssignment) -> int:
-    """Number of times per step that a device merges the output of a ring's hop into the previous hops'."""
+    """Return how often per step a device merges the output of a ring hop into the outputs of earlier hops."""
     if is_scores(task.results[0]) or _method(task, assignment).gathers_keys:
         return 0
     return task.executions * len(_hop_distances(task, assignment))
 
 
 def hop_output_bytes(task: Task, assignment: ShardingAssignment) -> float:
-    """Bytes of the output of a hop, in float32."""
+    """Return the bytes of the output of a hop, in float32."""
     return _float32_bytes(task.results[0], assignment)
 
 
 def extra_attention_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
-    """Extra live bytes per device for keys or values, beyond queries, local values and local outputs.
+    """Return the extra live bytes per device for keys or values, beyond queries, local values and local outputs.
 
     Gathered keys and values exist once more, in another order. A ring holds the next keys and the present ones, the
     outputs of a hop as a kernel writes them, and in float32 these and the outputs of all hops before.
@@ -221,19 +221,19 @@ def _sequence_parallel_traffic(task: Task, assignment: ShardingAssignment, axes:
 
 
 def _split_axes(axes: MeshAxes, ulysses: int, assignment: ShardingAssignment) -> tuple[MeshAxes, MeshAxes]:
-    """Split the mesh axes that shard positions into those of the ring, and the minor ones of Ulysses."""
+    """Split the mesh axes that shard positions into the axes of the ring and the minor axes of Ulysses."""
     sizes = {mesh_size(assignment.mesh, axes[first:]): first for first in range(len(axes), -1, -1)}
     first = sizes[ulysses]
     return axes[:first], axes[first:]
 
 
 def _float32_bytes(array: TracedArray, assignment: ShardingAssignment) -> float:
-    """Bytes per device of an activation, in float32."""
+    """Return the bytes per device of an activation, in float32."""
     return assignment.bytes(array, assignment.compute) / array.itemsize * FLOAT32_BYTES
 
 
 def _head_sharding(task: Task, assignment: ShardingAssignment) -> HeadSharding:
-    """The heads of one device, and their division among the devices of a Ulysses group."""
+    """Return the head sharding of a Ulysses group, for the heads that one of its devices holds before the exchange."""
     keys, scores = task.keys, task.scores
     others = {*score_positions(scores), *assignment.activation_axes}
     local = {
@@ -246,7 +246,7 @@ def _head_sharding(task: Task, assignment: ShardingAssignment) -> HeadSharding:
 
 
 def _sequence_layout(task: Task, assignment: ShardingAssignment) -> SequenceLayout:
-    """The positions of each device."""
+    """Return the layout of the sequence, which has the positions of each device."""
     method, scores = _method(task, assignment), task.scores
     positions = score_positions(scores)
     length = score_length(scores)
@@ -265,5 +265,5 @@ def _hop_distances(task: Task, assignment: ShardingAssignment) -> list[int]:
 
 
 def _method(task: Task, assignment: ShardingAssignment) -> AttentionPlan:
-    """The method that computes a matmul of attention."""
+    """Return the method that computes a matmul of attention."""
     return assignment.attention_of(kind_of(task))

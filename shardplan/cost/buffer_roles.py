@@ -1,4 +1,4 @@
-"""The table of roles of live buffers: why each is in memory, when it lives, and its bytes on one device. Pure.
+"""The table of live-buffer roles: why a buffer is in memory, when it lives, and its bytes on one device. Pure.
 
 `shardplan.program.walk` says which buffers of which role are live at a point of the program, whatever the sharding.
 What a buffer takes in memory under a sharding, and with the quirks of a compiler, is the role's `bytes`: 0 where the
@@ -18,7 +18,7 @@ from shardplan.program.live_buffers import BufferRole, LiveBuffer
 
 
 class MemoryPart(StrEnum):
-    """The parts of a device's memory, by which a plan reports it."""
+    """The parts into which a plan divides a device's memory."""
 
     PARAMETERS = "parameters"
     OPTIMIZER = "optimizer"
@@ -37,66 +37,66 @@ class RoleRow:
     meaning: str
     """What the buffer is."""
     lifetime: str
-    """When it is in memory."""
+    """When the buffer is in memory."""
     bytes: Callable[[LiveBuffer, ShardingAssignment], float]
     """Bytes of a buffer on one device."""
     part: MemoryPart | None = None
-    """The part of memory that it is reported in; None where the part follows from the array."""
+    """The part of memory that the buffer is reported in; None if the part depends on the array."""
     depends_on_storage: bool = False
-    """Whether the bytes of an activation depend on how parameters are stored; parameters and gradients always do."""
+    """Whether an activation's bytes depend on the stored sharding of parameters, as parameters' bytes always do."""
     depends_on_attention: bool = False
-    """Whether the bytes depend on the method of attention."""
+    """Whether the buffer's bytes depend on the method of attention."""
     depends_on_experts: bool = False
-    """Whether the bytes depend on the method of experts."""
+    """Whether the buffer's bytes depend on the method of experts."""
 
 
 def buffer_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
-    """Bytes of a live buffer on one device; 0 where the compiler or the sharding needs none, or the host has it."""
+    """Return the bytes of a live buffer on one device; 0 if it is optimized away, not needed, or in host memory."""
     if buffer.array.is_on_host:
         return 0.0
     return ROLES[buffer.role].bytes(buffer, assignment)
 
 
 def host_buffer_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
-    """Bytes of a live buffer in the memory of the host, for one device; 0 where the device has it."""
+    """Return the bytes of a live buffer in host memory, for one device; 0 if it is in device memory."""
     return ROLES[buffer.role].bytes(buffer, assignment) if buffer.array.is_on_host else 0.0
 
 
 def stored_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
-    """Bytes of a buffer in the sharding that its array has between tasks."""
+    """Return the bytes of a buffer in the sharding that its array has between tasks."""
     return assignment.bytes(buffer.array)
 
 
 def live_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
-    """Bytes of a value between tasks; if grouped matmuls read it, in the sharding of their parameters."""
+    """Return the bytes of a value between tasks, in the parameter sharding if grouped matmuls read it."""
     return assignment.bytes(buffer.array, assignment.params if buffer.is_read_by_grouped_matmuls else None)
 
 
 def log_sum_exp_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
-    """Bytes of what only a kernel of attention writes."""
+    """Return the bytes of a log-sum-exp, which only attention kernels write; 0 for attention without a kernel."""
     return 0.0 if assignment.quirks.plain_attention else live_bytes(buffer, assignment)
 
 
 def gathered_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
-    """Bytes of a parameter after its all-gather; 0 if it is not gathered."""
+    """Return the bytes of a parameter after its all-gather; 0 if it is not gathered."""
     gather = assignment.weight_gather(buffer.array)
     return gather.bytes if gather else 0.0
 
 
 def reordered_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
-    """Bytes that the all-gather of a parameter needs beyond its result."""
+    """Return the bytes of the copies that an all-gather of a parameter needs, beyond its result, to reorder it."""
     gather = assignment.weight_gather(buffer.array)
     return (gather.copies - 1) * gather.bytes if gather else 0.0
 
 
 def prefetched_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
-    """Bytes of a parameter that is gathered early; a gather that leaves it out of order waits until it is used."""
+    """Return the bytes of a parameter that is gathered early; 0 if its gather must reorder and so waits for its use."""
     gather = assignment.weight_gather(buffer.array) if assignment.quirks.gathers_early else None
     return gather.bytes if gather and gather.copies == 1 else 0.0
 
 
 def gathered_first_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
-    """Bytes of a parameter of the head that is gathered at the start of the program, rather than before its use.
+    """Return the bytes of a head's parameter that is gathered when the program starts, rather than before its use.
 
     The compiler does so where the gather is along several dimensions and leaves the parameter sharded, on all
     generations but tpu7x (docs/log.md).
@@ -109,7 +109,7 @@ def gathered_first_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> 
 
 
 def unscattered_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
-    """Bytes of a result before its reduce-scatter; 0 if it needs none."""
+    """Return the bytes of a result before its reduce-scatter; 0 without one."""
     result = buffer.array
     is_stored = assignment.is_stored_like_a_parameter(result)
     is_scattered = is_stored and assignment.num_shards(result) > assignment.num_shards(result, assignment.compute)
@@ -117,13 +117,13 @@ def unscattered_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> flo
 
 
 def local_gradient_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
-    """Bytes of a device's own gradient of a parameter; 0 for an activation."""
+    """Return the bytes of a parameter's gradient on one device before summation; 0 for an activation."""
     is_gradient = assignment.is_stored_like_a_parameter(replace(buffer.array, is_local=False))
     return assignment.bytes(buffer.array) if is_gradient else 0.0
 
 
 def float32_result_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
-    """Bytes of rows that a kernel of grouped matmuls writes in float32, to be converted afterwards.
+    """Return the bytes of rows that a kernel of grouped matmuls writes in float32, before they are converted.
 
     The rows have the sharding of the parameters that they were multiplied with.
     """
@@ -135,12 +135,12 @@ def float32_result_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> 
 
 
 def unfreed_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
-    """Bytes of rows that the compiler neither frees after their last use nor writes over."""
+    """Return the bytes of rows that the compiler neither frees nor overwrites after their last use."""
     return 0.0 if assignment.quirks.frees_rows else live_bytes(buffer, assignment)
 
 
 def gathered_row_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
-    """Bytes of rows that are gathered from slices; 0 unless experts' parameters have more shards than the rows.
+    """Return the bytes of rows gathered from shards; 0 unless experts' parameters have more shards than the rows.
 
     Grouped matmuls take slices of rows only then, and a compiler gathers them early only if it frees rows.
     """
@@ -150,18 +150,18 @@ def gathered_row_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> fl
 
 
 def held_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
-    """Bytes kept for the gradients of experts where the compiler frees the rows."""
+    """Return the bytes of rows kept for the gradients of experts; 0 if the compiler does not free rows."""
     return live_bytes(buffer, assignment) if assignment.quirks.frees_rows else 0.0
 
 
 def lookup_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
-    """Bytes of the gathered table and the transient copies of a lookup."""
+    """Return the bytes of the gathered table and the transient copies of a lookup."""
     steps = partition_lookup(buffer.related_arrays[0], buffer.array, assignment)
     return steps.gathered_table_bytes + steps.transient_bytes
 
 
 def copied_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
-    """Bytes of a copy of stacked parameters; 0 where the compiler does not copy them."""
+    """Return the bytes of a copy of stacked parameters; 0 if the compiler does not copy them."""
     return assignment.bytes(buffer.array) if assignment.quirks.copies_stacks else 0.0
 
 

@@ -20,17 +20,18 @@ logger = logging.getLogger(__name__)
 
 FILE = "calibration.json"
 MEMORY_ERROR = 0.08
-"""Fraction of the memory that is kept free for the error of the estimated peak.
+"""Fraction of a device's memory that is kept free because the estimated peak has an error.
 
 No program of docs/benchmarks that the compiler accepts needs more than this above or below its estimate
 (`tests/unit/test_accuracy.py`). A constant: no generation has enough programs near the limit for one of its own."""
 
 HOST_PART = 0.75
-"""Part of a host's memory that activations may take. The rest is for the loader, the input pipeline, copies of
-checkpoints on their way to storage, and the system. A choice, not a measurement: no program here has run on a TPU."""
+"""Fraction of a host's memory that activations may take; the rest is for the loader, the input pipeline, copies of
+checkpoints on their way to storage, and the system. Chosen, not measured: no program here has run on a TPU."""
 
 STEP_ERROR = 0.11
-"""Relative error of nine in ten estimated step times: estimates that differ by less do not tell which step is faster.
+"""Relative error of step times that nine in ten estimates stay below; a smaller difference does not tell which step is
+faster.
 
 It is that of the programs of docs/benchmarks/planner.json, against the compiler (`tests/unit/test_accuracy.py`)."""
 
@@ -40,25 +41,25 @@ class Calibration:
     """Factors on rooflines for one TPU generation, under the compiler options that plans carry."""
 
     products: float = 1.0
-    """Time of matmuls, but for grouped ones, relative to their padded FLOPs at peak (or their bytes, if longer)."""
+    """Matmul seconds (grouped ones excepted) = products x max(padded FLOPs / peak, bytes / bandwidth)."""
     vectors: float = 1.0
-    """Time of matrix-vector products, one for every token, relative to that of their bytes at HBM bandwidth."""
+    """Seconds of matrix-vector products, one per token = vectors x bytes / HBM bandwidth."""
     elementwise: float = 1.0
-    """Time of elementwise work that computes elements, relative to that of its bytes at HBM bandwidth."""
+    """Seconds of elementwise work that computes elements = elementwise x bytes / HBM bandwidth."""
     copying: float = 1.0
-    """Time to copy gathered parameters into another order, and a device's own shards into a gathered array, relative
-    to that of their bytes at HBM bandwidth."""
+    """Seconds to reorder gathered parameters and to copy own shards into gathered arrays = copying x bytes / HBM
+    bandwidth."""
     overlap: float = 1.0
     """Fraction of a matmul's time that a gather of its weights can overlap with."""
     slicing: float = 2.0
-    """Time to copy the weights of a layer's experts out of the stack of all layers, relative to that of their bytes at
-    HBM bandwidth: they are read and written."""
+    """Seconds to copy a layer's expert weights out of the stack of all layers = slicing x bytes read and written / HBM
+    bandwidth."""
     kernel_wait: float = 0.5
-    """Part of the transfers beside kernels of experts, of tokens in several parts and of stored weights, that the
-    compiler overlaps with nothing."""
+    """Fraction of transfers beside expert kernels (of tokens in several parts, and of stored weights) that nothing
+    overlaps."""
     quirks: CompilerQuirks = field(default_factory=CompilerQuirks)
     vmem_kib: int | None = None
-    """Vector memory (VMEM) that one operation may use, for larger tiles of matmuls, KiB; None for the compiler's own
+    """KiB of vector memory (VMEM) that one operation may use, for larger matmul tiles; None for the compiler's
     limit."""
 
 
@@ -100,13 +101,13 @@ def calibration_of(step: Step, hardware: Slice) -> Calibration:
 
 
 def usable_bytes(hardware: Slice) -> float:
-    """Bytes per device that an estimated peak must not exceed."""
+    """Return the bytes per device that an estimated peak must not exceed."""
     available = hardware.generation.hbm_gib * GIB
     return available if hardware.is_cpu else available * (1 - MEMORY_ERROR)
 
 
 def usable_host_bytes(hardware: Slice, host_gib: float | None = None) -> float:
-    """Bytes of a host's memory that a device may use for activations.
+    """Return the bytes of a host's memory that a device may use for activations.
 
     Args:
         host_gib: `hardware.host_gib` of the configuration.
@@ -115,7 +116,7 @@ def usable_host_bytes(hardware: Slice, host_gib: float | None = None) -> float:
 
 
 def compiler_quirks(hardware: Slice, factors: Calibration | None = None) -> CompilerQuirks:
-    """The behaviour of the compiler for `hardware`.
+    """Return the behaviour of the compiler for `hardware`.
 
     In a plane of chips it depends on the shape: over a rectangle, most reduce-scatters stay what they are, and over a
     square none (programs for v5e and v6e in docs/benchmarks).

@@ -28,18 +28,18 @@ from shardplan.program.named_arrays import Dim, TracedArray, mapped
 from shardplan.program.tasks import Task, TaskKind
 
 SELECTION_EXCHANGES = 4
-"""All-to-alls of a selection, each as large as its result: of values and their places, to the device that selects for a
-row and back (tests/compiler/test_selection.py)."""
+"""Number of all-to-alls, each of the result's size, in a selection: values and their indices go to the device that
+selects for a row, and back (tests/compiler/test_selection.py)."""
 
 
 def gather_of(array: TracedArray, task: Task, assignment: ShardingAssignment) -> WeightGather | None:
-    """The gather of an operand for `task`; None unless it is a parameter that is gathered and used here first."""
+    """Return the gather of an operand for `task`; None unless it is a parameter whose first user is `task`."""
     is_new = array.weight is not None and array.weight in task.first_used_weights and task.groups == 1
     return assignment.weight_gather(array) if is_new else None
 
 
 def _grouped_matmul_traffic(task: Task, assignment: ShardingAssignment) -> Iterator[Traffic]:
-    """Yield the traffic of a grouped matmul (experts), of unsharded rows and of parameters in their stored sharding."""
+    """Yield the traffic of a grouped matmul (experts) with unsharded rows and parameters in their stored sharding."""
     if all(array.weight is None for array in task.operands) or not task.reduces_partial_sums:
         return  # a gradient of the parameters, of which each device computes its shard, or a part of a sum
     result = task.results[0]
@@ -55,7 +55,7 @@ def _grouped_matmul_traffic(task: Task, assignment: ShardingAssignment) -> Itera
 
 
 def _collective_traffic(task: Task, assignment: ShardingAssignment) -> Iterator[Traffic]:
-    """Yield the collective that a shard_map names, over its mesh axes: the sum of a gradient, or an exchange."""
+    """Yield the collective that a shard_map calls, over its mesh axes: the sum of a gradient, or an exchange."""
     axes = _collective_axes(task, assignment)
     if not axes or _sums_gradient(task, assignment):
         return
@@ -79,7 +79,7 @@ def _collective_traffic(task: Task, assignment: ShardingAssignment) -> Iterator[
 
 
 def _collective_axes(task: Task, assignment: ShardingAssignment) -> MeshAxes:
-    """Mesh axes of several devices that a collective spans.
+    """Return the mesh axes of several devices that a collective spans.
 
     What each device has computed by itself is summed along all mesh axes that do not shard the result: the traced
     program, in which logical axes stand for mesh axes, names every other one.
@@ -90,7 +90,7 @@ def _collective_axes(task: Task, assignment: ShardingAssignment) -> MeshAxes:
 
 
 def _sums_gradient(task: Task, assignment: ShardingAssignment) -> bool:
-    """Whether a collective sums what each device has computed by itself of the gradient of a parameter."""
+    """Return whether a collective sums the gradients of a parameter that the devices computed separately."""
     is_sum = task.is_local and task.collective == CollectiveKind.ALL_REDUCE
     return is_sum and assignment.is_stored_like_a_parameter(task.results[0])
 
@@ -102,7 +102,7 @@ def _parameter_collective_traffic(task: Task, assignment: ShardingAssignment) ->
 
 
 def _matmul_traffic(task: Task, assignment: ShardingAssignment) -> Iterator[Traffic]:
-    """Yield the traffic of a matmul's activations: resharded operands, and partial sums; none of a grouped matmul."""
+    """Yield the traffic of a matmul's activations, resharded operands and partial sums; nothing for grouped matmuls."""
     if task.groups > 1:
         return
     for operand in task.operands:
@@ -115,7 +115,7 @@ def _matmul_traffic(task: Task, assignment: ShardingAssignment) -> Iterator[Traf
 
 
 def _parameter_matmul_traffic(task: Task, assignment: ShardingAssignment) -> Iterator[Traffic]:
-    """Yield the traffic of a matmul's parameters: gathered ones, and partial sums of a gradient of a parameter."""
+    """Yield the traffic of a matmul's parameters: gathers, and partial sums of a parameter's gradient."""
     if task.groups > 1:
         yield from _grouped_matmul_traffic(task, assignment)
         return
@@ -126,7 +126,7 @@ def _parameter_matmul_traffic(task: Task, assignment: ShardingAssignment) -> Ite
 
 
 def _weight_gather_traffic(task: Task, assignment: ShardingAssignment) -> Iterator[Traffic]:
-    """Yield the gather of each parameter that a task is the first to use."""
+    """Yield the gather of each parameter whose first user is this task."""
     for operand in task.operands:
         gather = gather_of(operand, task, assignment)
         if gather:
@@ -182,7 +182,7 @@ def _gradient_sum_traffic(
 
 
 def _partial_sum_axes(task: Task, assignment: ShardingAssignment) -> MeshAxes:
-    """Mesh axes along which devices have partial sums of a result, to be added up in this task."""
+    """Return the mesh axes along which devices have partial sums of a result, which are added up in this task."""
     if not task.reduces_partial_sums:
         return ()
     kept = {
@@ -213,14 +213,14 @@ def _contracts_flattened(task: Task, assignment: ShardingAssignment) -> bool:
 
 
 def _flattened_axis(dim: Dim, task: Task, assignment: ShardingAssignment) -> str | None:
-    """The logical axis that a dimension of an operand is flattened to, if `task` contracts it."""
+    """Return the logical axis into which a dimension of an operand is flattened, if `task` contracts it."""
     flat = next((name for name, parts in assignment.merged_axes.items() if parts == dim), None)
     is_contracted = flat is not None and (flat, math.prod(size for _, size in dim)) in task.contracted
     return flat if is_contracted else None
 
 
 def _keeps_sharding(dim: Dim, flat: str, assignment: ShardingAssignment) -> bool:
-    """Whether a flattened dimension stays sharded as its major axis is, for what its own axis is mapped to.
+    """Return whether a flattened dimension keeps the sharding of its major axis under the mapping of its own axis.
 
     It does if no minor axis is sharded, and the flattened axis is mapped to the first of the same mesh axes, or none.
     """
@@ -309,7 +309,7 @@ COMPUTE_COLLECTIVES: dict[TaskKind, CollectiveRule | None] = {
     TaskKind.HOST_COPY: None,
     TaskKind.ELEMENTWISE: None,
 }
-"""Kind of task -> its collectives that follow from the compute mapping alone."""
+"""Kind of task -> rule for its collectives that depend on the compute mapping alone; None without any."""
 PARAM_COLLECTIVES: dict[TaskKind, CollectiveRule | None] = {
     TaskKind.CONTRACTION: _parameter_matmul_traffic,
     TaskKind.ATTENTION: None,
@@ -324,4 +324,4 @@ PARAM_COLLECTIVES: dict[TaskKind, CollectiveRule | None] = {
     TaskKind.HOST_COPY: None,
     TaskKind.ELEMENTWISE: None,
 }
-"""Kind of task -> its collectives that depend on the mapping of parameters too; None where its cost does not."""
+"""Kind of task -> rule for its collectives that depend on the parameter mapping too; None without any."""

@@ -15,7 +15,7 @@ class Purpose(Enum):
     WEIGHT_GRADIENTS = "gradient of {}"
     PARTIAL_SUMS = "partial sums of {}"
     GROUPED_RESULTS = "result of {}"
-    """Of a grouped matmul: the part of its result that another sharding needs."""
+    """The part of a grouped matmul's result that another sharding needs."""
     SUMS_OVER_DEVICES = "sums of {}"
     EXCHANGES = "exchange of {}"
     """An all-gather, all-to-all or permutation that the model's own shard_map names."""
@@ -23,7 +23,7 @@ class Purpose(Enum):
     LOOKUPS = "rows of {}"
     LOOKUP_GRADIENTS = "gradient of the lookup"
     FLATTENED_AXES = "{} resharded"
-    """Of a flattened dimension whose axes have another sharding than the axis that they are flattened into."""
+    """Resharding of a flattened dimension whose axes are sharded otherwise than the axis they are flattened into."""
     REPLICATION = "replicated for {}"
     TOKENS_FOR_EXPERTS = "tokens gathered for experts"
     SUMS_OF_EXPERTS = "sums of the outputs of experts"
@@ -40,19 +40,19 @@ class Overlap(Enum):
     """The computation that can hide a collective."""
 
     NONE = auto()
-    """The task waits for it."""
+    """The task waits for the collective."""
     INDEPENDENT = auto()
-    """It depends on no other task, and runs behind the part of the task's compute that compilers can overlap."""
+    """The collective depends on no other task; it runs behind that part of its task that compilers can overlap."""
     REORDERED = auto()
-    """As `INDEPENDENT`, but the result is reordered, and the task waits for a part of it."""
+    """As `INDEPENDENT`, but the result is reordered, and the task waits for a part of the collective."""
     LAYER = auto()
-    """It depends on no other task, and lasts longer than its own: weights that experts gather. It runs behind the part
-    of the layer's compute that compilers can overlap."""
+    """The collective depends on no other task and lasts longer than its own, as gathers of expert weights do. It runs
+    behind the part of the layer's compute that compilers can overlap."""
     KERNELS = auto()
-    """It runs behind kernels of experts: tokens of one part behind the experts of another, and stored weights. Some
-    compilers overlap little with kernels."""
+    """The collective runs behind expert kernels: one part's tokens behind the experts of another, or stored weights.
+    Some compilers overlap little with kernels."""
     RING_HOPS = auto()
-    """Each execution runs behind the attention to the keys of one hop; nothing is sent during the last one."""
+    """Each execution runs behind the attention to the keys of one hop; the last hop sends nothing."""
 
 
 @dataclass(frozen=True)
@@ -67,14 +67,14 @@ class Traffic:
     """Number of executions per step."""
     purpose: Purpose
     subject: str = ""
-    """The parameter or named scope that it serves."""
+    """The parameter or named scope that the collective serves."""
     overlap: Overlap = Overlap.NONE
     distance: int = 1
-    """Of a permutation along the mesh axes: how far each device sends."""
+    """Distance that each device sends in a permutation along the mesh axes."""
 
     @property
     def cause(self) -> str:
-        """Text of the purpose and its subject."""
+        """Text of the purpose, with its subject."""
         return self.purpose.value.format(self.subject)
 
 
@@ -87,7 +87,7 @@ def all_gather_traffic(
     subject: str = "",
     overlap: Overlap = Overlap.NONE,
 ) -> Traffic:
-    """Return the traffic of an all-gather, or of the all-reduce that the compiler makes of it.
+    """Return the traffic of an all-gather, or of the all-reduce into which the compiler turns it.
 
     Args:
         result_bytes: bytes on a device after the gather, per execution.
@@ -107,7 +107,7 @@ def all_gather_traffic(
 def all_reduce_traffic(
     array_bytes: float, assignment: ShardingAssignment, axes: MeshAxes, count: int, purpose: Purpose, subject: str = ""
 ) -> Traffic:
-    """Return the traffic of an all-reduce, which is a reduce-scatter and an all-gather of `array_bytes` per execution.
+    """Return the traffic of an all-reduce: a reduce-scatter and an all-gather of `array_bytes` per execution.
 
     Other arguments as for `all_gather_traffic`.
     """
@@ -141,7 +141,7 @@ def all_to_all_traffic(
 
 
 def permute_traffic(array_bytes: float, axes: MeshAxes, count: int, distance: int) -> Traffic:
-    """Return the traffic of ring attention: each device receives `array_bytes` from another, per execution.
+    """Return the traffic of a permutation: each device receives `array_bytes` from another, per execution.
 
     Args:
         axes: mesh axes whose devices make up the ring.
@@ -153,7 +153,7 @@ def permute_traffic(array_bytes: float, axes: MeshAxes, count: int, distance: in
 
 
 def _bytes_of_others(size: float, assignment: ShardingAssignment, axes: MeshAxes, count: int) -> float:
-    """Bytes that a device receives in `count` executions.
+    """Return the bytes that a device receives in `count` executions.
 
     For each it needs `size` bytes, and holds an equal part of them like all others along `axes`.
     """

@@ -43,30 +43,30 @@ from shardplan.program.named_arrays import TracedArray, size_of
 from shardplan.program.tasks import Task
 
 ACTIVATION_SLOWDOWN = 2.0
-"""Time of activations, in float32, relative to that of their bytes at HBM bandwidth: 1.6 as compiled for v4, 2.2 for
-v5p (Mixtral)."""
+"""Seconds of activation functions in float32 = this x bytes / HBM bandwidth: 1.6 as compiled for v4, 2.2 for v5p
+(Mixtral)."""
 EXCHANGE_COPY, EXCHANGE_FILL, EXCHANGE_PAD = 5.5, 10.0, 11.5
 """Time around a ragged all-to-all, relative to that of the bytes of its rows at HBM bandwidth: to copy rows to or from
 its layout, to fill a buffer with zeros, and to pad or cut rows; as compiled for v5p (Mixtral, Qwen3, gpt-oss)."""
 EXCHANGE_RESHAPES = 2
-"""Reads and writes of rows that are reshaped; the compiler gives no cycles for it."""
+"""Number of reads and writes of rows that are reshaped; an assumption, as the compiler gives no cycles for it."""
 EXCHANGED_WEIGHT_COPY = 15.0
-"""As `EXCHANGE_COPY`, for routing weights."""
+"""`EXCHANGE_COPY` for routing weights."""
 EXCHANGE_LANES = 256
-"""Elements of bfloat16 to a multiple of which the compiler pads the rows of a ragged all-to-all."""
+"""Multiple of bfloat16 elements to which the compiler pads the rows of a ragged all-to-all."""
 EXCHANGED_WEIGHT_BYTES = 512
-"""Bytes of the routing weight of a row in a ragged all-to-all: the compiler pads it to 128 elements of float32."""
+"""Bytes of a row's routing weight in a ragged all-to-all: the compiler pads it to 128 elements of float32."""
 ROUTING_BYTES = 8
-"""Bytes of the number and of the routing weight of an expert of a token, which travel with the token."""
+"""Bytes sent with a token for each of its experts: the expert's number and its routing weight."""
 
 
 @dataclass(frozen=True)
 class ExpertOperands:
-    """The operands of a task of experts by their meaning; see `shardplan.program.marked.marked_experts`."""
+    """The operands of an expert task by their meaning; see `shardplan.program.marked.marked_experts`."""
 
     tokens: TracedArray
     weights: tuple[TracedArray, ...]
-    """The matrices of the experts: gates if there are any, projections up and down."""
+    """The matrices of the experts: gate projections (if there are any), up projections, down projections."""
     weight_gradients: tuple[TracedArray, ...]
     """The gradients of all weights, biases included; empty in the forward pass."""
 
@@ -81,7 +81,7 @@ class ExpertOperands:
 
     @property
     def up(self) -> TracedArray:
-        """The projections up, {experts, embed, mlp}."""
+        """The up projections, {experts, embed, mlp}."""
         return self.weights[-2]
 
 
@@ -91,11 +91,11 @@ class KernelCalls:
 
     matmul: GroupedMatmul
     buffer_rows: float
-    """Rows of its arrays, by which its tiles are chosen."""
+    """Rows of the calls' arrays, which determine the kernel's tiles."""
     count: float
 
     def seconds(self, generation: Generation) -> float:
-        """Seconds of all calls."""
+        """Return the seconds of all calls."""
         tiles = fastest_tiles(replace(self.matmul, rows=self.buffer_rows), generation)
         return self.count * self.matmul.seconds(tiles, generation)
 
@@ -108,7 +108,7 @@ class ExpertWork:
     itemsize: int
     strategy: ExpertStrategy
     tokens: float
-    """Tokens of the device."""
+    """Number of tokens of the device."""
     token_axes: MeshAxes
     """Mesh axes that shard tokens."""
     expert_axes: MeshAxes
@@ -116,21 +116,21 @@ class ExpertWork:
     mlp_axes: MeshAxes
     """Mesh axes that shard hidden states."""
     gathered_axes: MeshAxes
-    """Mesh axes along which tokens are gathered, and their sums scattered."""
+    """Mesh axes along which tokens are gathered and their results reduce-scattered."""
     summed_axes: MeshAxes
-    """Mesh axes along which sums are added up, for the same tokens."""
+    """Mesh axes along which devices add up results for the same tokens."""
     gathered_tokens: float
-    """Tokens of the device, and those that it gathers."""
+    """Number of tokens after the gather, the device's own included."""
     rows: float
-    """Rows of the busiest device."""
+    """Number of rows (pairs of token and expert) on the busiest device."""
     buffer_rows: float
-    """Rows of its buffers."""
+    """Number of rows in the device's buffers."""
     experts: float
-    """Experts that the device computes."""
+    """Number of experts that the device computes."""
     chunks: int
-    """Parts of its tokens that are gathered and computed one after the other."""
+    """Number of chunks in which the device's tokens are gathered and computed, one after the other."""
     mlp: float
-    """Elements of hidden states that it computes."""
+    """Elements of the hidden states that the device computes."""
 
     @cached_property
     def row_bytes(self) -> float:
@@ -149,12 +149,12 @@ class ExpertWork:
 
     @property
     def hidden_buffer(self) -> float:
-        """Bytes of the hidden states of one part of the tokens."""
+        """Bytes of the hidden states of one chunk of tokens."""
         return self.buffer_rows / self.chunks * self.hidden_bytes
 
     @property
     def transferred_bytes(self) -> float:
-        """Bytes of buffers for tokens that are gathered, or for rows that are exchanged, and for their sums."""
+        """Bytes of buffers for gathered tokens or exchanged rows, and for their results."""
         if self.exchanges_rows:
             return 2 * self.rows * self.row_bytes
         if not self.gathered_axes:
@@ -164,28 +164,28 @@ class ExpertWork:
 
     @property
     def gathered_weight_bytes(self) -> float:
-        """Bytes of gathered weights in memory at a time: the matrices of one product and of the next."""
+        """Bytes of gathered weights in memory at a time: the matrices of one matmul and of the next."""
         is_gathered = self.strategy is ExpertStrategy.GATHER_WEIGHTS and (self.expert_axes or self.mlp_axes)
         return 2 * self.matrix_bytes if is_gathered else 0.0
 
     @property
     def exchanges_rows(self) -> bool:
-        """Whether rows travel between devices, which have different experts."""
+        """Whether rows are exchanged between devices, which have different experts."""
         return self.strategy is ExpertStrategy.EXCHANGE_TOKENS and bool(self.expert_axes)
 
     @property
     def exchanged_embed(self) -> int:
-        """Elements of a token in an exchange, with padding."""
+        """Elements of a token in an exchange, padding included."""
         return -(-self.kind.embed // EXCHANGE_LANES) * EXCHANGE_LANES
 
     @property
     def rows_of_kernel(self) -> float:
-        """Rows that one call of a kernel has."""
+        """Rows in one call of a kernel."""
         return self.rows / self.chunks
 
 
 def work_of(task: Task, assignment: ShardingAssignment) -> ExpertWork:
-    """Return one device's work for the block of experts of a task; for a gradient's task, its forward block."""
+    """Return one device's work for the block of experts of a task; for a gradient's task, of its forward block."""
     assert task.experts is not None
     operands = ExpertOperands.of(task)
     return expert_work(task.experts, operands.tokens, operands.up, assignment)
@@ -247,7 +247,7 @@ def expert_work(kind: ExpertKind, x: TracedArray, up: TracedArray, assignment: S
 
 
 def busiest_part(kind: ExpertKind, shards: float) -> float:
-    """Return the rows of the busiest of `shards` devices with different experts, relative to their mean.
+    """Return the rows of the busiest of `shards` devices with different experts, divided by their mean.
 
     Loads of experts are taken to be independent and normal: those of the experts of a device add up, and the largest of
     several sums is that of as many normal numbers.
@@ -262,7 +262,7 @@ def busiest_part(kind: ExpertKind, shards: float) -> float:
 
 
 def kernel_calls(task: Task, work: ExpertWork) -> tuple[KernelCalls, ...]:
-    """The calls of kernels in all executions of a task: to hidden states, back from them, and for gradients of both."""
+    """Return the kernel calls in all executions of a task: to hidden states, back from them, and for both gradients."""
     embed, mlp, projections = work.kind.embed, work.mlp, work.kind.matrices - 1
 
     def calls(inner: float, columns: float, times: int, is_matrix_gradient: bool = False) -> KernelCalls:
@@ -280,7 +280,7 @@ def kernel_calls(task: Task, work: ExpertWork) -> tuple[KernelCalls, ...]:
 
 
 def sliced_weight_bytes(task: Task, assignment: ShardingAssignment) -> float:
-    """Bytes of weights that are copied before kernels take them, in all executions: in gradients transposed, too."""
+    """Return the bytes of weights copied for kernels, over all executions; for gradients also transposed copies."""
     copies = 2 if _is_gradient(task) else 1
     # numbers of kept weights are arrays of one layer already
     stacked = (array for array in ExpertOperands.of(task).weights if not array.is_local)
@@ -289,7 +289,7 @@ def sliced_weight_bytes(task: Task, assignment: ShardingAssignment) -> float:
 
 
 def moved_bytes(task: Task, work: ExpertWork, is_wide: bool) -> float:
-    """Bytes that one execution reads and writes besides kernels: rows are looked up, computed and added up by token.
+    """Return the bytes that one execution reads and writes outside kernels to look up rows and add them up by token.
 
     Rows that are exchanged are copied before and after, too, and biases are looked up for each row. A gradient removes
     rows that hold nothing.
@@ -308,7 +308,7 @@ def moved_bytes(task: Task, work: ExpertWork, is_wide: bool) -> float:
 
 
 def _activation_bytes(work: ExpertWork, is_wide: bool) -> float:
-    """Bytes that activations read and write, and sums with biases, of hidden states and of outputs."""
+    """Return the bytes that activation functions and additions of biases read and write."""
     projections, columns = work.kind.matrices - 1, work.buffer_rows * work.mlp
     read = columns * (FLOAT32_BYTES if is_wide else work.itemsize) * projections
     written = columns * work.itemsize
@@ -318,7 +318,7 @@ def _activation_bytes(work: ExpertWork, is_wide: bool) -> float:
 
 
 def _bias_bytes(work: ExpertWork) -> float:
-    """Bytes to look up the biases of every row by its expert: they are read and written; 0 without biases."""
+    """Return the bytes to look up the biases of every row by its expert, read and written; 0 without biases."""
     if not work.kind.has_bias:
         return 0.0
     return 2 * work.buffer_rows * ((work.kind.matrices - 1) * work.hidden_bytes + work.row_bytes)
@@ -341,7 +341,7 @@ def _exchange_bytes(work: ExpertWork) -> float:
 
 
 def elementwise_bytes(task: Task, work: ExpertWork, is_wide: bool) -> float:
-    """Bytes that one execution reads and writes in elementwise work besides activations.
+    """Return the bytes that one execution reads and writes in elementwise work besides activation functions.
 
     Outputs are converted if kernels write them in float32. A gradient adds up gradients: of rows, those by gates and by
     projections up, and once more where rows are exchanged; of weights, those by each part of the tokens.
@@ -358,7 +358,7 @@ def elementwise_bytes(task: Task, work: ExpertWork, is_wide: bool) -> float:
 
 
 def expert_traffic(task: Task, assignment: ShardingAssignment) -> Iterator[Traffic]:
-    """Yield the collectives of a block: its tokens, sums and weights, as far as computations shard them."""
+    """Yield the collectives of a block, of its tokens, results and weights, under the compute sharding."""
     work, count = work_of(task, assignment), task.executions
     is_gradient = _is_gradient(task)
     size = work.gathered_tokens * work.row_bytes
@@ -390,13 +390,13 @@ def expert_traffic(task: Task, assignment: ShardingAssignment) -> Iterator[Traff
 
 
 def gradient_sum_axes(task: Task, assignment: ShardingAssignment) -> MeshAxes:
-    """Mesh axes over which gradients of weights are summed: the axes of tokens that do not shard the weights."""
+    """Return the mesh axes over which gradients of weights are summed: token axes that do not shard the weights."""
     work = work_of(task, assignment)
     return tuple(axis for axis in work.token_axes if axis not in (*work.expert_axes, *work.mlp_axes))
 
 
 def expert_buffer_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
-    """Bytes of the buffers of a block while it runs, beyond its operands and results.
+    """Return the bytes of a block's buffers while it runs, beyond its operands and results.
 
     While an activation is computed, these are gathered tokens, or rows that are sent and received; the rows of the
     device; and its gates and projections up, of which the hidden states take over one. Of several parts of tokens, the
@@ -408,7 +408,7 @@ def expert_buffer_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> f
 
 
 def expert_gradient_buffer_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
-    """Bytes of the buffers of the gradient of a block while it runs, beyond its operands and results."""
+    """Return the bytes of the buffers of a block's gradient while it runs, beyond its operands and results."""
     work = _work_of_buffer(buffer, assignment)
     rows = 2 * (work.transferred_bytes + work.buffer_rows * work.row_bytes)
     return 2 * work.gathered_weight_bytes + rows + 2 * (work.kind.matrices - 1) * work.hidden_buffer
@@ -425,6 +425,6 @@ def _is_gradient(task: Task) -> bool:
 
 
 def products(task: Task) -> int:
-    """Matmuls that a block, or its gradient, has by definition."""
+    """Return the number of matmuls in the definition of a block or its gradient."""
     assert task.experts is not None
     return 2 * task.experts.matrices if _is_gradient(task) else task.experts.matrices

@@ -30,30 +30,30 @@ class DeviceCost:
     """Bytes read from and written to HBM."""
     traffic: tuple[Traffic, ...]
     reordered_weight_bytes: float = 0.0
-    """Bytes of parameters that a gather leaves out of order: along several dimensions at once, or as an all-reduce."""
+    """Bytes of parameters that a gather must reorder, because it has several dimensions or becomes an all-reduce."""
     local_weight_bytes: float = 0.0
     """Bytes of the device's own shards of gathered parameters, which it copies into the gathered arrays."""
     ring_hops: int = 0
-    """Of attention: hops of a ring after the first one, over all executions."""
+    """For attention: number of ring hops after the first one, over all executions."""
     hop_output_bytes: float = 0.0
-    """Of attention: bytes of the output of a hop, in float32."""
+    """For attention: bytes of a hop's output, in float32."""
     has_kernel: bool = False
-    """Of attention: whether a kernel computes it, on each device alone, and never writes scores to memory."""
+    """For attention: whether a kernel computes it on each device alone, without writing scores to memory."""
     kernels: tuple[experts.KernelCalls, ...] = ()
-    """Of a block of experts: the calls of its kernels."""
+    """For a block of experts: the calls of its kernels."""
     stages: tuple[Stage, ...] = ()
-    """Of Native Sparse Attention: its parts, one after the other."""
+    """For Native Sparse Attention: its stages, one after the other."""
     sliced_weight_bytes: float = 0.0
-    """Of a block of experts, and of a conversion: bytes of weights that are copied out of the stack of all layers, for
-    kernels and conversions take whole arrays."""
+    """For a block of experts and for a conversion: bytes of weights copied out of the stack of all layers, because
+    kernels and conversions take separate arrays."""
     elementwise_bytes: float = 0.0
-    """Of a block of experts: bytes that elementwise work besides activations reads and writes."""
+    """For a block of experts: bytes that elementwise work besides activation functions reads and writes."""
     unmasked_fraction: float = 1.0
-    """Of attention: the part of its scores that the mask leaves to the device with most of them."""
+    """For attention: unmasked fraction of the scores, on the device with the most unmasked scores."""
 
 
 def device_cost(task: Task, assignment: ShardingAssignment, lower_bound: DeviceCost | None = None) -> DeviceCost:
-    """The cost of `task` on one device.
+    """Return the cost of `task` on one device.
 
     Args:
         lower_bound: the `device_cost_lower_bound` of an assignment that differs in `params` only, if already known.
@@ -87,7 +87,7 @@ def device_cost(task: Task, assignment: ShardingAssignment, lower_bound: DeviceC
 
 
 def device_cost_lower_bound(task: Task, assignment: ShardingAssignment) -> DeviceCost:
-    """The least cost of `task` on one device, for the compute mapping and any mapping of parameters."""
+    """Return the least cost of `task` on one device for the compute mapping, over all parameter mappings."""
     # where the stored sharding decides, it divides arrays by all devices at best
     devices = math.prod(assignment.mesh.values())
     rule = COMPUTE_COLLECTIVES[task.kind]
@@ -119,7 +119,7 @@ def device_cost_lower_bound(task: Task, assignment: ShardingAssignment) -> Devic
 
 
 def _sliced_weight_bytes(task: Task, assignment: ShardingAssignment) -> float:
-    """Bytes of stored weights that are copied out of the stack of all layers, over all executions."""
+    """Return the bytes of stored weights that are copied out of the stack of all layers, over all executions."""
     match task.kind:
         case TaskKind.EXPERTS:
             return experts.sliced_weight_bytes(task, assignment)
@@ -130,7 +130,7 @@ def _sliced_weight_bytes(task: Task, assignment: ShardingAssignment) -> float:
 
 
 def _expert_cost(task: Task, assignment: ShardingAssignment, traffic: tuple[Traffic, ...]) -> DeviceCost:
-    """The cost of a block of experts, or of its gradient, without the gathers of its parameters."""
+    """Return the cost of a block of experts, or of its gradient, without the gathers of parameters."""
     work, count, is_wide = experts.work_of(task, assignment), task.executions, assignment.quirks.wide_rows
     return DeviceCost(
         Matmul(count * experts.products(task), rows=work.rows, inner=work.kind.embed, columns=work.mlp),
@@ -142,7 +142,7 @@ def _expert_cost(task: Task, assignment: ShardingAssignment, traffic: tuple[Traf
 
 
 def _sparse_attention_cost(task: Task, assignment: ShardingAssignment, traffic: tuple[Traffic, ...]) -> DeviceCost:
-    """The cost of Native Sparse Attention, or of its gradient, without the gathers of its parameters."""
+    """Return the cost of Native Sparse Attention, or of its gradient, without the gathers of parameters."""
     stages = sparse_stages(task, sparse_work_of(task, assignment))
     moved = task.executions * _moved_bytes(task, assignment, lambda array: assignment.bytes(array, assignment.params))
     flops = sum(stage.flops for stage in stages)
@@ -155,7 +155,7 @@ def _sparse_attention_cost(task: Task, assignment: ShardingAssignment, traffic: 
 
 
 def _moved_bytes(task: Task, assignment: ShardingAssignment, bytes_of_stored: Callable[[TracedArray], float]) -> float:
-    """Bytes of the operands and results of a task on one device."""
+    """Return the bytes of the operands and results of a task on one device."""
     total = 0.0
     for array in task.moved_arrays:
         is_stored = array in task.stored_arrays
@@ -168,7 +168,7 @@ def _nonempty(traffic: Iterator[Traffic]) -> tuple[Traffic, ...]:
 
 
 def weight_bytes(task: Task, assignment: ShardingAssignment) -> float:
-    """Bytes per device, in the compute sharding, of the parameters that a matmul uses first, over all executions."""
+    """Return the bytes per device (compute sharding) of the parameters that a matmul uses first, in all executions."""
     if task.kind != TaskKind.CONTRACTION or task.groups > 1:
         return 0.0
     return task.executions * sum(
@@ -179,5 +179,5 @@ def weight_bytes(task: Task, assignment: ShardingAssignment) -> float:
 
 
 def depends_on_params(task: Task) -> bool:
-    """Whether the cost of `task` depends on the stored sharding of parameters."""
+    """Return whether the cost of `task` depends on the stored sharding of parameters."""
     return PARAM_COLLECTIVES[task.kind] is not None or bool(task.stored_arrays)

@@ -1,4 +1,4 @@
-"""Matmuls: the part of one device, and the FLOPs of its matrix unit with padding."""
+"""Matmuls: one device's part, and the FLOPs of its matrix unit, padding included."""
 
 import math
 from dataclasses import dataclass
@@ -23,19 +23,19 @@ class Matmul:
 
     @property
     def flops(self) -> float:
-        """FLOPs without padding."""
+        """FLOPs, padding excluded."""
         return 2 * self.count * self.rows * self.inner * self.columns
 
     @property
     def padded_flops(self) -> float:
-        """FLOPs of the matrix unit: one matrix is padded to full tiles, the rows of the other are streamed."""
+        """FLOPs of the matrix unit, which pads one matrix to full tiles and streams the rows of the other."""
         rows, inner, columns = map(math.ceil, (self.rows, self.inner, self.columns))
         streamed = min(_pad(rows, SUBLANES) * _pad(columns, LANES), _pad(columns, SUBLANES) * _pad(rows, LANES))
         return 2 * self.count * _pad(inner, LANES) * streamed
 
     @property
     def kernel_flops(self) -> float:
-        """FLOPs in a kernel of attention, in which head sizes are padded, whichever matrix they are columns of."""
+        """FLOPs in an attention kernel, which pads head sizes in both matrices."""
         inner, columns = _pad(math.ceil(self.inner), LANES), _pad(math.ceil(self.columns), LANES)
         return 2 * self.count * self.rows * inner * columns
 
@@ -48,7 +48,7 @@ NO_MATMUL = Matmul(0.0, 0.0, 0.0, 0.0)
 
 
 def local_matmul(task: Task, assignment: ShardingAssignment) -> Matmul:
-    """One device's part of the matmul that `task` is."""
+    """Return one device's part of the matmul that `task` computes."""
     mapping = assignment.params if task.groups > 1 else assignment.compute
     used: set[str] = set()
     local = []

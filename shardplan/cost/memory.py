@@ -33,28 +33,28 @@ class Memory:
 
 
 def estimate_memory(step: Step, assignment: ShardingAssignment) -> Memory:
-    """The bytes per device at the largest point of the program, by part."""
+    """Return the bytes per device at the largest point of the program, by part."""
     return Memory(**max(memory_by_part(step, assignment), key=_total))
 
 
 def memory_by_part(step: Step, assignment: ShardingAssignment) -> list[dict[MemoryPart, float]]:
-    """The bytes per device at every point of the program, by part."""
+    """Return the bytes per device at every point of the program, by part."""
     stored = _bytes_by_part(((buffer, 1) for buffer in stored_buffers(step)), step, assignment)
     return [{**stored, **_bytes_by_part(point, step, assignment)} for point in step.points]
 
 
 def point_bytes(point: ProgramPoint, assignment: ShardingAssignment) -> float:
-    """Bytes per device of the buffers that are live at a point, without those that are live at every point."""
+    """Return the bytes per device of the buffers live at a point, except those live at every point."""
     return sum(count * buffer_bytes(buffer, assignment) for buffer, count in point)
 
 
 def host_bytes(step: Step, assignment: ShardingAssignment) -> float:
-    """Bytes of the host's memory that a device uses at the largest point of the program."""
+    """Return the bytes of the host's memory that a device uses at the largest point of the program."""
     return max(sum(count * host_buffer_bytes(buffer, assignment) for buffer, count in point) for point in step.points)
 
 
 def stored_buffers(step: Step) -> Iterator[LiveBuffer]:
-    """The buffers that are live at every point: parameters and optimizer state."""
+    """Yield the buffers that are live at every point: parameters and optimizer state."""
     yield from (LiveBuffer(BufferRole.PARAMETER, array) for array in step.parameters)
     yield from (LiveBuffer(BufferRole.OPTIMIZER_STATE, array) for array in step.state)
 
@@ -73,7 +73,7 @@ def _bytes_by_part(
 
 
 def _part_of(buffer: LiveBuffer, step: Step, assignment: ShardingAssignment) -> MemoryPart:
-    """The part of `Memory` that a buffer belongs to."""
+    """Return the part of `Memory` that a buffer belongs to."""
     part = ROLES[buffer.role].part
     if part is not None:
         return part

@@ -30,7 +30,7 @@ from shardplan.plan.mapping import MeshAxes, MeshShape, mesh_size
 from shardplan.program.named_arrays import TracedArray
 
 INDEX_BYTES = 4
-"""Bytes of the index of a token."""
+"""Bytes of the index of one token."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,11 @@ class LookupStep:
     axes: MeshAxes
     """Mesh axes whose devices exchange data."""
     devices: int
-    """Number of devices that exchange data with each other; fewer than along `axes`, where these are split."""
+    """Number of devices that exchange data with each other; fewer than along `axes` if an axis is split."""
     bytes_before: float
     bytes_after: float
     is_of_table: bool = False
-    """Whether the table is gathered, before rows are looked up; all other steps are of the result."""
+    """Whether the step gathers the table before rows are looked up; all other steps communicate the result."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class PartitionedLookup:
 
     @property
     def transient_bytes(self) -> float:
-        """Largest bytes in memory besides the result while a step runs, over the steps after the table's gather.
+        """Largest bytes in memory besides the result during a step after the table's gather.
 
         A step's input and output are in memory together. The result takes the place of one of them, except where a sum
         of partial results becomes the result by an all-to-all. Transient arrays that are no larger than the result are
@@ -77,7 +77,7 @@ class PartitionedLookup:
 
 
 def partition_lookup(table: TracedArray, result: TracedArray, assignment: ShardingAssignment) -> PartitionedLookup:
-    """The steps that look up `result` (tokens and columns) in `table` (rows and columns) in its stored sharding."""
+    """Return the steps that look up `result` (tokens, columns) in `table` (rows, columns) in its stored sharding."""
     own = assignment.bytes(result, assignment.compute)
     if table.weight is None:
         return PartitionedLookup((), own)
@@ -138,34 +138,34 @@ class _Exchange(NamedTuple):
     devices: int
     """Number of devices that exchange data with each other."""
     bytes: float
-    """Bytes on a device afterwards."""
+    """Bytes on a device after the collective."""
 
 
 class _Resharding(Enum):
     """How a column-sharded result becomes token-sharded."""
 
     GATHER = auto()
-    """Tokens are sharded already, over other devices than columns: the columns are gathered."""
+    """Tokens are sharded already, over other devices than columns; the columns are all-gathered."""
     EXCHANGE = auto()
     """An all-to-all gives a device all columns of its tokens."""
     REPLICATE = auto()
-    """The partitioner knows no direct way: the result becomes replicated, and a device keeps its tokens."""
+    """The partitioner knows no direct way: the result becomes replicated, and each device keeps its tokens."""
 
 
 @dataclass(frozen=True)
 class _Lookup:
-    """A lookup by a group of devices; bytes are those of unsharded arrays."""
+    """A lookup by a group of devices; bytes are the bytes of unsharded arrays."""
 
     devices: int
-    """Number of devices of the group."""
+    """Number of devices in the group."""
     rows: int
-    """Shards of the table's rows."""
+    """Number of shards along the table's rows."""
     columns: int
-    """Shards of the table's columns; those of the result are not sharded."""
+    """Number of shards along the table's columns; the result's columns are unsharded."""
     tokens: tuple[int, ...]
-    """Shards of each dimension of the tokens."""
+    """Number of shards of each dimension of the tokens."""
     result_tokens: tuple[int, ...]
-    """Shards of each dimension of the tokens in the result."""
+    """Number of shards of each dimension of the tokens in the result."""
     table_bytes: float
     result_bytes: float
     index_bytes: float
@@ -173,32 +173,32 @@ class _Lookup:
 
     @property
     def num_tokens(self) -> int:
-        """Shards of the tokens."""
+        """Number of shards of the tokens."""
         return math.prod(self.tokens)
 
     @property
     def result_shards(self) -> int:
-        """Shards of the result."""
+        """Number of shards of the result."""
         return math.prod(self.result_tokens)
 
     @property
     def resharding_of_group(self) -> _Resharding:
-        """How the lookup of one group reshards; the partitioner chooses which devices of the group share a shard."""
+        """Return how one group's lookup reshards; the partitioner chooses which devices of the group share a shard."""
         if self.columns * self.result_shards <= self.devices:
             return _Resharding.GATHER
         return _Resharding.EXCHANGE if self.columns == self.result_shards else _Resharding.REPLICATE
 
 
 class _Estimate:
-    """The cost of a method for a whole lookup: its largest arrays in memory, and the bytes it moves."""
+    """The cost of a method for a lookup: bytes of its largest arrays in memory, and bytes that it moves."""
 
     def __init__(self, table: float, result: float, indices: float) -> None:
-        """Every device looks up `result` bytes in `table` bytes, with `indices` bytes of indices."""
+        """Begin with a lookup of `result` bytes in `table` bytes, with `indices` bytes of indices, on every device."""
         self.largest = table + result + indices
         self.moved = 0.0
 
     def gather(self, before: float, after: float) -> None:
-        """Add an all-gather, unless it is none; its operand and result are in memory together."""
+        """Add an all-gather, if there is one; its operand and result are in memory together."""
         if after > before:
             self.largest = max(self.largest, before + after)
             self.moved += after
@@ -209,19 +209,19 @@ class _Estimate:
         self.moved += size
 
     def sum(self, size: float) -> None:
-        """Add an all-reduce, which is done in place, and moves its array twice."""
+        """Add an all-reduce, which is in place and moves its array twice."""
         self.largest = max(self.largest, size)
         self.moved += 2 * size
 
     @property
     def rank(self) -> tuple[float, float]:
-        """Smaller for the better method."""
+        """Sort key, smaller for the better method."""
         return self.largest, self.moved
 
 
 @functools.cache
 def _split(lookup: _Lookup) -> tuple[_Exchange, ...]:
-    """The collectives of a lookup, by the method with the least estimate."""
+    """Return the collectives of a lookup, by the method with the least estimate."""
     methods: list[tuple[_Estimate, Callable[[_Lookup], tuple[_Exchange, ...]]]] = []
     if lookup.columns > 1:
         methods.append((_estimate_by_columns(lookup), _split_by_columns))
@@ -266,7 +266,7 @@ def _split_by_tokens(lookup: _Lookup) -> tuple[_Exchange, ...]:
 
 
 def _group_table(lookup: _Lookup) -> tuple[int, ...]:
-    """Shards of the table's rows and columns within a group that has its own tokens."""
+    """Return the shards of the table's rows and columns within a group that has different tokens than other groups."""
     return _group((lookup.rows, lookup.columns), lookup.devices, lookup.num_tokens)
 
 
@@ -337,7 +337,7 @@ def _split_by_rows(lookup: _Lookup) -> tuple[_Exchange, ...]:
 
 
 def _group_of_rows(lookup: _Lookup) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shards of the tokens, and of the tokens in the result, within a group that has its own rows.
+    """Return the shards of the tokens, and of the result's tokens, within a group that has different table rows.
 
     Where a group would hold all tokens of one of the two, it has the sharding of the other.
     """
@@ -353,12 +353,12 @@ def _split_group(group: _Lookup) -> tuple[_Exchange, ...]:
 
 
 def _gather(array: _Array, devices: int, size: float) -> tuple[_Exchange, ...]:
-    """An all-gather to `size` bytes; none where the array is not sharded."""
+    """Return an all-gather to `size` bytes; None if the array is not sharded."""
     return (_Exchange(CollectiveKind.ALL_GATHER, array, devices, size),) if devices > 1 else ()
 
 
 def _group(shards: tuple[int, ...], devices: int, num_groups: int) -> tuple[int, ...]:
-    """Shards of each dimension of an array within a group of devices that holds all of it.
+    """Return the shards of each dimension of an array within a group of devices that together holds all of it.
 
     Groups take over copies of the array. If there are too few, dimensions are gathered in order, as far as groups need
     it, or else the whole array is.
@@ -383,7 +383,7 @@ def _group(shards: tuple[int, ...], devices: int, num_groups: int) -> tuple[int,
 
 
 def _resharding(columns: MeshAxes, tokens: Sequence[MeshAxes], mesh: MeshShape) -> _Resharding:
-    """How the whole lookup reshards columns, decided by the order of the mesh axes of columns and tokens."""
+    """Return how a lookup reshards columns, which depends on the order of the mesh axes of columns and tokens."""
     if set[str]().union(*tokens).isdisjoint(columns):
         return _Resharding.GATHER
     if len(tokens) > 1:
@@ -394,7 +394,7 @@ def _resharding(columns: MeshAxes, tokens: Sequence[MeshAxes], mesh: MeshShape) 
 
 
 def _axes_of(devices: int, candidates: Sequence[str], mesh: MeshShape) -> MeshAxes:
-    """The first combination of `candidates` with the given number of devices; all of them if there is none."""
+    """Return the first combination of `candidates` with `devices` devices; all of them if there is none."""
     for i, last in enumerate(candidates):
         for count in range(i + 1):
             for others in combinations(candidates[:i], count):
@@ -404,5 +404,5 @@ def _axes_of(devices: int, candidates: Sequence[str], mesh: MeshShape) -> MeshAx
 
 
 def _of_several(axes: MeshAxes, mesh: MeshShape) -> MeshAxes:
-    """The mesh axes among `axes` with more than one device."""
+    """Return the mesh axes in `axes` that have more than one device."""
     return tuple(axis for axis in axes if mesh[axis] > 1)

@@ -1,4 +1,4 @@
-"""Time of a step under a mapping, task by task. Pure.
+"""Estimates the time of a step under a mapping, task by task. Pure.
 
 A matmul takes its FLOPs at peak, or its bytes from HBM where that is longer, and elementwise work takes its bytes; both
 times a factor for what the compiler's own cycles add to that. Work that only moves elements takes its bytes alone, and
@@ -35,11 +35,11 @@ from shardplan.program.step_trace import forward_workload, plan_step
 from shardplan.program.tasks import Step, Task, TaskKind
 
 WAITED_PART = 0.2
-"""Part of the gathers of parameters along two dimensions that the compiler does not overlap with anything: the value at
-which the steps of one program for each generation are nearest (docs/log.md, factors for libtpu 0.0.48)."""
+"""Fraction of the gathers of parameters along two dimensions that overlap with nothing: the best fit to the steps of
+one program per generation (docs/log.md, factors for libtpu 0.0.48)."""
 KERNEL_PRODUCTS_OF_GRADIENTS = 7 / 4
-"""Matmuls that the backward kernels of attention compute, divided by the four that its gradients need: the kernel for
-queries has three, that for keys and values has four, because each computes the scores again."""
+"""Matmuls in attention's backward kernels / the four that its gradients need: the queries' kernel has three, the kernel
+for keys and values four, because each recomputes the scores."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class TaskSeconds:
 
 
 def transfer_seconds(traffic: Traffic, placement: MeshPlacement) -> float:
-    """Seconds of a collective over the links between its devices (`shardplan.hardware.mesh_placement`)."""
+    """Return the seconds of a collective over the links between its devices (`shardplan.hardware.mesh_placement`)."""
     if traffic.kind == CollectiveKind.COLLECTIVE_PERMUTE:
         return placement.shift_cost(traffic.mesh_axes, traffic.distance).seconds(traffic.bytes, traffic.count)
     seconds = placement.seconds(traffic.kind, traffic.mesh_axes, traffic.bytes, traffic.count)
@@ -65,7 +65,7 @@ def transfer_seconds(traffic: Traffic, placement: MeshPlacement) -> float:
 
 
 def compute_seconds(task: Task, cost: DeviceCost, hardware: Slice, calibration: Calibration) -> float:
-    """Seconds of compute and of HBM traffic on a device with the share `cost` of the task."""
+    """Return the seconds of compute and of HBM traffic on a device with the part `cost` of the task."""
     flops_rate, bandwidth = hardware.generation.flops, hardware.generation.hbm_bandwidth
     memory_seconds = cost.memory_bytes / bandwidth
     match task.kind:
@@ -110,7 +110,7 @@ def compute_seconds(task: Task, cost: DeviceCost, hardware: Slice, calibration: 
 
 
 def _conversion_bytes(task: Task, cost: DeviceCost, calibration: Calibration) -> float:
-    """Bytes that are read and written to convert rows that a kernel of grouped matmuls has written in float32."""
+    """Return the bytes read and written to convert rows that a kernel of grouped matmuls wrote in float32."""
     rows = task.results[0]
     if not calibration.quirks.wide_rows or task.operands[1].weight is None or rows.itemsize >= FLOAT32_BYTES:
         return 0.0
@@ -119,7 +119,7 @@ def _conversion_bytes(task: Task, cost: DeviceCost, calibration: Calibration) ->
 
 
 def task_seconds(task: Task, cost: DeviceCost, placement: MeshPlacement, calibration: Calibration) -> TaskSeconds:
-    """Seconds of a task on a device with the share `cost` of it; of a copy to or from the host, if nothing hides it."""
+    """Return the seconds of a task on a device with the part `cost` of it; for a host copy, if nothing hides it."""
     compute = compute_seconds(task, cost, placement.hardware, calibration)
     if not cost.traffic and task.kind != TaskKind.HOST_COPY:
         return TaskSeconds(compute, 0.0)  # as below, but faster: most tasks transfer nothing
@@ -131,14 +131,14 @@ def task_seconds(task: Task, cost: DeviceCost, placement: MeshPlacement, calibra
 
 
 def host_copy_seconds(task: Task, cost: DeviceCost, hardware: Slice) -> float:
-    """Seconds of a copy between device and host memory; 0 for tasks that are no copies."""
+    """Return the seconds of a copy between device and host memory; 0 for other tasks."""
     if task.kind != TaskKind.HOST_COPY:
         return 0.0
     return cost.memory_bytes / 2 / hardware.generation.host_bandwidth  # read in one memory, and written in the other
 
 
 def seconds_beside(flops: float, hardware: Slice, calibration: Calibration) -> float:
-    """Seconds of matmuls with `flops` FLOPs over all devices, divided among these; transfers can hide behind them."""
+    """Return the seconds of matmuls with `flops` FLOPs over all devices, behind which transfers can hide."""
     return calibration.products * flops / hardware.devices / hardware.generation.flops
 
 
@@ -172,7 +172,7 @@ def exposed_host_copies(
 def exposed_parts(
     task: Task, cost: DeviceCost, placement: MeshPlacement, calibration: Calibration, compute: float
 ) -> list[tuple[float, float]]:
-    """Total seconds of each collective of a task, and the part that `compute` seconds cannot hide.
+    """Return the total seconds of each collective of a task, and the seconds that `compute` seconds cannot hide.
 
     Collectives that can run behind the same part of compute share it in proportion to their seconds.
     """
@@ -193,15 +193,15 @@ class _CollectiveTime(NamedTuple):
 
     seconds: float
     waited: float
-    """Part of the seconds that the task waits for in any case."""
+    """Fraction of the seconds that the task waits for in any case."""
     hiding: float
-    """Seconds of compute that the rest can run behind."""
+    """Seconds of compute behind which the rest of the collective can run."""
 
 
 def _collective_times(
     task: Task, cost: DeviceCost, placement: MeshPlacement, calibration: Calibration, compute: float
 ) -> list[_CollectiveTime]:
-    """Return the time of every collective of a task, which computes for `compute` seconds."""
+    """Return the time of every collective of a task whose compute takes `compute` seconds."""
     hops = _hops(task, cost)
     of_layer = compute + seconds_beside(task.executions * task.layer_flops, placement.hardware, calibration)
     times = []
@@ -213,7 +213,7 @@ def _collective_times(
 
 
 def _seconds_behind(times: Iterable[_CollectiveTime]) -> dict[float, float]:
-    """Return seconds of compute -> seconds of the collectives that can run behind it."""
+    """Return hiding seconds of compute -> seconds of the collectives that can run behind them."""
     behind: defaultdict[float, float] = defaultdict(float)
     for each in times:
         behind[each.hiding] += (1 - each.waited) * each.seconds
@@ -221,17 +221,17 @@ def _seconds_behind(times: Iterable[_CollectiveTime]) -> dict[float, float]:
 
 
 def _not_hidden(behind: Mapping[float, float]) -> dict[float, float]:
-    """Return seconds of compute -> seconds of the collectives behind it that last longer."""
+    """Return hiding seconds of compute -> seconds by which the collectives behind them last longer."""
     return {hiding: max(0.0, seconds - hiding) for hiding, seconds in behind.items()}
 
 
 def _hops(task: Task, cost: DeviceCost) -> float:
-    """Executions of ring permutations in one execution of the task."""
+    """Return the number of ring permutations in one execution of the task."""
     return sum(traffic.count for traffic in cost.traffic if traffic.overlap is Overlap.RING_HOPS) / task.executions
 
 
 def _overlap(traffic: Traffic, hops: float, calibration: Calibration) -> tuple[float, float]:
-    """The part of a collective that its task waits for, and the fraction of compute that the rest can run behind."""
+    """Return the fraction of a collective that its task waits for, and the fraction of compute that hides the rest."""
     match traffic.overlap:
         case Overlap.NONE:
             return 1.0, 0.0
@@ -250,7 +250,7 @@ def _overlap(traffic: Traffic, hops: float, calibration: Calibration) -> tuple[f
 def step_tasks(
     step: Step, assignment: ShardingAssignment, hardware: Slice, calibration: Calibration
 ) -> Iterator[tuple[Task, DeviceCost, TaskSeconds]]:
-    """Return every task with its cost on one device and its seconds, which add up to the step's."""
+    """Yield every task with its cost on one device and its seconds, which sum to the step's seconds."""
     placement = place_mesh(hardware, assignment.mesh)
     costs = [device_cost(task, assignment) for task in step.tasks]
     copies = [
@@ -266,7 +266,7 @@ def step_tasks(
 
 
 def model_flops(model: Model, workload: Workload) -> float:
-    """FLOPs of the model's matmuls in one step over all devices, as model FLOP/s utilisation (MFU) counts them.
+    """Return the FLOPs of the model's matmuls in one step over all devices, as MFU (model FLOP/s utilisation) counts.
 
     Rematerialization does not count, nor the scores that the attention mask removes.
     """
@@ -274,7 +274,7 @@ def model_flops(model: Model, workload: Workload) -> float:
 
 
 def model_flops_by_kind(model: Model, workload: Workload) -> dict[AttentionKind | None, float]:
-    """Return the parts of `model_flops`: those of each kind of attention, and of all other matmuls under None."""
+    """Return `model_flops` by kind of attention; the key None has all other matmuls."""
     passes = 3 * workload.batch if workload.is_training else 1  # forward, and twice that backward
     forward = _forward_flops(model, forward_workload(workload))
     return {kind: passes * flops for kind, flops in forward.items()}
@@ -282,7 +282,7 @@ def model_flops_by_kind(model: Model, workload: Workload) -> dict[AttentionKind 
 
 @lru_cache(maxsize=128)
 def _forward_flops(model: Model, workload: Workload) -> Mapping[AttentionKind | None, float]:
-    """FLOPs of a forward pass, as `model_flops_by_kind` divides them."""
+    """Return the FLOPs of a forward pass, divided as in `model_flops_by_kind`."""
     step = plan_step(model, workload)
     unsharded = ShardingAssignment({}, {}, {}, step.merged_axes, step.activation_axes)
     flops: defaultdict[AttentionKind | None, float] = defaultdict(float)

@@ -12,9 +12,10 @@ from shardplan.program.marked.attention_kind import AttentionKind
 from shardplan.program.named_arrays import Dim, MajorAxes, TracedArray, is_parameter_like, mapped, shape_of
 
 TILE_BYTES = 32
-"""Bytes of one lane of a tile: a tile has 8 rows of float32, or 16 of bfloat16."""
+"""Bytes in one lane of a tile: a tile has 8 rows of float32, or 16 of bfloat16."""
 REORDERING_COPIES = 2
-"""Number of buffers of the gathered size that an all-gather along several dimensions needs to reorder its result."""
+"""Number of buffers of the gathered size that an all-gather along several dimensions needs, for its result and to
+reorder it."""
 
 
 @dataclass(frozen=True)
@@ -26,21 +27,21 @@ class CompilerQuirks:
     overlaps_sums: bool = False
     """Whether an all-gather that is compiled to an all-reduce overlaps with matmuls as the all-gather would."""
     scatters_over_slice: bool = False
-    """Whether a reduce-scatter over all devices of a slice is compiled as one; otherwise it becomes an all-reduce."""
+    """Whether a reduce-scatter over all devices of a slice stays one; otherwise it becomes an all-reduce."""
     copies_stacks: bool = False
     """Whether stacked parameters are copied into another memory layout before the loop over them."""
     gathers_early: bool = False
     """Whether the parameters of a loop's body are gathered all at once."""
     wide_rows: bool = False
-    """Whether the kernel of grouped matmuls writes rows in float32, to be converted afterwards."""
+    """Whether the kernel of grouped matmuls writes rows in float32, which are converted afterwards."""
     frees_rows: bool = False
-    """Whether rows routed to experts are freed after their last use, rather than with the last of the gradients."""
+    """Whether rows routed to experts are freed after their last use, rather than after the last gradient."""
     devices_per_slice: int | None = None
-    """Number of devices of one slice; None if the mesh is a single one."""
+    """Number of devices of one slice; None if the mesh has only one slice."""
     plain_attention: bool = False
-    """Whether attention has no kernel, so that it writes scores to memory."""
+    """Whether attention runs without a kernel, so that it writes scores to memory."""
     core_memory: int = 16 * 2**20
-    """Bytes of the memory of a core (VMEM); the fewest of all generations unless it is known."""
+    """Bytes of the memory of a core (VMEM); by default the smallest of all generations."""
 
 
 class WeightGather(NamedTuple):
@@ -51,9 +52,9 @@ class WeightGather(NamedTuple):
     bytes: float
     """Bytes on a device after the gather."""
     copies: int
-    """Number of buffers of that size that the gather needs."""
+    """Number of buffers of the gathered size that the gather needs."""
     num_dimensions: int
-    """Number of dimensions of the parameter that it is gathered along."""
+    """Number of the parameter's dimensions along which it is gathered."""
 
 
 @dataclass(frozen=True)
@@ -64,12 +65,12 @@ class ShardingAssignment:
     compute: AxisMapping
     params: AxisMapping
     merged_axes: Mapping[str, Dim]
-    """Logical axis -> the axes that it is split into elsewhere in the program."""
+    """Logical axis -> the axes into which other parts of the program split it."""
     activation_axes: tuple[str, ...]
     """The logical axes that number tokens: batch and position."""
     quirks: CompilerQuirks = CompilerQuirks()
     attention: AttentionPlan = field(default_factory=AttentionPlan)
-    """How attention is computed, by its kind; see `attention_of`."""
+    """Kind of attention -> how it is computed; see `attention_of`."""
     experts: ExpertMethod = field(default_factory=ExpertMethod)
     """How routed experts are computed."""
     documents: tuple[int, ...] | None = None
@@ -106,24 +107,24 @@ class ShardingAssignment:
         return tuple(axis for axis, size in self.mesh.items() if size > 1 and axis not in used)
 
     def spans_slice(self, axes: MeshAxes) -> bool:
-        """Whether a group of devices along `axes` has as many as a slice."""
+        """Return whether a group of devices along `axes` has as many devices as a slice."""
         return mesh_size(self.mesh, axes) == (self.quirks.devices_per_slice or math.prod(self.mesh.values()))
 
     def compiles_all_gather_to_all_reduce(self, axes: MeshAxes) -> bool:
-        """Whether an all-gather over `axes` is compiled to an all-reduce."""
+        """Return whether an all-gather over `axes` is compiled to an all-reduce."""
         min_devices = self.quirks.gathers_become_sums_from
         return min_devices is not None and self.spans_slice(axes) and mesh_size(self.mesh, axes) >= min_devices
 
     def compiles_reduce_scatter_to_all_reduce(self, axes: MeshAxes) -> bool:
-        """Whether a reduce-scatter over `axes` is compiled to an all-reduce."""
+        """Return whether a reduce-scatter over `axes` is compiled to an all-reduce."""
         return self.spans_slice(axes) and not self.quirks.scatters_over_slice
 
     def is_stored_like_a_parameter(self, array: TracedArray) -> bool:
-        """Whether `array` has the stored sharding between tasks: a parameter, a copy of one, or a gradient."""
+        """Return whether `array` has the stored sharding between tasks, as parameters, copies and gradients have."""
         return is_parameter_like(array, self.activation_axes)
 
     def dimension_mesh_axes(self, array: TracedArray, mapping: AxisMapping | None = None) -> list[MeshAxes]:
-        """Mesh axes that shard each dimension, under `mapping` or else in the sharding of `array` between tasks."""
+        """Return the mesh axes that shard each dimension, under `mapping` or else in its sharding between tasks."""
         if mapping is None:
             mapping = self.params if self.is_stored_like_a_parameter(array) else self.compute
         used: set[str] = set()
@@ -138,7 +139,7 @@ class ShardingAssignment:
         return result
 
     def num_shards(self, array: TracedArray, mapping: AxisMapping | None = None) -> int:
-        """Number of shards of `array`, under `mapping` or else in its sharding between tasks."""
+        """Return the number of shards of `array`, under `mapping` or else in its sharding between tasks."""
         if mapping is None:
             mapping = self.params if self.is_stored_like_a_parameter(array) else self.compute
         if mapping is self.compute:
@@ -156,11 +157,11 @@ class ShardingAssignment:
         return math.prod(mesh_size(self.mesh, axes) for axes in self.dimension_mesh_axes(array, mapping) if axes)
 
     def bytes(self, array: TracedArray, mapping: AxisMapping | None = None) -> float:
-        """Bytes of one shard of `array`, under `mapping` or else in its sharding between tasks."""
+        """Return the bytes of one shard of `array`, under `mapping` or else in its sharding between tasks."""
         return array.elements * array.itemsize / self.num_shards(array, mapping)
 
     def mesh_axes(self, factors: Dim, mapping: AxisMapping | None = None) -> MeshAxes:
-        """Mesh axes that any of the logical axes is mapped to, by default in `compute`; in the order of the mesh."""
+        """Return the mesh axes to which the logical axes are mapped, by default in `compute`, in the mesh's order."""
         source = self.compute if mapping is None else mapping
         used: set[str] = set()
         for name, _ in factors:
@@ -169,7 +170,7 @@ class ShardingAssignment:
         return tuple(axis for axis in self.mesh if axis in used) if used else ()
 
     def weight_gather(self, weight: TracedArray) -> WeightGather | None:
-        """The all-gather of a parameter before its use; None if its compute and stored shardings are equal."""
+        """Return the all-gather of a parameter before its use; None if its compute and stored shardings are equal."""
         if weight not in self.gathers:
             self.gathers[weight] = self._weight_gather(weight)
         return self.gathers[weight]
@@ -189,7 +190,7 @@ class ShardingAssignment:
         return WeightGather(axes, self.bytes(weight, used), copies, dimensions)
 
     def _fills_tiles(self, matrix: TracedArray, axes: MeshAxes) -> bool:
-        """Whether shards of a stored matrix along `axes` consist of complete tiles, so that they can lie side by side.
+        """Return whether shards of a stored matrix along `axes` consist of complete tiles, and so lie side by side.
 
         An array with more dimensions has a memory layout in which the gathered dimension is not one of the tile's.
         """
@@ -202,11 +203,11 @@ class ShardingAssignment:
         )
 
     def num_dimensions(self, array: TracedArray, axes: MeshAxes) -> int:
-        """Number of dimensions of a stored array that any of the mesh axes `axes` shards."""
+        """Return the number of dimensions of a stored array that any of the mesh axes `axes` shards."""
         return sum(not set(axes).isdisjoint(each) for each in self.dimension_mesh_axes(array, self.params))
 
     def is_gathered_whole_by_mistake(self, array: TracedArray) -> bool:
-        """Whether XLA's partitioner gathers a parameter over more mesh axes than computation needs.
+        """Return whether XLA's partitioner gathers a parameter over more mesh axes than computation needs.
 
         It does so in jaxlib 0.10 and 0.11. Where a dimension is stored on two mesh axes, of which computation keeps the
         first, and the parameter is replicated along the third, the partitioner confuses the third axis with the first

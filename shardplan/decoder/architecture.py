@@ -31,7 +31,7 @@ class PositionTable:
 
     @property
     def Rows(self) -> Axis:
-        """The axis of the rows."""
+        """The axis of the table's rows."""
         return Axis("position_row", self.rows)
 
 
@@ -55,7 +55,7 @@ class Architecture(LmConfig):
     """Whether the output head has a bias."""
     position_table: PositionTable | None = None
     token_embed: int | None = None
-    """Size of token embeddings and of the output head's input; None if it equals `embed`.
+    """Size of token embeddings and of the output head's input; None for `embed`.
 
     If it is given, one projection leads to the residual stream, and one back.
     """
@@ -66,20 +66,20 @@ class Architecture(LmConfig):
     logit_soft_cap: float | None = None
     """Bound of the logits, applied as `cap * tanh(logits / cap)`."""
     kept: ByteCodes | None = None
-    """How the weights of layers are stored, if they stay so on the devices; None if they are loaded as numbers."""
+    """How layer weights are stored if they stay codes on the devices; None if they are loaded as numbers."""
     index_topk: int | None = None
     """Positions that the indexer of sparse attention chooses for a query; None for a model without one.
 
     Attention to all positions is the same up to as many, and longer sequences are refused.
     """
     attn_backend: AttentionBackend | None = None
-    """Levanter's attention backend, used where no plan computes attention."""
+    """Levanter's attention backend, for attention that no plan computes."""
     flash_attention_block_size: int | None = None
     gradient_checkpointing: Any = field(default=True, hash=False)  # a policy of Haliax has lists of names
     expert_statistics: bool = False
     """Whether the mean loss comes with statistics of routed experts, for the trackers of Levanter's Trainer."""
     selection_statistics: bool = False
-    """Whether it comes with statistics of the blocks that Native Sparse Attention selects."""
+    """Whether the mean loss comes with statistics of the blocks that Native Sparse Attention selects."""
 
     @property
     def num_layers(self) -> int:

@@ -82,7 +82,7 @@ class DecoderConfig(Architecture, HFCompatConfig):
         return sum(leaf.size for _, leaf in leaves)
 
     def to_hf_config(self, vocab_size: int, config_overrides: dict[str, Any] | None = None) -> Any:
-        """Return the transformers configuration of the original config.json, with `vocab_size` tokens.
+        """Return the original config.json as a transformers configuration, with `vocab_size` tokens.
 
         Args:
             config_overrides: further keys to change.

@@ -45,10 +45,10 @@ HARMLESS = frozenset(
 
 
 class ConfigKeys:
-    """The keys of a config.json, from which a family takes every key that it understands."""
+    """The keys of a config.json; a family takes every key that it understands."""
 
     def __init__(self, values: Mapping[str, Any], where: str) -> None:
-        """Hold the keys of a file; none is taken yet.
+        """Hold the keys of a file, none taken yet.
 
         Args:
             values: the content of the file.
@@ -63,7 +63,7 @@ class ConfigKeys:
         return next((self.values[name] for name in names if self.values.get(name) is not None), default)
 
     def is_null(self, name: str) -> bool:
-        """Return whether a key is given as null, which may mean something else than an absent key."""
+        """Return whether a key is null, which may mean something else than an absent key."""
         return name in self.values and self.values[name] is None
 
     def integer(self, *names: str, default: int | None = None, least: int = 1) -> int:

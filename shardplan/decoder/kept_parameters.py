@@ -1,4 +1,4 @@
-"""The decoder with weights that stay as their checkpoint stores them, see `shardplan.model.kept_weights`.
+"""Keeps weights of the decoder as their checkpoint stores them, see `shardplan.model.kept_weights`.
 
 These are the weights of linear projections and of experts in layers, unless the configuration lists their modules as
 plain. A parameter with a plain tensor among its tensors, in any layer, is loaded as numbers. Routers, norms, biases,
@@ -20,9 +20,9 @@ from shardplan.model.huggingface.quantization import ByteCodes
 from shardplan.model.kept_weights import placeholder_of
 
 LAYERS = "segments["
-"""Begins the paths of the parameters of layers."""
+"""Beginning of the paths of layer parameters."""
 MATRICES = ("gate", "up", "down")
-"""The weights of experts that are no biases."""
+"""The weights, not biases, of experts."""
 
 
 def keep_weights(model: Any, codes: ByteCodes) -> Any:
@@ -55,7 +55,7 @@ def keep_weights(model: Any, codes: ByteCodes) -> Any:
 
 
 def _has_plain_tensor(rule: Rule, codes: ByteCodes) -> bool:
-    """Whether config.json says that a tensor of a parameter is stored as plain numbers."""
+    """Return whether config.json says that a tensor of a parameter is stored as plain numbers."""
     return bool(codes.plain_modules) and any(codes.is_plain(stored.name) for stored in stored_tensors(rule))
 
 

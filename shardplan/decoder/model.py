@@ -61,7 +61,7 @@ class Decoder(ModuleWithStateDictSerialization, LmHeadModel[Architecture]):
 
     @property
     def config(self) -> Architecture:
-        """The configuration."""
+        """The configuration of the decoder."""
         return self.settings
 
     @property
@@ -291,7 +291,7 @@ class Decoder(ModuleWithStateDictSerialization, LmHeadModel[Architecture]):
 
 
 class _Arrays:
-    """Implements the operations of rules for arrays."""
+    """The operations of parameter rules, on arrays."""
 
     def reshape(self, value: jax.Array, shape: Shape) -> jax.Array:
         return jnp.reshape(value, shape)
@@ -326,7 +326,7 @@ def _stored_shapes(rules: Mapping[str, Rule]) -> dict[str, Shape]:
 
 
 def _indices_in_text(mask: AttentionMask, Pos: Axis) -> NamedArray:
-    """Return int32[..., position]: the index of each token in its document, or in the array without documents."""
+    """Return the index of each token, int32[..., position], in its document, or without documents in the array."""
     return hax.arange(Pos) if mask.segment_ids is None else indices_in_documents(mask.segment_ids[0], Pos)
 
 

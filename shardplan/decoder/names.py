@@ -1,4 +1,4 @@
-"""Rules that say how a decoder's parameters are made from the tensors of a checkpoint, by data movement alone.
+"""Rules that make a decoder's parameters from the tensors of a checkpoint by data movement alone.
 
 A rule is an expression tree: its leaves are stored tensors, its nodes reshape, transpose, slice, concatenate or stack.
 `evaluate` computes it with any implementation of these operations: on arrays, or on views of a checkpoint
@@ -22,7 +22,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Reshaped:
-    """The elements of a rule in the same order, in another shape."""
+    """The elements of a rule, in the same order, in another shape."""
 
     rule: "Rule"
     shape: Shape
@@ -65,7 +65,7 @@ Rule = StoredTensor | Reshaped | Transposed | Sliced | Concatenated | Stacked
 
 
 class Operations[T](Protocol):
-    """The operations that rules apply to the values of tensors."""
+    """The operations on values of tensors that rules consist of."""
 
     def reshape(self, value: T, shape: Shape) -> T:
         """Reshape as `numpy.reshape` does."""

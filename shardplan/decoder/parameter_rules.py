@@ -13,7 +13,7 @@ from shardplan.decoder.names import Rule, Stacked
 
 @lru_cache(maxsize=8)  # a model with routed experts has rules of a hundred thousand tensors
 def parameter_rules(config: Architecture, vocab: int) -> Mapping[str, Rule]:
-    """Return the rules of all parameters, by path in the model; a rule has the parameter's elements in any shape.
+    """Return the rules of all parameters, by path in the model; a rule gives the parameter's elements in any shape.
 
     >>> from shardplan.decoder.config import DecoderConfig
     >>> from shardplan.model.huggingface.hf_config import read_config

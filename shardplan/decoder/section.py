@@ -1,4 +1,4 @@
-"""The `model` section of a Levanter configuration whose model is a decoder: `type: shardplan_decoder`.
+"""The section `model` of a Levanter configuration whose model is a decoder: `type: shardplan_decoder`.
 
 A `DecoderConfig` is made from a config.json, so the section names one. Levanter's parser calls `DecoderSection` with
 the keys of a YAML file or of the command line; `__new__` returns the `DecoderConfig` that they describe.
@@ -25,13 +25,13 @@ from shardplan.model.huggingface.text_part import read_text_part
 from shardplan.storage import open_folder
 
 SECTION_TYPE = "shardplan_decoder"
-"""`type` of the section."""
+"""Value of the section's key `type`."""
 
 
 @LmConfig.register_subclass(SECTION_TYPE)
 @dataclass(frozen=True)
 class DecoderSection(LmConfig):
-    """The keys of the section; calling the class returns the `DecoderConfig` that they describe.
+    """The keys of the section; a call of the class returns the `DecoderConfig` that they describe.
 
     >>> sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": 2}
     >>> DecoderSection(hf_config={"model_type": "granite", "vocab_size": 256, **sizes}, max_seq_len=1024).max_seq_len
@@ -39,13 +39,13 @@ class DecoderSection(LmConfig):
     """
 
     reference_checkpoint: str | None = None
-    """Hugging Face checkpoint with tokenizer and weights, and with the config.json if `hf_config` is not given."""
+    """Hugging Face checkpoint of the tokenizer and weights, and of the config.json if `hf_config` is not given."""
     hf_config: dict[str, Any] | str | None = None
     """The keys of a config.json, the path of a config.json, or the name of a bundled model."""
     max_seq_len: int | None = None
     """Number of positions; default and maximum: the positions of the model."""
     attn_backend: AttentionBackend | None = None
-    """Levanter's attention backend, used where no plan computes attention."""
+    """Levanter's attention backend, for attention that no plan computes."""
     flash_attention_block_size: int | None = None
     gradient_checkpointing: bool | ScanCheckpointPolicy | str = True
     expert_statistics: bool = False
@@ -53,7 +53,7 @@ class DecoderSection(LmConfig):
     selected_method: SelectedMethod | None = None
     """How Native Sparse Attention attends to selected blocks; default: with a dense mask."""
     selection_statistics: bool = False
-    """Log which blocks it selects at every step of training, as `train/nsa/layer_00/k_mean`."""
+    """Log which blocks Native Sparse Attention selects at every training step, as `train/nsa/layer_00/k_mean`."""
 
     def __new__(cls, **given: Any) -> DecoderConfig:
         """Make the configuration that the keys describe.
@@ -109,7 +109,7 @@ def _read_keys(hf_config: Mapping[str, Any] | str | None, reference: str | None)
 
 
 def _encode(config: DecoderConfig) -> dict[str, Any]:
-    """Return the section that describes a configuration; Levanter writes it to its logs."""
+    """Convert a configuration to its section, which Levanter writes to its logs."""
     policy, method = config.gradient_checkpointing, selected_method(config.segments)
     return {
         "type": SECTION_TYPE,
@@ -126,7 +126,7 @@ def _encode(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _selection_keys(config: DecoderConfig, method: SelectedMethod) -> dict[str, Any]:
-    """Return the keys of a model with Native Sparse Attention."""
+    """Return the section's keys that only models with Native Sparse Attention have."""
     return {"selected_method": method.value, "selection_statistics": config.selection_statistics}
 
 

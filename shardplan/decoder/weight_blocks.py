@@ -15,14 +15,14 @@ from shardplan.model.huggingface.quantization import ByteCodes
 
 @dataclass(frozen=True)
 class Blocked:
-    """An array, and the lengths of blocks that share a scale; they divide its dimensions."""
+    """An array, and the lengths of its blocks that share a scale, which divide its dimensions."""
 
     shape: Shape
     blocks: Shape
 
 
 def blocks_of_rule(rule: Rule, codes: ByteCodes, shape: Shape) -> Shape:
-    """Return the lengths of the blocks of a parameter that share a scale.
+    """Return the lengths of a parameter's blocks that share a scale.
 
     Args:
         rule: of the parameter.
@@ -49,7 +49,7 @@ def _blocks_of_tensor(shape: Shape, codes: ByteCodes) -> Shape:
 
 
 class _BlockLengths:
-    """The operations of a decoder's rules on lengths of blocks."""
+    """The operations of parameter rules, on lengths of blocks."""
 
     def reshape(self, value: Blocked, shape: Shape) -> Blocked:
         blocks: list[int] = []
@@ -99,7 +99,7 @@ def _runs(old: Shape, new: Shape) -> list[tuple[slice, slice]]:
 
 
 def _flat_length(shape: Shape, blocks: Shape) -> int:
-    """Return the number of elements in row-major order, from a multiple of it on, that share a scale."""
+    """Return how many elements in row-major order, starting at any multiple of this number, share a scale."""
     length = 1
     for n, block in zip(reversed(shape), reversed(blocks), strict=True):
         length *= block
@@ -109,7 +109,7 @@ def _flat_length(shape: Shape, blocks: Shape) -> int:
 
 
 def _split_length(length: int, shape: Shape) -> list[int]:
-    """Return the lengths of blocks along each dimension of `shape`, of blocks of `length` elements in row-major order.
+    """Return the lengths of blocks along each dimension of `shape`, for blocks of `length` row-major elements.
 
     >>> _split_length(128, (8, 192)), _split_length(128, (4, 32))
     ([1, 64], [4, 32])

@@ -8,15 +8,15 @@ class Level(StrEnum):
     """The severity of a finding."""
 
     OK = "ok"
-    """It fits."""
+    """The host meets the requirement."""
     WARNING = "warning"
-    """A run can start, and may be slow or fail later."""
+    """A run can start, but may be slow or fail later."""
     ERROR = "error"
-    """A run on this host fails."""
+    """A run on this host will fail."""
 
 
 class Check(StrEnum):
-    """A concern; `shardplan.doctor.run` names the module that checks it."""
+    """A subject of a check; `shardplan.doctor.run` names the module that checks it."""
 
     VERSIONS = "versions"
     IMPORTS = "imports"
@@ -37,15 +37,15 @@ class HostFinding:
 
     level: Level
     measured: str
-    """What is the case, on one line. The message of an error of `shardplan.errors` has its remedy at the end."""
+    """What was found, on one line; an error message of `shardplan.errors` has its remedy at the end."""
     required: str = ""
-    """What a run needs, if `measured` does not say it."""
+    """What a run needs; empty if `measured` says it."""
     remedy: str = ""
-    """What to do, if it is not ok and `measured` does not say it."""
+    """What to do about a warning or error; empty if `measured` says it."""
 
 
 HostFindings = dict[Check, list[HostFinding]]
-"""The results of each check that was made."""
+"""The findings of each check that was made."""
 
 
 def worst_level(findings: HostFindings) -> Level:

@@ -1,4 +1,4 @@
-"""Whether files can be written in a folder, and how much room is left there."""
+"""Checks whether files can be written in a folder, and how much space is left there."""
 
 import os
 import shutil
@@ -10,13 +10,13 @@ from shardplan.hardware import GIB
 from shardplan.runtime.progress import size_text
 
 PROBE = bytes(2**20)
-"""What is written to try it: a full disk and a used-up quota take a name, and no data."""
+"""Content of a test file: on a full disk or a used-up quota, files can be created but not written."""
 ROOM = GIB
-"""Free bytes below which there is a warning."""
+"""Free bytes below which the check warns."""
 
 
 def check_folder(key: str, folder: str, unwritable: Level = Level.ERROR) -> HostFinding:
-    """Write a temporary file in a folder, or in the nearest one around it that exists.
+    """Write a temporary file to a folder, or to its nearest parent that exists.
 
     Args:
         key: name of the folder for people, such as a configuration key.

@@ -1,15 +1,15 @@
-"""The memory that a process can still get: the host's free memory, and its control groups' limits. Linux only."""
+"""The memory that a process can still allocate: the host's free memory, and its control groups' limits. Linux only."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 MEMINFO, OWN_GROUP, GROUPS = Path("/proc/meminfo"), Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 VERSION_2 = "0::"
-"""Beginning of the line that names the control group of version 2, which containers limit memory by."""
+"""Beginning of the line that names the control group of version 2, whose memory limits containers use."""
 
 
 def available_bytes() -> tuple[int, str]:
-    """Return the memory that this process can still have, and what limits it if that is not the host's memory."""
+    """Return the bytes that this process can still allocate, and what limits them if not the host's memory."""
     (line,) = (line for line in MEMINFO.read_text().splitlines() if line.startswith("MemAvailable:"))
     available, source = int(line.split()[1]) * 1024, ""
     for group in _control_groups():
@@ -20,7 +20,7 @@ def available_bytes() -> tuple[int, str]:
 
 
 def _control_groups() -> Iterator[Path]:
-    """Yield the folders of this process's control group, and of those around it."""
+    """Yield the folders of this process's control group, and of the groups that contain it."""
     for line in OWN_GROUP.read_text().splitlines():
         if line.startswith(VERSION_2):
             group = GROUPS / line.removeprefix(VERSION_2).lstrip("/")

@@ -1,4 +1,4 @@
-"""The measured speed of reading a few MiB of some files, as loads and evaluations read them."""
+"""Measures the speed of reading a few MiB of some files, in the way that loads and evaluations read them."""
 
 import time
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ SAMPLE_BYTES, READS = 2**20, 16
 
 
 def measure_reads(files: Sequence[File], hardware: Slice | None) -> str:
-    """Read a sample of files, and return its speed in words, beside the one that forecasts assume.
+    """Read a sample of files; describe the measured speed, and the speed that forecasts assume.
 
     Raises:
         CheckpointError: a file cannot be read.
@@ -30,7 +30,7 @@ def measure_reads(files: Sequence[File], hardware: Slice | None) -> str:
 
 
 def _offsets(file: File, count: int) -> list[int]:
-    """Return the beginnings of samples, spread over a file."""
+    """Return the first bytes of the samples, spread over a file."""
     last = max(0, file.size - SAMPLE_BYTES)
     return sorted({last * i // max(1, count - 1) for i in range(count)}) if file.size else []
 

@@ -1,4 +1,4 @@
-"""Runs the checks, each in a process of its own: one that hangs, or is ended by a signal, is a finding as well.
+"""Runs the checks, each in its own process, so that a check that hangs or is killed is a finding as well.
 
 All run at the same time, and those that have not ended within `LIMIT_S` seconds are killed.
 """
@@ -16,9 +16,9 @@ from shardplan.doctor.subject import HostSubject
 from shardplan.errors import ShardplanError, one_line
 
 LIMIT_S = 10.0
-"""Most seconds of a check."""
+"""Maximum seconds of a check."""
 LOG_BYTES = 2**16
-"""What a pipe holds: as much of a check's output is kept."""
+"""Bytes of a check's output that are kept: the capacity of a pipe."""
 
 MODULES = {
     Check.VERSIONS: "versions",
@@ -33,7 +33,7 @@ MODULES = {
     Check.TEXTS: "texts",
     Check.PLAN: "plan_file",
 }
-"""Check -> the module in `checks` whose function `check` makes it; only the process of the check imports it."""
+"""Check -> the module in `checks` whose function `check` makes it; only the check's process imports the module."""
 FIRST_IMPORT = "start doctor again: the first import reads all packages from the disk"
 REACH = "see whether this host reaches {}: network, credentials, mounts"
 LATE = {
@@ -47,12 +47,12 @@ LATE = {
     Check.OUTPUT: REACH.format("output"),
     Check.DISK: "see whether a network file system hangs, as with `df`",
 }
-"""Check -> what to do if it takes too long."""
+"""Check -> the remedy if it takes too long."""
 SLOW = (Check.IMPORTS, Check.PLAN)
-"""Checks that import large packages: on a busy host, or for the first time, that takes long and means little."""
+"""Checks that import large packages, which may take long on a busy host or the first time without meaning much."""
 FATAL_FLAG = "leave out of XLA_FLAGS what JAX does not know; options of libtpu belong in LIBTPU_INIT_ARGS"
 ENDED = {Check.IMPORTS: FATAL_FLAG, Check.DEVICES: FATAL_FLAG, Check.PLAN: FATAL_FLAG}
-"""Check -> what to do if its process ends."""
+"""Check -> the remedy if its process ends."""
 
 
 def checks_of(subject: HostSubject) -> list[Check]:
@@ -66,7 +66,7 @@ def checks_of(subject: HostSubject) -> list[Check]:
 
 
 def run_checks(subject: HostSubject, on_done: Callable[[set[Check]], None]) -> HostFindings:
-    """Make all checks at the same time.
+    """Run all checks at the same time.
 
     Args:
         on_done: called with the checks that still run, whenever one has ended.
@@ -92,7 +92,7 @@ class _CheckProcess:
     """The process of one check."""
 
     def __init__(self, check: Check, subject: HostSubject) -> None:
-        """Start it."""
+        """Start the process of a check."""
         context = get_context("spawn")
         self.check = check
         self.result, result = context.Pipe(duplex=False)
@@ -128,7 +128,7 @@ class _CheckProcess:
 
 
 def _run_check(check: Check, subject: HostSubject, result: Connection, log: Connection) -> None:
-    """Make a check in this process, and send what it finds."""
+    """Run a check in this process, and send its findings."""
     # what libraries print is shown only if this process is ended by it; once the pipe is full it is lost
     os.set_blocking(log.fileno(), False)
     for descriptor in (1, 2):

@@ -16,17 +16,17 @@ class HostSubject:
     """A configuration and the environment of this process, with what follows from them."""
 
     config: DoctorCommand
-    """With the model, slice and workload of the Plan that it names."""
+    """The configuration, with the model, slice and workload of the Plan that it names."""
     plan: Plan | None
-    """None if none is named, or it cannot be used: the check of the plan says why."""
+    """The Plan; None if none is named or it cannot be used, which the check of the plan reports."""
     hardware: Slice | None
-    """The slice that this host should be a part of; None without a model and without a slice."""
+    """The slice that this host should be part of; None without a model and without a slice."""
     processes: ProcessVariables | None
-    """None if the variables contradict each other: the check of the environment says how."""
+    """The processes of the run; None if the variables contradict each other, as the environment's check reports."""
 
     @property
     def tpu_slice(self) -> Slice | None:
-        """The slice, unless its devices are virtual CPU devices."""
+        """The slice; None if its devices are virtual CPU devices."""
         return None if self.hardware is None or self.hardware.is_cpu else self.hardware
 
 

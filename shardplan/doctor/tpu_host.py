@@ -1,4 +1,4 @@
-"""A host's TPU as its operating system shows it: device files, and the process that holds them. Linux only."""
+"""Finds a host's TPU in the operating system: device files, and the process that holds them. Linux only."""
 
 import fcntl
 import glob
@@ -8,11 +8,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 DEVICE_FILES = ("/dev/accel[0-9]*", "/dev/vfio/[0-9]*")
-"""One per chip: the first up to v4, the second since."""
+"""Patterns for the device files, one file per chip: the first up to v4, the second since."""
 LOCK_FILE = "/tmp/libtpu_lockfile"
-"""The file that a process which uses libtpu locks."""
+"""The file that a process locks while it uses libtpu."""
 FLOCK = "hhqqi"
-"""struct flock of Linux: type, whence, start, length, pid."""
+"""Format of Linux's struct flock: type, whence, start, length, pid."""
 
 
 def device_files() -> list[str]:

@@ -1,4 +1,4 @@
-"""`evaluate`: an evaluation in a program or a notebook, and the parts of it that it shares with `shardplan eval`."""
+"""Defines `evaluate`, an evaluation in a program or a notebook, and the parts that it shares with `shardplan eval`."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from shardplan.eval.texts.store import TextStore
 
 COMMAND_ONLY_KEYS = ("dry_run", "json", "precision_study", "report", "verify")
-"""Keys of the command that `evaluate` refuses."""
+"""Keys that only the command `eval` has, which `evaluate` refuses."""
 
 
 def evaluate(*files: str, **sections: Any) -> dict[str, Any] | None:
@@ -57,7 +57,7 @@ def evaluate(*files: str, **sections: Any) -> dict[str, Any] | None:
 
 
 def open_inputs(config: EvalCommand) -> "TextStore":
-    """Check what an evaluation reads, as far as that needs neither JAX nor Levanter, and open its texts.
+    """Check and open the inputs of an evaluation, as far as that needs neither JAX nor Levanter.
 
     Raises:
         ConfigError: as `check_evaluation`; or the texts or the model's config.json cannot be read.
@@ -94,7 +94,7 @@ def check_evaluation(config: EvalCommand) -> None:
 
 
 def with_windows(config: EvalCommand) -> EvalCommand:
-    """For extraction, set the workload to scored windows; other configurations are returned unchanged.
+    """Return the configuration with the workload of an extraction's windows; without an extraction, unchanged.
 
     Where they are not set, the batch is the fastest one, and the sequences those that windows fill best.
 
@@ -148,7 +148,7 @@ def make_task(config: EvalCommand) -> "EvaluationTask[Any]":
 
 
 def draw_extraction(output: str, summary: Mapping[str, Any], store: "TextStore") -> None:
-    """Draw the results of an extraction run, in one process."""
+    """Draw the results of an extraction run; one process calls this."""
     from shardplan.eval.extraction.pictures import COLUMNS, INDEX, write_pictures
     from shardplan.eval.run_results.folder import read_windows
     from shardplan.runtime.progress import print_note, show_steps

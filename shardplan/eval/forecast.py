@@ -18,7 +18,7 @@ from shardplan.runtime.progress import Progress, show_progress
 from shardplan.storage import open_folder
 
 CHARACTERS_PER_TOKEN = 4
-"""Of texts in English, about; used where the tokenizer is not at hand."""
+"""Approximate characters per token of English texts, used if the tokenizer is not available."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class RunForecast:
     sequences: int
     steps: int
     seconds: float
-    """Duration of the steps."""
+    """Seconds of all steps."""
     characters_per_token: int | None
-    """What was assumed where the tokenizer is not at hand; None if tokens were counted."""
+    """Assumed characters per token, if the tokenizer is not available; None if tokens were counted."""
 
 
 def forecast_run(task: EvaluationTask[Any], store: TextStore, ref: str, plan: Plan) -> RunForecast:

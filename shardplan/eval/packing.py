@@ -26,13 +26,13 @@ def pack(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
     order = np.argsort(-np.asarray(lengths), kind="stable")
     sizes, counts = np.unique(lengths, return_counts=True)
     room_left: dict[int, list[np.ndarray]] = {}
-    """Tokens of room -> the rows that have as much; none of these lists is empty."""
+    """Free tokens -> the rows with so many free; no list is empty."""
     rooms: list[int] = []
-    """The keys of `room_left`, in order."""
+    """The keys of `room_left`, in ascending order."""
     row_count = 0
 
     def release(released: np.ndarray, room: int) -> None:
-        """Note that some rows have `room` tokens left."""
+        """Record that the rows have `room` free tokens."""
         if room and len(released):
             if room not in room_left:
                 insort(rooms, room)

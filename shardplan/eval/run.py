@@ -1,4 +1,4 @@
-"""An evaluation from start to end: texts, plan, weights, every step, and the results.
+"""Runs an evaluation from start to end: texts, plan, weights, all steps, and the results.
 
 A run goes on where an earlier one with the same results folder ended. Results are equal to the bit if mesh and batch
 are those of the earlier run; on other devices they differ as floating-point sums in another order do.
@@ -61,9 +61,9 @@ logger = logging.getLogger(__name__)
 
 MONITORING = MonitoringConfig()
 NOUNS = {"texts": "text", "checkpoint": "the checkpoint's file", "adapter": "the adapter's file"}
-"""Determinant -> what each of its digests is of."""
+"""Determinant -> noun for the thing of which it has a digest."""
 MAX_NAMED = 1000
-"""Largest number of texts, or of files of a checkpoint, that processes compare one by one."""
+"""Maximum number of texts, or of checkpoint files, that processes compare one by one."""
 
 
 def run_evaluation(
@@ -201,7 +201,7 @@ def _read_tokenizer(name: str, folder: Folder) -> tuple[bytes, SpecialTokens]:
 
 
 def _determinants(session: Session, store: TextStore, tokenizer: bytes) -> dict[str, Any]:
-    """Return what determines the results of every task."""
+    """Return the determinants of the results that every task has."""
     workload = session.plan.workload
     tensors = read_tensor_index(session.folder).tensors
     files = {tensor.file_name: tensor.file.version for tensor in tensors.values()}
@@ -240,7 +240,7 @@ def _other_determinants(part: str, process: int, value: str | None, expected: st
 def _count_all(
     source: Source, workers: Executor, processes: ProcessGroup, check: Callable[[int], None], deadline_s: float
 ) -> list[np.ndarray]:
-    """Return the number of tokens of every piece of every text, int64[piece]; each process counts its part of them.
+    """Return the number of tokens of every piece of every text, int64[piece]; each process counts some pieces.
 
     Args:
         check: called with the largest of all tokens.
@@ -265,14 +265,14 @@ def _count_all(
 
 
 def _make_shards(windows: Windows, task: EvaluationTask[Any], lanes: Lanes) -> Shards:
-    """Return the shards of a run, each of about as many windows as the task has in one."""
+    """Divide a run into shards of about as many windows as the task has per shard."""
     total = windows.count(windows.sequences).windows
     step_windows = total / windows.sequences * lanes.count * lanes.sequences
     return Shards(windows.sequences, lanes.count, lanes.sequences, max(1, round(task.shard_windows / step_windows)))
 
 
 def _windows_of(windows: Windows, first: int, last: int) -> tuple[int, int]:
-    """Return the first window of some sequences, and the one after their last; `last` may be past the end."""
+    """Return the first window of some sequences, and one past the last; `last` may be past the end."""
     begin, end = (windows.count(min(each, windows.sequences)).windows for each in (first, last))
     return begin, end
 
@@ -291,7 +291,7 @@ def _warn_of_padding(windows: Windows, plan: Plan) -> None:
 
 
 def _until_stopped(shards: Iterable[int], monitor: RunMonitor, stops: threading.Event) -> Iterator[int]:
-    """Yield shards, the same in all processes, until a process must stop or the run is too slow."""
+    """Yield shards, the same in all processes, until a process has to stop or the run is too slow."""
     for shard in shards:
         if not monitor.goes_on(f"shard {shard}", is_preempted() or stops.is_set()):
             return
@@ -299,7 +299,7 @@ def _until_stopped(shards: Iterable[int], monitor: RunMonitor, stops: threading.
 
 
 def _write(results: ResultsFolder, windows: Windows, shards: Shards, shard: int, scored: Mapping[int, Scored]) -> None:
-    """Write the results of some lanes of a shard, one part per run of consecutive windows.
+    """Write the results of a shard's lanes, one part per run of consecutive windows.
 
     Args:
         scored: lane -> its results.
@@ -324,7 +324,7 @@ def _finish(
     processes: ProcessGroup,
     experts: ExpertRecords | None,
 ) -> dict[str, Any]:
-    """In process 0, merge the results of all windows, and write and return the summary.
+    """Merge the results of all windows, and write and return the summary; only in process 0.
 
     Args:
         statistics, load: of this run; without `load`, all results were there, and those of the run before are kept.

@@ -38,13 +38,13 @@ class EvaluationTask[W: Windows](Protocol):
 
     @property
     def shard_windows(self) -> int:
-        """Windows of a shard: as many steps as have this number at most, and at least one step."""
+        """Number of windows in a shard: as many steps as have at most this number, but at least one step."""
 
     def determinants(self, plan: Plan) -> dict[str, Any]:
-        """Return what determines the results beside texts, tokenizer, weights and types."""
+        """Return what determines the results besides texts, tokenizer, weights and types."""
 
     def check_workload(self, workload: Workload) -> None:
-        """Check that a workload is for this task.
+        """Check that a workload suits this task.
 
         Raises:
             ConfigError: it is not.
@@ -64,7 +64,7 @@ class EvaluationTask[W: Windows](Protocol):
         """Return the program of a step."""
 
     def summarize(self, store: TextStore, plan: Plan, results: Iterable[pa.Table]) -> dict[str, Any]:
-        """Return the parts of the summary that this task has: at least `total` and `texts`, by id.
+        """Return the task's parts of the summary: at least `total`, and `texts` by id.
 
         Raises:
             ConfigError: no text has a window.

@@ -1,4 +1,4 @@
-"""Metrics of a run for Levanter's trackers: its rate, the ratio to the planned rate, and its progress."""
+"""Metrics of a run for Levanter's trackers: its rate, its rate relative to the plan's, and its progress."""
 
 import logging
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ METRICS, TENSORBOARD = "metrics.jsonl", "tensorboard"
 
 @contextmanager
 def open_tracker(config: TrackerSection, output: str, plan: Plan) -> Iterator[Tracker]:
-    """Start the tracker of a configuration, which ends with the block; every process must call this.
+    """Start the configuration's tracker, which ends with the context; every process must call this.
 
     Args:
         output: the results folder.

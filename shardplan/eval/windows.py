@@ -23,27 +23,27 @@ from shardplan.monitoring.step_statistics import Count
 
 @dataclass(frozen=True)
 class Rows:
-    """Some sequences of a run, and what is known without the model of the windows in them."""
+    """Sequences of a run, with the facts about their windows that need no model."""
 
     inputs: tuple[np.ndarray, ...]
-    """The arguments of the program after the model, each [sequence, position]; int32 tokens first."""
+    """Arguments of the program after the model, each [sequence, position]; the first is int32 tokens."""
     windows: Mapping[str, np.ndarray]
-    """Column -> [window, ...], in the order of the windows; a task chooses the columns."""
+    """Column -> values [window, ...], in the order of the windows; the task chooses the columns."""
 
     def with_input(self, array: np.ndarray) -> "Rows":
-        """Return the sequences with one more argument of the program, [sequence, position]."""
+        """Return the sequences with an additional argument of the program, [sequence, position]."""
         return replace(self, inputs=(*self.inputs, array))
 
 
 class SequenceJob(Protocol):
-    """Makes some sequences of a run in a worker process, to which it is pickled."""
+    """Makes sequences of a run in a worker process, to which the job is pickled."""
 
     def make(self, texts: TextReader) -> Rows:
         """Make the sequences."""
 
 
 class Windows(Protocol):
-    """The windows of all texts, numbered and packed into sequences in an order that every run agrees on."""
+    """The windows of all texts, numbered and packed into sequences in the same order in every run."""
 
     @property
     def sequences(self) -> int:
@@ -59,7 +59,7 @@ class Windows(Protocol):
         """Return the job that makes the sequences from `first` to `last`; those past the end are padding."""
 
     def table(self, first: int, rows: Rows, scores: Mapping[str, np.ndarray]) -> pa.Table:
-        """Return the results of some sequences, a row per window.
+        """Return the results of some sequences, one row per window.
 
         Args:
             first: number of their first window.

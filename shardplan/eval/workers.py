@@ -15,13 +15,13 @@ from shardplan.eval.texts.reader import Source, TextReader
 from shardplan.eval.windows import Rows, SequenceJob
 
 PIECES_PER_JOB = 16
-"""Pieces of texts whose tokens a worker counts at a time."""
+"""Number of pieces of texts whose tokens a worker counts at a time."""
 
 _reader: TextReader
 
 
 def _start_worker(source: Source) -> None:
-    """Prepare this worker process so that it ends with its parent, whatever signal ends the parent."""
+    """Prepare this worker process to end with its parent, whatever signal ends the parent."""
     global _reader
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
@@ -41,13 +41,13 @@ def _count_tokens(pieces: Sequence[tuple[int, int]]) -> tuple[list[int], int]:
 
 
 def make_rows(job: SequenceJob) -> Rows:
-    """Do a job in a worker."""
+    """Run a job in a worker."""
     return job.make(_reader)
 
 
 @contextmanager
 def open_workers(source: Source, count: int) -> Iterator[Executor]:
-    """Start `count` worker processes, which end with the block; yields their executor."""
+    """Start `count` worker processes, which end with the context; yield their executor."""
     # a forked process would inherit JAX's locks, but not the threads that release them
     with ProcessPoolExecutor(count, get_context("spawn"), _start_worker, (source,)) as workers:
         try:
@@ -59,7 +59,7 @@ def open_workers(source: Source, count: int) -> Iterator[Executor]:
 def count_tokens(
     workers: Executor, pieces: Sequence[tuple[int, int]], on_counted: Callable[[int], None]
 ) -> tuple[list[int], int]:
-    """Count the tokens of pieces in worker processes, with the result of `TextReader.count_tokens`.
+    """Count the tokens of pieces in worker processes; return the result of `TextReader.count_tokens`.
 
     Args:
         on_counted: called with how many more pieces are done.

@@ -1,4 +1,4 @@
-"""What runs on the devices of a mesh: the steps and the model as a plan has them, compiled ahead of time."""
+"""Programs for the devices of a mesh: the steps and the model, with a plan's shardings, compiled ahead of time."""
 
 from shardplan.execution.aot_program import Program, abstract_model
 from shardplan.execution.specialize import specialize

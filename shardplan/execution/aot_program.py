@@ -1,4 +1,4 @@
-"""Functions with abstract, sharded arguments, compiled ahead of time for the devices of a mesh."""
+"""Compiles functions of abstract, sharded arguments ahead of time for the devices of a mesh."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -25,7 +25,7 @@ class Program:
     name: str
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
-    """Pytrees with a `jax.ShapeDtypeStruct`, which has a sharding, in place of every array."""
+    """Pytrees that have a `jax.ShapeDtypeStruct` with a sharding in place of every array."""
     mesh: Mesh
     donated: tuple[int, ...] = ()
     """Indices of the arguments whose memory the results may reuse."""
@@ -67,7 +67,7 @@ def abstract_model(template: Any, mesh: Mesh, mapping: Mapping[str, Any]) -> Any
     """
 
     def abstract(leaf: Any) -> Any:
-        """Return the abstract array of an array, with its sharding; other values are unchanged."""
+        """Return the abstract, sharded form of an array; return other values unchanged."""
         axes = axes_of(leaf)
         array = leaf.array if isinstance(leaf, NamedArray) else leaf
         if not _is_abstract(array):

@@ -1,4 +1,4 @@
-"""The devices of JAX as the mesh of a plan."""
+"""Arranges JAX's devices as the mesh of a plan."""
 
 import math
 

@@ -38,7 +38,7 @@ class LayoutForward:
     layout: SequenceLayout
 
     def in_layer_order(self, is_token: NamedArray) -> NamedArray:
-        """Return bool[batch, position] in the order of the layout; False for its padding."""
+        """Reorder bool[batch, position] to the order of the layout; False for its padding."""
         position, order = is_token.axes[-1].name, self.layout.positions()
         taken = is_token.take(position, hax.named(jnp.asarray(np.where(order == PADDING, 0, order)), position))
         return taken & hax.named(jnp.asarray(order != PADDING), position)

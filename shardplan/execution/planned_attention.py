@@ -1,4 +1,4 @@
-"""Attention of shardplan's decoder, and of models of your own, computed as a plan says.
+"""Computes the attention of shardplan's decoder, and of users' own models, as a plan says.
 
 The modules of Levanter's `Attention` are replaced in the model (`shardplan.attention.levanter`). A model without them
 calls a function of attention itself, and that call is replaced while the model is traced.
@@ -25,12 +25,12 @@ from shardplan.program.marked.marked_attention import kind_of_call
 DECIDED_BY_PLAN = (
     "use_flash", "attn_backend", "flash_block_size", "block", "strategy", "ulysses", "kernel", "hardware",
 )  # fmt: skip
-"""Arguments of a call that choose how attention is computed; all others say what is computed, and are kept."""
+"""Arguments by which a call chooses how attention is computed, which the plan overrides; other arguments are kept."""
 
 
 @contextmanager
 def planned_attention(model: Model, plan: Plan) -> Iterator[None]:
-    """Let the calls of attention of a model run by the methods of a plan, if its modules are not replaced for that.
+    """Compute the attention calls of a model by the methods of a plan, unless its modules have been replaced for that.
 
     Where the plan does not shard positions, a model of your own computes its attention itself.
 
@@ -60,7 +60,7 @@ def planned_attention(model: Model, plan: Plan) -> Iterator[None]:
         )
 
     def compute(arguments: Arguments) -> NamedArray:
-        """Compute attention by the method for its kind."""
+        """Compute attention by the plan's method for its kind."""
         method = plan.attention.of(kind_of_call(arguments).name)
         kept = {name: value for name, value in arguments.items() if name not in DECIDED_BY_PLAN}
         return sharded_attention(

@@ -1,4 +1,4 @@
-"""Routed experts computed as a plan says."""
+"""Computes routed experts as a plan says."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from shardplan.plan.plan import Plan
 
 @contextmanager
 def planned_experts(plan: Plan) -> Iterator[None]:
-    """Let every block of routed experts run by the method of a plan."""
+    """Compute every block of routed experts by the method of a plan."""
     hardware = parse_slice(plan.hardware.slice)
     generation = None if hardware.is_cpu else hardware.generation
     with replace_routed_mlp(partial(compute_routed_mlp, method=plan.experts, generation=generation)):

@@ -1,4 +1,4 @@
-"""A program that also returns how its tokens were routed to experts."""
+"""A program that also returns to which experts its tokens were routed."""
 
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -18,13 +18,13 @@ class RecordedResults(NamedTuple):
     """The results of a recorded program."""
 
     results: Any
-    """Those of the program without records."""
+    """The results of the program without records."""
     records: list[tuple[LayerRecord, ...]]
-    """As `RoutingRecording.segments` has them."""
+    """The records of routing, in the form of `RoutingRecording.segments`."""
 
 
 def with_expert_records(program: Program, plan: Plan) -> Program:
-    """Let the program of a step return `RecordedResults`.
+    """Make the program of a step return `RecordedResults`.
 
     It has one more argument, bool[batch, position], sharded like tokens: which of them count.
 

@@ -1,4 +1,4 @@
-"""The model as it runs under a plan: its attention kernel, its blocks of experts and gradient checkpointing."""
+"""Prepares a model for a plan: its attention kernel, its blocks of experts and its gradient checkpointing."""
 
 import dataclasses
 from typing import Any
@@ -32,9 +32,9 @@ SELECTED_METHODS = {
     SparseKernel.GATHERED_BLOCKS: SelectedMethod.GATHERED_BLOCKS,
     SparseKernel.KERNEL: SelectedMethod.KERNEL,
 }
-"""The kernel of a plan for Native Sparse Attention -> the method of its selected branch."""
+"""Kernel of a plan for Native Sparse Attention -> the method that computes the selected branch."""
 RETIRED_OPTION = "xla_tpu_enable_async_collective_fusion_fuse_all_gather"
-"""An option of plans that were made with libtpu 0.0.42, which later releases refuse on most generations."""
+"""A compiler option in plans made with libtpu 0.0.42, which later releases refuse on most generations."""
 
 
 def specialize(model: Model, plan: Plan) -> Model:
@@ -77,7 +77,7 @@ def specialize(model: Model, plan: Plan) -> Model:
 
 
 def _with_sparse_method(model: Model, plan: Plan) -> tuple[Segment, ...]:
-    """Return the segments of a decoder whose Native Sparse Attention is computed as planned.
+    """Return the segments of a decoder with the plan's method for Native Sparse Attention.
 
     Raises:
         ConfigError: the plan was edited, and layers with this attention have several methods, or no kernel.
@@ -97,7 +97,7 @@ def _with_sparse_method(model: Model, plan: Plan) -> tuple[Segment, ...]:
 
 
 def _check_kernels(model: Model, plan: Plan) -> None:
-    """Check that the kernel of each kind of attention can compute it on each device.
+    """Check that the kernel of each kind of attention can compute the attention's shape on each device.
 
     Raises:
         ConfigError: a kernel of the plan cannot.

@@ -24,7 +24,7 @@ from shardplan.steps.kinds import step_of
 
 
 def step_program(model: Model, plan: Plan, mesh: Mesh, is_packed: bool = False) -> Program:
-    """Return the program of the plan's workload: what `compute` of its kind of step computes; see `shardplan.steps`.
+    """Return the program of the plan's workload, which runs the `compute` of its kind of step; see `shardplan.steps`.
 
     Levanter's own loss has the blocks that it has on the devices of the mesh.
 

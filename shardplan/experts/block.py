@@ -29,25 +29,25 @@ from shardplan.hardware.generations import Generation, generation_of_device
 
 @dataclass(frozen=True)
 class RoutedCall:
-    """The arguments of a call of `routed_mlp`, with arrays in the order of dimensions that devices need."""
+    """The arguments of a call of `routed_mlp`; arrays have the order of dimensions that devices need."""
 
     Experts: Axis
     Mlp: Axis
     Embed: Axis
     x: NamedArray
-    """{..., embed}."""
+    """Tokens, {..., embed}."""
     chosen: NamedArray
-    """int32{..., k}."""
+    """Numbers of each token's experts, int32{..., k}."""
     routing_weights: NamedArray
-    """float32{..., k}."""
+    """Factors of the experts' outputs, float32{..., k}."""
     weights: ExpertWeights[NamedArray]
-    """With the dimensions that `ExpertWeights` names."""
+    """Weights of the experts, with the dimensions that `ExpertWeights` names."""
     function: ExpertFunction
     method: ExpertMethod | None = None
 
     @property
     def experts_per_token(self) -> int:
-        """Experts of a token."""
+        """Number of experts per token."""
         return self.chosen.axes[-1].size
 
 
@@ -115,7 +115,7 @@ def routed_mlp(
 def compute_routed_mlp(
     call: RoutedCall, method: ExpertMethod | None = None, generation: Generation | None = None
 ) -> NamedArray:
-    """Compute a call of `routed_mlp` on the devices of the mesh; what is raised is in the docstring of `routed_mlp`.
+    """Compute a call of `routed_mlp` on the devices of the mesh; raises what `routed_mlp` raises.
 
     Args:
         method: default: that of the call.
@@ -155,7 +155,7 @@ _replacement: ContextVar[Callable[[RoutedCall], NamedArray]] = ContextVar("route
 
 @contextmanager
 def replace_routed_mlp(compute: Callable[[RoutedCall], NamedArray]) -> Iterator[None]:
-    """Let `compute` compute every call of `routed_mlp`: a trace marks them, and a plan has a method for them.
+    """Replace the computation of `routed_mlp` by `compute`: traces mark the calls, and plans choose their method.
 
     Args:
         compute: takes a call, and returns its result with the axes of `RoutedCall.x`.
@@ -168,14 +168,14 @@ def replace_routed_mlp(compute: Callable[[RoutedCall], NamedArray]) -> Iterator[
 
 
 class DeviceInputs[Leaf](NamedTuple):
-    """The arrays of a block, or a device's shards of them, or their specs."""
+    """The arrays of a block, a device's shards of them, or their specs."""
 
     x: Leaf
-    """[..., embed]."""
+    """Tokens, [..., embed]."""
     chosen: Leaf
-    """int32[..., k]."""
+    """Numbers of each token's experts, int32[..., k]."""
     routing_weights: Leaf
-    """float32[..., k]."""
+    """Factors of the experts' outputs, float32[..., k]."""
     weights: ExpertWeights[Leaf]
 
 
@@ -190,12 +190,12 @@ class DeviceProgram:
     mlp_axes: tuple[str, ...]
     """Mesh axes that shard hidden states."""
     experts: int
-    """Experts of all devices."""
+    """Number of experts on all devices."""
     function: ExpertFunction
     method: ExpertMethod
 
     def check(self) -> None:
-        """Check that the strategy is for arrays that are sharded so.
+        """Check that the strategy supports this sharding of the arrays.
 
         Raises:
             ConfigError: tokens are exchanged over a mesh axis along which all devices have the same tokens.
@@ -208,7 +208,7 @@ class DeviceProgram:
             )
 
     def run(self, inputs: DeviceInputs[Array]) -> Array:
-        """Return [..., embed]: the outputs of this device's tokens."""
+        """Return the outputs of this device's tokens, [..., embed]."""
         tokens = _row_major(inputs.x.reshape(-1, inputs.x.shape[-1]))
         chosen, routing_weights = (a.reshape(len(tokens), -1) for a in (inputs.chosen, inputs.routing_weights))
         match self.method.strategy:
@@ -254,11 +254,11 @@ class DeviceProgram:
         return group.reduce(sums)
 
     def _first_expert(self, weights: LocalWeights) -> int | Array:
-        """The number of the first expert of this device."""
+        """Return the number of this device's first expert."""
         return jax.lax.axis_index(self.expert_axes) * len(weights.up) if self.expert_axes else 0
 
     def _with_bias_once(self, weights: LocalWeights) -> LocalWeights:
-        """Zero the output bias on all but one of the devices whose outputs are summed."""
+        """Set the output bias to zero on all but one of the devices whose outputs are summed."""
         if weights.down_bias is None or not self.mlp_axes:
             return weights
         is_first = jax.lax.axis_index(self.mlp_axes) == 0
@@ -266,14 +266,14 @@ class DeviceProgram:
 
 
 def _row_major(tokens: Array) -> Array:
-    """Keep each token in one piece: else the compiler copies gathered tokens from and to its layout of activations."""
+    """Keep each token contiguous; otherwise the compiler copies gathered tokens to and from its activation layout."""
     constrained: Array = with_layout_constraint(tokens, Layout(major_to_minor=(0, 1)))
     return constrained
 
 
 @dataclass(frozen=True)
 class DeviceGroup:
-    """Devices along some mesh axes that each compute a part of the sums for all tokens of the group."""
+    """Devices along mesh axes, each of which computes a part of the outputs of all tokens of the group."""
 
     token_axes: tuple[str, ...]
     """Mesh axes that shard tokens."""
@@ -302,7 +302,7 @@ class DeviceGroup:
 
 
 def _order_weights(weights: ExpertWeights[NamedArray], experts: str, mlp: str) -> ExpertWeights[NamedArray]:
-    """Give the arrays the orders of axes that `ExpertWeights` has."""
+    """Reorder the axes of arrays as in `ExpertWeights`."""
     inputs_first, outputs_last = (experts, ..., mlp), (experts, mlp, ...)
     return ExpertWeights(
         gate=_rearrange(weights.gate, inputs_first),
@@ -319,13 +319,13 @@ def _rearrange(array: NamedArray | None, axes: Any) -> NamedArray | None:
 
 
 def _mesh_axes(axis: Axis) -> tuple[str, ...]:
-    """Mesh axes of several devices that shard an axis under the axis mapping in force."""
+    """Return the mesh axes of several devices that shard an axis under the active axis mapping."""
     shape = jax.sharding.get_abstract_mesh().shape
     return tuple(name for name in ensure_tuple(physical_axis_name(axis) or ()) if shape.get(name, 1) > 1)
 
 
 def _spec(array: NamedArray, sharded: Container[str] | None = None) -> PartitionSpec:
-    """The spec of an array under the axis mapping in force.
+    """Return the spec of an array under the active axis mapping.
 
     Args:
         sharded: names of the axes that it may shard; default: all.

@@ -18,11 +18,11 @@ class ExpertFunction:
     """The activation and the options of an expert's MLP."""
 
     activation: Callable[[Array | None, Array], Array]
-    """Computes the hidden states float32[rows, mlp] of the gate (None without one) and of the projection up."""
+    """Computes the hidden states float32[rows, mlp] from the gate (None if there is none) and the up projection."""
     weighs_inputs: bool = False
-    """Whether a token is multiplied by its routing weight before its expert, rather than what the expert returns."""
+    """Whether the routing weight multiplies the expert's input rather than its output."""
     generation: Generation | None = None
-    """Generation of the TPUs that compute it, which decides the tiles of kernels; None for other devices."""
+    """TPU generation, which determines the tiles of kernels; None for other devices."""
 
 
 class ExpertWeights[Leaf](eqx.Module):
@@ -33,20 +33,20 @@ class ExpertWeights[Leaf](eqx.Module):
     """
 
     gate: Leaf | None
-    """{experts, embed, mlp}; None for experts without a gate."""
+    """Gate projections {experts, embed, mlp}; None for experts without a gate."""
     up: Leaf
-    """{experts, embed, mlp}."""
+    """Up projections {experts, embed, mlp}."""
     down: Leaf
-    """{experts, mlp, embed}."""
+    """Down projections {experts, mlp, embed}."""
     gate_bias: Leaf | None = None
-    """{experts, mlp}."""
+    """Biases of the gate projections, {experts, mlp}; None without biases."""
     up_bias: Leaf | None = None
-    """{experts, mlp}."""
+    """Biases of the up projections, {experts, mlp}; None without biases."""
     down_bias: Leaf | None = None
-    """{experts, embed}."""
+    """Biases of the down projections, {experts, embed}; None without biases."""
 
     def map[Other](self, change: Callable[[Leaf], Other]) -> "ExpertWeights[Other]":
-        """Apply a function to each of the arrays that there are."""
+        """Apply a function to each array that is not None."""
         gate, gate_bias, up_bias, down_bias = (
             None if each is None else change(each) for each in (self.gate, self.gate_bias, self.up_bias, self.down_bias)
         )
@@ -61,15 +61,15 @@ class SortedRows(NamedTuple):
     """Rows for the experts of one device, sorted by expert."""
 
     tokens: Array
-    """[rows, embed]; rows that hold nothing, at the end, may have any values."""
+    """Token of each row, [rows, embed]; unused rows, at the end, may have any values."""
     weights: Array
-    """float32[rows], the factor of each row in the sum of its token; 0 for rows that hold nothing."""
+    """Factor of each row in the sum of its token, float32[rows]; 0 for unused rows."""
     expert_sizes: Array
-    """int32[experts], the number of rows of each expert."""
+    """Number of rows of each expert, int32[experts]."""
 
 
 def apply_experts(rows: SortedRows, weights: LocalWeights, function: ExpertFunction) -> Array:
-    """Return [rows, embed]: the output of each row's expert, and the weight of the row multiplied into it.
+    """Return the output of each row's expert, multiplied by the row's weight, [rows, embed].
 
     The weight is multiplied into the hidden state, which is computed in float32, or into the token. Rows that hold
     nothing are no work for the grouped matmuls, and their results have any values.
@@ -100,14 +100,14 @@ def apply_experts(rows: SortedRows, weights: LocalWeights, function: ExpertFunct
 
 
 def _expert_of_row(rows: SortedRows) -> Array:
-    """int32[rows]: the index of each row's expert; of the last expert for rows that hold nothing."""
+    """Return the index of each row's expert, int32[rows]; the last expert's for unused rows."""
     ends = jnp.cumsum(rows.expert_sizes)
     indices = jnp.searchsorted(ends, jnp.arange(rows.tokens.shape[0]), side="right", method="compare_all")
     return jnp.minimum(indices, len(rows.expert_sizes) - 1)
 
 
 def gather_weights(weights: LocalWeights, expert_axes: tuple[str, ...], mlp_axes: tuple[str, ...]) -> LocalWeights:
-    """All-gather the weights of all experts along mesh axes that shard experts, and that shard their hidden states."""
+    """All-gather the weights of all experts along the mesh axes that shard experts or their hidden states."""
 
     def gather(array: Array | None, mlp_dimension: int | None) -> Array | None:
         if array is not None and expert_axes:

@@ -1,4 +1,4 @@
-"""Grouped matmuls: the rows of each group times a matrix of its own.
+"""Grouped matmuls: the rows of each group times the group's matrix.
 
 JAX's `ragged_dot`, which XLA compiles to a kernel on TPUs, and so its gradients. An attribute of the operation says
 which tiles the kernel has: those of `shardplan.experts.tiles` for the generation, for each gradient its own. Without a
@@ -18,16 +18,16 @@ from shardplan.hardware.generations import Generation
 TO_ROWS = jax.lax.RaggedDotDimensionNumbers(
     (((1,), (1,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
 )
-"""[rows, inputs] times [groups, inputs, outputs]."""
+"""Dimensions of [rows, inputs] x [groups, inputs, outputs]."""
 TO_MATRICES = jax.lax.RaggedDotDimensionNumbers(
     (((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
 )
-"""[rows, inputs] times [rows, outputs], for the rows of each group."""
+"""Dimensions of [rows, inputs] x [rows, outputs], for the rows of each group."""
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def grouped_matmul(rows: Array, matrices: Array, sizes: Array, generation: Generation | None = None) -> Array:
-    """Multiply consecutive groups of rows by a matrix each.
+    """Multiply consecutive groups of rows, each by its own matrix.
 
     >>> import jax.numpy as jnp
     >>> rows, matrices = jnp.ones((3, 2)), jnp.stack([jnp.eye(2), 10 * jnp.eye(2)])

@@ -28,33 +28,33 @@ from shardplan.experts.expert_weights import ExpertFunction, ExpertWeights
 from shardplan.experts.method import UNSHARDED, ExpertMethod
 
 SCORES = "expert_score"
-"""Name of the axis of the experts in what a router computes."""
+"""Name of the axis of experts in the router's results."""
 
 Result = tuple[NamedArray, dict[str, NamedArray]]
-"""The result of a block of Levanter: outputs, and the statistics and losses of its routing."""
+"""The result of one of Levanter's blocks: outputs, and the statistics and losses of its routing."""
 
 
 @runtime_checkable
 class HasExpertMethod(Protocol):
-    """An object that says how experts are computed, such as a Plan."""
+    """An object with a method for experts, such as a Plan."""
 
     @property
     def experts(self) -> ExpertMethod | None:
-        """The method; None if Levanter's own blocks compute them."""
+        """The method of experts; None for Levanter's own blocks."""
 
 
 class Choice(NamedTuple):
-    """The experts of each token."""
+    """The experts that a router chooses for each token."""
 
     weights: NamedArray
-    """{..., k}, the scores of the chosen experts."""
+    """Scores of the chosen experts, {..., k}."""
     chosen: NamedArray
-    """int32{..., k}, their numbers."""
+    """Numbers of the chosen experts, int32{..., k}."""
 
 
 @dataclass(frozen=True)
 class LevanterActivation:
-    """The hidden state of an expert: Levanter's activation of the gate, times the projection up."""
+    """The hidden state of an expert: activation(gate) * up, with Levanter's activation."""
 
     function: Callable[[Array], Array]
 
@@ -94,11 +94,11 @@ PARALLEL_CLASSES: dict[Any, Any] = {
     MixtralSparseMoeBlock: ExpertParallelMixtral,
     Qwen3MoeSparseMoeBlock: ExpertParallelQwen3Moe,
 }
-"""Levanter's class of blocks -> the class of those that replace them."""
+"""Levanter's class of blocks -> shardplan's class that replaces it."""
 
 
 LEVANTERS_CALLS: dict[Any, Any] = {original: original.__call__ for original in PARALLEL_CLASSES}
-"""Levanter's class of blocks -> its own forward method."""
+"""Levanter's class of blocks -> the forward method of this class."""
 
 
 def with_expert_parallel(module: Any, method: ExpertMethod | HasExpertMethod) -> Any:
@@ -142,7 +142,7 @@ def with_expert_parallel(module: Any, method: ExpertMethod | HasExpertMethod) ->
 
 
 def patch_blocks(method: ExpertMethod | None) -> None:
-    """Make Levanter's own blocks compute experts as shardplan's blocks do, where that is possible.
+    """Make Levanter's own blocks compute experts as shardplan's blocks do, where possible.
 
     Args:
         method: None for the default.
@@ -152,7 +152,7 @@ def patch_blocks(method: ExpertMethod | None) -> None:
 
 
 def _patched_call(own: Any, compute: Any, method: ExpertMethod | None) -> Any:
-    """Return a forward method that calls `compute`, or `own` for a block that this does not support."""
+    """Return a forward method that calls `compute`, or `own` for a block that `compute` does not support."""
 
     def call(block: Any, x: NamedArray, *, key: Any = None) -> Result:
         """Compute a block of experts."""
@@ -205,7 +205,7 @@ def restore_blocks(module: Any) -> Any:
 
 
 def has_replaceable_experts(module: Any) -> bool:
-    """Return whether a model has Levanter's blocks of experts, all of which can be replaced.
+    """Return whether a model has blocks of experts of Levanter's, all of them replaceable.
 
     >>> from levanter.models.mixtral import MixtralConfig
     >>> config = MixtralConfig(use_bias=True)
@@ -218,7 +218,7 @@ def has_replaceable_experts(module: Any) -> bool:
 
 
 def has_parallel_experts(module: Any) -> bool:
-    """Return whether blocks of experts of a model have been replaced.
+    """Return whether shardplan's blocks have replaced blocks of experts in a model.
 
     >>> from levanter.models.mixtral import MixtralConfig
     >>> block = eqx.filter_eval_shape(MixtralSparseMoeBlock.init, MixtralConfig(), key=jax.random.PRNGKey(0))
@@ -229,12 +229,12 @@ def has_parallel_experts(module: Any) -> bool:
 
 
 def _has_method(block: Any) -> bool:
-    """Return whether a block has been replaced."""
+    """Return whether a block is one of shardplan's."""
     return isinstance(block, tuple(PARALLEL_CLASSES.values()))
 
 
 def _why_not_replaceable(block: Any) -> str | None:
-    """Return why a block of Levanter cannot be replaced, with a remedy; None if it can."""
+    """Return the reason why one of Levanter's blocks cannot be replaced, with a remedy; None if it can."""
     if type(block) not in PARALLEL_CLASSES and not _has_method(block):
         return (
             f"{type(block).__name__} is a subclass of Levanter's block of experts and may do more; use Levanter's "
@@ -271,7 +271,7 @@ def _mixtral_block(block: MixtralSparseMoeBlock, x: NamedArray, method: ExpertMe
 
 
 def _qwen3_moe_block(block: Qwen3MoeSparseMoeBlock, x: NamedArray, method: ExpertMethod | None) -> Result:
-    """Compute a block of Levanter's Qwen3-MoE, whose router has its scores in float32."""
+    """Compute a block of Levanter's Qwen3-MoE, whose router computes scores in float32."""
     config = block.config
     logits, tokens = _router_logits(block, x).astype(jnp.float32), _token_axes(block, x)
     probabilities = hax.nn.softmax(logits, SCORES)
@@ -293,12 +293,12 @@ def _is_block(node: Any) -> bool:
 
 
 def _blocks(module: Any) -> Iterator[Any]:
-    """Yield the blocks of experts of Levanter in a model."""
+    """Yield Levanter's blocks of experts in a model."""
     yield from filter(_is_block, jax.tree.leaves(module, is_leaf=_is_block))
 
 
 def _projections(block: Any) -> tuple[Any, Any, Any]:
-    """The projections of the experts of a block: gate, up and down."""
+    """Return the projections of a block's experts: gate, up and down."""
     experts = block.experts
     if isinstance(block, MixtralSparseMoeBlock):
         return experts.w1, experts.w3, experts.w2
@@ -311,7 +311,7 @@ def _token_axes(block: Any, x: NamedArray) -> tuple[Axis, ...]:
 
 
 def _router_logits(block: Any, x: NamedArray) -> NamedArray:
-    """Return {..., expert_score}: the products of tokens and the router, whose experts are not sharded.
+    """Return the router's products with tokens, {..., expert_score}; the router's experts are not sharded.
 
     Tokens may be sharded over the mesh axes of the experts.
     """
@@ -328,7 +328,7 @@ def _router_logits(block: Any, x: NamedArray) -> NamedArray:
 
 @contextmanager
 def _unmapped(axis: str) -> Iterator[None]:
-    """Remove a logical axis from the current axis mapping, if there is one."""
+    """Remove a logical axis from the current axis mapping, if it is there."""
     mapping = current_thread_local_mapping()
     if mapping is None:
         yield
@@ -338,7 +338,7 @@ def _unmapped(axis: str) -> Iterator[None]:
 
 
 def _mark_unsharded(array: NamedArray, axis: str) -> NamedArray:
-    """Tell a trace that no mapping shards an array along a logical axis."""
+    """Mark an array for traces as not sharded along a logical axis by any mapping."""
     if axis not in {each.name for each in array.axes}:
         return array
     return NamedArray(checkpoint_name(array.array, UNSHARDED + axis), array.axes)
@@ -356,7 +356,7 @@ def _choose(probabilities: NamedArray, TopExperts: Axis) -> Choice:
 
 
 def _count_rows(chosen: NamedArray, Experts: Axis) -> NamedArray:
-    """Return int32{experts}: how many tokens have each expert."""
+    """Return how many tokens chose each expert, int32{experts}."""
     is_chosen = jax.nn.one_hot(chosen.array, Experts.size, dtype=jnp.int32)
     return hax.named(is_chosen.sum(tuple(range(chosen.ndim))), (Experts,))
 

@@ -1,4 +1,4 @@
-"""Applies the experts of one device to tokens that are on it, in rounds of a bounded number of rows.
+"""Applies a device's experts to the tokens on the device, in rounds of a bounded number of rows.
 
 Runs inside `jax.shard_map`. Rows are sorted by expert, so that grouped matmuls compute each expert's rows with its
 weights; a row's output is added to the sum of its token. The first round has room for as many rows as the device
@@ -18,7 +18,7 @@ from shardplan.experts.statistics.recording import record_rounds, records_rounds
 from shardplan.experts.tiles import BUFFER_MULTIPLE
 
 OVERFLOW_ROWS = 4 * BUFFER_MULTIPLE
-"""Rows of the rounds after the first, which are empty while experts get about equally many rows."""
+"""Number of rows in rounds after the first, which are empty while experts get about equally many rows."""
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,11 @@ class LocalRounds:
 
     experts_per_token: int
     first_rows: int
-    """Rows of the first round."""
+    """Number of rows in the first round."""
     function: ExpertFunction
 
     def __call__(self, index: int | Array, order: RowOrder, operands: tuple[Array, Array, LocalWeights]) -> Array:
-        """Return [tokens, embed]: sums of the outputs of the round's rows.
+        """Return sums by token of the outputs of the round's rows, [tokens, embed].
 
         Args:
             index: of the round; the number 0 for the first one.
@@ -81,7 +81,7 @@ take_rows.defvjp(_take_rows_forward, _take_rows_backward)
 
 
 def add_rows(rows: Array, receiver: Array, count: int) -> Array:
-    """Return [count, embed]: the sums of the rows for each token; a row without a receiver may have any values.
+    """Add up rows by receiver, [count, embed]; a row without a receiver may have any values.
 
     >>> add_rows(jnp.array([[1.0], [2.0], [5.0]]), jnp.array([0, 0, 2]), count=2).tolist()
     [[3.0], [0.0]]
@@ -98,7 +98,7 @@ def sum_local_experts(
     first_expert: int | Array = 0,
     max_rows: int | None = None,
 ) -> Array:
-    """Return [tokens, embed]: for each token the weighted sum of the outputs of its experts on this device.
+    """Return, for each token, the weighted sum of the outputs of its experts on this device, [tokens, embed].
 
     >>> from shardplan.experts.expert_weights import ExpertWeights
     >>> weights = ExpertWeights(gate=None, up=jnp.array([[[1.0]], [[10.0]]]), down=jnp.ones((2, 1, 1)))

@@ -23,7 +23,7 @@ def largest_of_normals(count: float) -> float:
 
 
 def measured_load_spread(has_correction: bool) -> float:
-    """Return the spread of loads that was measured: standard deviation of the experts' rows, relative to their mean.
+    """Return the measured spread of loads: standard deviation / mean of the experts' rows.
 
     Loads are taken to be normal, so that it follows from the largest of them; two digits are kept.
 

@@ -1,4 +1,4 @@
-"""How an MLP of routed experts is computed on several devices. Imports no JAX."""
+"""The methods by which several devices compute an MLP of routed experts. Imports no JAX."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -6,15 +6,15 @@ from enum import StrEnum
 from shardplan.errors import ConfigError, nearest
 
 OVERFLOW_SCOPE = "overflow_rounds"
-"""Named scope of the loop over the rounds for rows that did not fit in the buffers; it has no round otherwise."""
+"""Named scope of the loop over the rounds for rows that did not fit in the buffers; usually it has no rounds."""
 
 UNSHARDED = "shardplan_unsharded_"
-"""Begins the names (`checkpoint_name`) of arrays that no mapping shards along one axis, whose name follows: a router of
-Levanter has the axis of the experts, and does not follow their sharding."""
+"""Prefix of names (`checkpoint_name`) of arrays that no mapping shards along one axis, whose name follows: a Levanter
+router has the experts' axis without following their sharding."""
 
 
 class ExpertStrategy(StrEnum):
-    """What devices exchange to compute experts: tokens or weights."""
+    """The strategies of devices to compute experts, by what they exchange: tokens or weights."""
 
     GATHER_TOKENS = "gather_tokens"
     """Devices all-gather the tokens of their group, apply their own experts to them, and reduce-scatter the sums."""
@@ -26,21 +26,21 @@ class ExpertStrategy(StrEnum):
 
 @dataclass(frozen=True)
 class ExpertMethod:
-    """A strategy, and how many rows its buffers have.
+    """A strategy, and the size of its buffers.
 
     A row is a token for one of its experts.
     """
 
     strategy: ExpertStrategy = ExpertStrategy.GATHER_TOKENS
     buffer_factor: float = 1.25
-    """Rows of a device's buffer, relative to the rows that it gets if all experts get equally many.
+    """Rows of a device's buffer / rows of the device if all experts get equally many.
 
     More rows than these are computed in further rounds.
     """
 
     token_chunks: int = 2
-    """Of gather_tokens: parts of a device's tokens that are gathered and computed one after the other, so that the
-    transfers of one part run behind the experts of another."""
+    """For gather_tokens: number of chunks in which a device's tokens are gathered and computed, so that the transfers
+    of one chunk run behind the experts of another."""
 
     def __post_init__(self) -> None:
         """Check the values.

@@ -1,4 +1,4 @@
-"""Replaces a Levanter model's blocks of experts by shardplan's, which a plan can shard, where that is possible.
+"""Replaces a Levanter model's blocks of experts, where possible, by shardplan's, which a plan can shard.
 
 Models are built with Levanter's own blocks. A search for a plan replaces them, where it can.
 """
@@ -18,13 +18,13 @@ def with_planned_experts(model: Model) -> Model:
 
 
 def with_own_experts(model: Model) -> Model:
-    """Return a model whose experts Levanter's own blocks compute: undo `with_planned_experts`."""
+    """Return a model with Levanter's own blocks of experts: undo `with_planned_experts`."""
     if not has_parallel_experts(model.template):
         return model
     return replace(model, template=restore_blocks(model.template))
 
 
 def make_module(model: Model, config: Any) -> Any:
-    """Make the module of a model with another configuration, with the blocks of experts that the model has."""
+    """Make the module of a model with another configuration, keeping the kind of its blocks of experts."""
     module = abstract_module(config, model.vocab)
     return replace_blocks(module, None) if has_parallel_experts(model.template) else module

@@ -1,4 +1,4 @@
-"""Differentiable sums over a number of rounds that is known only on the device; the first round is no loop.
+"""Differentiable sums over a number of rounds that only the device knows; the first round is outside of the loop.
 
 A loop whose number of rounds depends on data has no gradient in JAX. Here the gradient of a sum is the sum of the
 gradients of its rounds, each of which is computed anew from the operands: nothing of a round stays in memory.
@@ -15,12 +15,12 @@ from jax import Array
 from shardplan.experts.method import OVERFLOW_SCOPE
 
 Round = Callable[[int | Array, Any, Any], Any]
-"""Computes a round of its index, integers, and operands with gradients. Index 0 is known while tracing."""
+"""Computes a round from its index, integers, and operands with gradients; index 0 is known while tracing."""
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def sum_rounds(compute: Round, count: Array, integers: Any, operands: Any) -> Any:
-    """Return `compute(0, integers, operands) + compute(1, integers, operands) + ...`, of `count` rounds, at least one.
+    """Return the sum of `compute(i, integers, operands)` over i = 0 .. count - 1, for `count` >= 1.
 
     >>> sum_rounds(lambda index, integers, x: x * (index + 1), jnp.int32(3), (), jnp.float32(1.0)).item()
     6.0

@@ -1,4 +1,4 @@
-"""Sorts the rows of tokens by expert. A row is a token for one of its experts; row `t * k + i` is of token `t`."""
+"""Sorts the rows of tokens by expert: row `t * k + i` is token `t` for its i-th expert."""
 
 from typing import NamedTuple
 
@@ -8,23 +8,23 @@ from jax import Array
 
 
 class RowOrder(NamedTuple):
-    """An order of rows that is sorted by expert; rows for experts of other devices come last."""
+    """An order of rows, sorted by expert; rows for experts of other devices come last."""
 
     rows: Array
-    """int32[tokens * k], the index of each row."""
+    """Index of each row, int32[tokens * k]."""
     sizes: Array
-    """int32[experts], the number of rows of each expert."""
+    """Number of rows of each expert, int32[experts]."""
 
 
 class RowWindow(NamedTuple):
     """Consecutive rows of a `RowOrder`."""
 
     rows: Array
-    """int32[size], the index of each row."""
+    """Index of each row, int32[size]."""
     is_used: Array
-    """bool[size], whether the row is for one of the experts."""
+    """Whether each row is for one of the experts, bool[size]."""
     sizes: Array
-    """int32[experts], the rows of each expert within the window."""
+    """Number of rows of each expert within the window, int32[experts]."""
 
 
 def sort_by_expert(chosen: Array, first: int | Array, experts: int) -> RowOrder:
@@ -61,7 +61,7 @@ def take_window(order: RowOrder, start: int | Array, size: int) -> RowWindow:
 
 
 def window_sizes(sizes: Array, start: int | Array, size: int) -> Array:
-    """int32 of the shape of `sizes`: the rows of consecutive segments of these sizes that are in a window.
+    """Return how many rows of each of consecutive segments are in a window, int32 of the shape of `sizes`.
 
     >>> window_sizes(jnp.array([2, 3, 1]), start=1, size=3).tolist()
     [1, 2, 0]

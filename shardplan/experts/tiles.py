@@ -17,16 +17,16 @@ from typing import NamedTuple
 from shardplan.hardware.generations import Generation
 
 BUFFER_MULTIPLE = 512
-"""Buffers of rows have a multiple of it, so that tiles of any number of rows divide them."""
+"""Divisor of the rows of buffers, so that every possible number of tile rows divides them."""
 ROWS = (128, 256, 512)
-"""Numbers of rows that a tile may have."""
+"""Possible numbers of rows in a tile."""
 SIDES = (256, 512, 1024, 2048)
-"""Inner elements and columns that a tile may have, besides all of them."""
+"""Possible inner elements and columns of a tile, besides the whole dimension."""
 SUM_BYTES = 4
-"""Bytes of an element that is summed up."""
+"""Bytes per element of the accumulated sums."""
 USABLE_PART = 0.7
-"""Part of the kernel's memory that tiles may fill: beside them the compiler keeps values of its own there, up to a
-quarter of it on v5p (tests/compiler/test_kernel_tiles.py)."""
+"""Fraction of the kernel's memory that tiles may fill; the compiler keeps its own values in the rest, up to a quarter
+on v5p (tests/compiler/test_kernel_tiles.py)."""
 
 
 class TileShape(NamedTuple):
@@ -37,12 +37,12 @@ class TileShape(NamedTuple):
     columns: int
 
     def __str__(self) -> str:
-        """The value of XLA's attribute `ragged_dot_tiling`."""
+        """Format the tile as XLA's attribute `ragged_dot_tiling`."""
         return f"{self.rows},{self.inner},{self.columns}"
 
     @classmethod
     def parse(cls, text: str) -> "TileShape":
-        """Read what `str` writes.
+        """Parse the result of `str`.
 
         >>> TileShape.parse("512,1024,128").columns
         128
@@ -53,30 +53,30 @@ class TileShape(NamedTuple):
 
 @dataclass(frozen=True)
 class GroupedMatmul:
-    """One call of a kernel: [rows, inner] times [groups, inner, columns], or the gradient of these matrices."""
+    """One kernel call: [rows, inner] x [groups, inner, columns], or the gradient of these matrices."""
 
     rows: float
-    """Rows that hold something."""
+    """Number of rows that are used."""
     groups: float
     inner: int
     columns: int
     itemsize: int = 2
     """Bytes of an element, the same in all arrays."""
     is_matrix_gradient: bool = False
-    """Whether [inner, rows] times [rows, columns] is computed, for the rows of each group."""
+    """Whether the call computes [inner, rows] x [rows, columns] for the rows of each group."""
 
     def row_tiles(self, tiles: TileShape) -> float:
-        """Number of computed tiles of rows: rows / tile, plus one for each group that begins within a tile."""
+        """Return the number of computed tiles of rows: rows / tile, plus one per group that begins within a tile."""
         return max(self.rows / tiles.rows, 1.0) + self.groups - 1
 
     def flops(self, tiles: TileShape) -> float:
-        """FLOPs of all computed tiles, including rows of other groups and padding of the matrices."""
+        """Return the FLOPs of all computed tiles, including rows of other groups and padding of the matrices."""
         inner = math.ceil(self.inner / tiles.inner) * tiles.inner
         columns = math.ceil(self.columns / tiles.columns) * tiles.columns
         return 2 * self.row_tiles(tiles) * tiles.rows * inner * columns
 
     def bytes(self, tiles: TileShape) -> float:
-        """Bytes that are read from and written to HBM."""
+        """Return the bytes that are read from and written to HBM."""
         rows = self.row_tiles(tiles) * tiles.rows
         inputs, outputs, matrices = rows * self.inner, rows * self.columns, self.groups * self.inner * self.columns
         inner_tiles, column_tiles = math.ceil(self.inner / tiles.inner), math.ceil(self.columns / tiles.columns)
@@ -89,19 +89,19 @@ class GroupedMatmul:
         return self.itemsize * elements
 
     def core_bytes(self, tiles: TileShape) -> float:
-        """Bytes in the memory of the core: two tiles of each array, and the sums."""
+        """Return the bytes in the core's memory: two tiles of each array, and the sums."""
         rows, inner, columns = tiles
         summed = inner * columns if self.is_matrix_gradient else rows * columns
         return 2 * self.itemsize * (rows * inner + inner * columns + rows * columns) + SUM_BYTES * summed
 
     def seconds(self, tiles: TileShape, generation: Generation) -> float:
-        """The longer of its FLOPs at peak and of its bytes at HBM bandwidth."""
+        """Return max(FLOPs / peak, bytes / HBM bandwidth), in seconds."""
         return max(self.flops(tiles) / generation.flops, self.bytes(tiles) / generation.hbm_bandwidth)
 
 
 @lru_cache(maxsize=4096)
 def fastest_tiles(matmul: GroupedMatmul, generation: Generation) -> TileShape:
-    """Return the fastest tiles that fit in the memory of the core, of equally fast ones the largest.
+    """Return the fastest tiles that fit in the core's memory; of equally fast ones the largest.
 
     >>> from shardplan.hardware.generations import GENERATIONS
     >>> of_mixtral = GroupedMatmul(rows=32768, groups=1, inner=4096, columns=14336)

@@ -26,20 +26,20 @@ class RankedSlice:
 
     plan: Plan
     is_smallest: bool
-    """Whether no smaller slice of its generation that was planned for fits."""
+    """Whether the slice is the smallest of its generation, among those planned for, on which a plan fits."""
     price: float | None = None
-    """Price of a chip-hour, in the currency that was given; None without one."""
+    """Price of a chip-hour, in the user's currency; None if not given."""
     tokens: float | None = None
-    """Tokens of a whole run; None if no number was given."""
+    """Tokens of a whole run; None if not given."""
 
     @property
     def generation(self) -> str:
-        """The name of its generation."""
+        """Name of the slice's generation."""
         return parse_slice(self.plan.hardware.slice).generation.name
 
     @property
     def chips(self) -> int:
-        """The number of chips of all its slices."""
+        """Number of chips of all slices of the job."""
         return self.plan.hardware.devices // parse_slice(self.plan.hardware.slice).generation.devices_per_chip
 
     @property
@@ -54,7 +54,7 @@ class RankedSlice:
 
     @property
     def cost_per_step(self) -> float | None:
-        """Price of all chips for the time of a step; None without a price."""
+        """Price of all chips for one step; None without a price."""
         if self.price is None:
             return None
         return self.price * self.chips * self.plan.cost.step_seconds / SECONDS_PER_HOUR
@@ -67,7 +67,7 @@ class RankedSlice:
 
     @property
     def days(self) -> float | None:
-        """Days that the steps of a whole run take, without loading and saving; None if its tokens were not given."""
+        """Days of a whole run's steps, loading and saving excluded; None without its number of tokens."""
         if self.tokens is None:
             return None
         return self.tokens / self.tokens_per_second / SECONDS_PER_HOUR / HOURS_PER_DAY
@@ -88,15 +88,15 @@ class RankedSlice:
 
 @dataclass(frozen=True)
 class SliceRanking(Displayed):
-    """Some slices, ranked."""
+    """Slices ranked for a workload, and those on which no plan fits."""
 
     ranked: list[RankedSlice]
-    """Those on which a plan fits, the best first: by cost per token those with a price, then the others by tokens per
-    second per chip."""
+    """Slices on which a plan fits, best first: first those with a price, by cost per token; then the others, by tokens
+    per second per chip."""
     failed: list[list[Variant]]
-    """The others of each generation, smallest first."""
+    """Variants of each generation on which no plan fits, smallest slice first."""
     unused_prices: list[str]
-    """Generations that have a price, and no slice in the ranking."""
+    """Generations with a price that have no slice in the ranking."""
 
     @property
     def best(self) -> list[RankedSlice]:
@@ -116,7 +116,7 @@ def rank_slices(
     report: Callable[[str], None] = lambda _: None,
     tokens: float | None = None,
 ) -> SliceRanking:
-    """Plan `config` for each of some slices, and rank them by tokens per second per chip, or by cost.
+    """Plan `config` for each of several slices, and rank these by tokens per second per chip, or by cost.
 
     Args:
         config: model, mesh and workload; its slice does not matter.

@@ -18,7 +18,7 @@ from shardplan.search.make_plan import make_plan, model_from_config
 from shardplan.search.open_choices import AUTO_CHECKPOINTING
 
 CURVE_DOUBLINGS = 3
-"""How often the batch of an evaluation is doubled, and halved."""
+"""Number of times that an evaluation's batch is doubled, and halved."""
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,9 @@ class Variant:
 
     change: str
     plan: Plan | None
-    """None if there is no plan."""
+    """The best plan; None if there is none."""
     obstacle: str = ""
-    """Why there is no plan."""
+    """Why there is no plan; empty if there is one."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class WhatIf(Displayed):
     """The plan of a configuration, and its plans with one setting changed."""
 
     variants: list[Variant]
-    """The configuration as it is, then with each change."""
+    """The unchanged configuration, then one variant for each change."""
 
 
 def what_if(config: PlanConfig, model: Model | None = None, report: Callable[[str], None] = lambda _: None) -> WhatIf:
@@ -64,7 +64,7 @@ def what_if(config: PlanConfig, model: Model | None = None, report: Callable[[st
 
 
 def with_settings(plan: Plan, answer: WhatIf) -> Plan:
-    """Add the variants to the plan's details, except the first, which changes nothing."""
+    """Add the variants, except the unchanged first one, to the plan's details."""
     settings = [_changed_setting(variant) for variant in answer.variants[1:]]
     return replace(plan, details=replace(plan.details or Details(), settings=settings))
 
@@ -112,7 +112,7 @@ def _plan_variant(change: str, config: PlanConfig, model: Model) -> Variant:
 
 
 def _changes(config: PlanConfig, fits: bool) -> Iterator[list[tuple[str, PlanConfig]]]:
-    """Yield, for every key, the changes of it, smallest first.
+    """Yield the changes of each key, smallest first.
 
     Args:
         fits: whether a plan for `config` fits; if not, all smaller batches, larger slices and more microbatches follow.
@@ -148,7 +148,7 @@ def _changes(config: PlanConfig, fits: bool) -> Iterator[list[tuple[str, PlanCon
 
 
 def _other_slices(name: str, fits: bool) -> list[str]:
-    """The next smaller and next larger slice of the generation; all larger ones if the plan does not fit."""
+    """Return the next smaller and next larger slice of the generation; all larger ones if the plan does not fit."""
     hardware = parse_slice(name)
     generation = hardware.generation
     if hardware.is_cpu:

@@ -19,7 +19,7 @@ from shardplan.search.reasons import CAVEATS
 COMPUTE = "compute"
 COMPUTE_OUTSIDE_ATTENTION = "compute, outside of attention"
 MIN_PART = 0.005
-"""Part of a step's time below which a difference is left out."""
+"""Fraction of a step's time below which a difference is left out."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class WhyNot(Displayed):
     choice: str
     """The choice as the user wrote it."""
     original: Plan
-    """The plan that does not make it."""
+    """The plan that does not make the choice."""
     plan: Plan | None
     """The best plan that makes the choice; None if none fits."""
     obstacle: str
@@ -37,7 +37,7 @@ class WhyNot(Displayed):
     replaced_pins: list[str]
     """The user's pins that the choice replaces."""
     seconds: dict[str, float]
-    """Cause -> seconds by which a step takes longer for it, overlapped time included; the largest differences first."""
+    """Cause -> seconds that it adds to a step, overlapped time included; largest differences first."""
 
 
 def why_not(choice: str, plan: Plan, config: PlanConfig, model: Model | None = None) -> WhyNot:
@@ -79,13 +79,13 @@ def why_not(choice: str, plan: Plan, config: PlanConfig, model: Model | None = N
 
 
 def _compute_of_attention(plan: Plan) -> dict[str, float]:
-    """Kind of attention -> seconds of compute; none for models with one kind, and for plans without details."""
+    """Return kind of attention -> seconds of compute; empty for one kind only, and for plans without details."""
     attention = plan.details.attention if plan.details is not None else []
     return {each.kind: each.compute_seconds for each in attention} if len(attention) > 1 else {}
 
 
 def _seconds_by_cause(plan: Plan, attention: Mapping[str, float]) -> dict[str, float]:
-    """Seconds of a step for compute, and for every kind and cause of collectives.
+    """Return cause -> seconds of a step, for compute and for every kind and cause of collectives.
 
     Args:
         attention: kind of attention -> its seconds of compute, where these are causes of their own.

@@ -1,4 +1,4 @@
-"""Slices as Google Cloud knows them: the names of their types, and their hosts."""
+"""Google Cloud's names for slices: their types, and their hosts."""
 
 import math
 
@@ -7,7 +7,7 @@ from shardplan.hardware.slices import Slice, standard_slices
 
 
 def cloud_names(hardware: Slice) -> CloudNames:
-    """Return what Google Cloud calls the generation of a TPU slice."""
+    """Return Google Cloud's names for the generation of a TPU slice."""
     names = hardware.generation.cloud
     assert names is not None  # virtual CPU devices are started by hand, by slurm or ray
     return names
@@ -22,7 +22,7 @@ def accelerator_type(hardware: Slice) -> str | None:
 
 
 def topology(hardware: Slice) -> str:
-    """Return the topology of one slice without an accelerator type: its chips, ascending, as in `4x4x12`."""
+    """Return the topology of one slice without an accelerator type: its sides in chips, ascending, as in `4x4x12`."""
     return "x".join(map(str, sorted(hardware.torus)))
 
 

@@ -33,14 +33,14 @@ from enum import StrEnum
 
 
 class Wraparound(StrEnum):
-    """The slices of a generation whose torus dimensions are rings, not lines."""
+    """Which slices of a generation have torus dimensions that are rings, not lines."""
 
     CUBES = "cubes"
-    """Tori made of 4x4x4 cubes, in all dimensions."""
+    """In all dimensions of tori that are made of 4x4x4 cubes."""
     SIDE = "side"
-    """Any torus, in the dimensions that are as long as those of the pod."""
+    """In the dimensions of any torus that are as long as the pod's."""
     POD = "pod"
-    """Only the full pod."""
+    """In the full pod only."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,11 @@ class CloudNames:
     """Google Cloud's names of a generation and of its machine types."""
 
     type: str
-    """What the name of an accelerator type begins with."""
+    """Prefix of the names of accelerator types."""
     software: str | None
     """Software version of a TPU VM; None for a generation that is only in Kubernetes clusters."""
     lone_host_chips: int
-    """Most chips of a host that is a slice by itself."""
+    """Largest number of chips of a host that is a slice by itself."""
     has_xpk: bool = True
     """Whether xpk, Google's command for Kubernetes clusters of TPUs, creates clusters of this generation."""
 
@@ -64,24 +64,24 @@ class Generation:
     name: str
     devices_per_chip: int
     name_counts_per_chip: int
-    """How much one chip adds to the number in a slice's name: v5e and v6e names count chips, the others cores."""
+    """How much one chip adds to the number in a slice's name: names count chips for v5e and v6e, cores for others."""
     hbm_gib: float
-    """Memory per device that the compiler can allocate, GiB."""
+    """GiB of memory per device that the compiler can allocate."""
     flops: float
     """Peak bf16 FLOP/s per device."""
     hbm_bandwidth: float
-    """Bytes per second per device."""
+    """HBM bandwidth, bytes per second per device."""
     link_bandwidth: float
     """Bytes per second of one interconnect (ICI) link of a chip, one way."""
     chip_bandwidth: float
-    """Bytes per second between the two devices of one chip, one way; 0 where a chip is one device."""
+    """Bytes per second between the two devices of one chip, one way; 0 if a chip is one device."""
     wraparound: Wraparound
     network_bandwidth: float
     """Bytes per second of one chip over the data-centre network (DCN) that connects slices, one way."""
     host_bandwidth: float
     """Bytes per second between a device and the memory of its host (PCIe), one way."""
     host_gib: float
-    """Memory of a host for each of its devices, GiB, in the machines that the cloud rents out with the chips."""
+    """GiB of host memory per device, in the machines that the cloud rents out with the chips."""
     clock: float
     """Frequency of the tensor core, Hz; converts the compiler's cycles to seconds."""
     host_chips: tuple[int, ...]
@@ -89,19 +89,20 @@ class Generation:
     sizes: tuple[tuple[int, ...], ...]
     """Available torus shapes, in chips; the last one is the pod."""
     cloud: CloudNames | None = None
-    """None for virtual CPU devices, which no cloud rents out."""
+    """Google Cloud's names; None for virtual CPU devices."""
     device_kinds: tuple[str, ...] = ()
-    """JAX's names for its devices, as in `jax.devices()[0].device_kind`."""
+    """JAX's names for the generation's devices, as in `jax.devices()[0].device_kind`."""
     spellings: tuple[str, ...] = ()
-    """What users, clouds and JAX call it instead, in lower case and without separators."""
+    """Other names that users, clouds and JAX use, in lower case and without separators."""
     kernel_memory: int = 16 * 2**20
-    """Bytes of the core's memory (VMEM) that the compiler gives to a kernel unless an option says otherwise."""
+    """Bytes of a core's memory (VMEM) that the compiler gives to a kernel by default."""
     core_memory: int = 16 * 2**20
     """Bytes of the core's memory (VMEM)."""
     gathers_on_sparse_cores: bool = False
-    """Whether plans ask the compiler to gather on the sparse cores, because gathers overlap nothing elsewhere."""
+    """Whether plans make the compiler gather on the sparse cores, because otherwise gathers overlap with nothing."""
     factors_of: str | None = None
-    """The generation whose fitted factors the cost model takes; None for its own, see `shardplan.cost.calibration`."""
+    """The generation whose fitted factors the cost model uses; None for its own factors, see
+    `shardplan.cost.calibration`."""
 
 
 _3D = (

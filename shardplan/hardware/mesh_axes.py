@@ -1,4 +1,4 @@
-"""The mesh axes of a plan: a row for each, from which the search, the placement and Levanter's section derive theirs.
+"""The mesh axes of a plan, one row each, from which the search, the placement and Levanter's section are derived.
 
 | mesh axis | batch and positions | other logical axes, compute sharding | stored parameters | crosses slices |
 |---|---|---|---|---|
@@ -22,9 +22,9 @@ class TensorUse(Enum):
 
     NONE = "none"
     OWN = "own"
-    """Alone, or together with others."""
+    """Shards them alone, or together with other mesh axes."""
     BEHIND = "behind"
-    """Behind a mesh axis that shards them alone as well."""
+    """Shards them only as the minor axis after a mesh axis of kind `OWN`."""
 
 
 @dataclass(frozen=True)
@@ -33,16 +33,16 @@ class MeshAxis:
 
     name: str
     shards_tokens: bool
-    """Whether it can shard the batch and positions, and parameters while they are stored."""
+    """Whether the axis can shard the batch and positions, and with them stored parameters."""
     tensors: TensorUse
     crosses_slices: bool
-    """Whether a part of it may lie across slices."""
+    """Whether a part of the axis may lie across slices."""
     priority: int
-    """Place in the order in which the axes are put on the torus: the first one has the fastest links."""
+    """Place in the order in which axes are put on the torus; the first one gets the fastest links."""
     dcn_name: str | None
-    """Name of its part across slices in Levanter's section `mesh`."""
+    """Name of the axis's part across slices in Levanter's section `mesh`; None if it has none."""
     meaning: str
-    """Its key `mesh.NAME` in a sentence."""
+    """Help text of the key `mesh.NAME`."""
 
 
 ROWS = (
@@ -66,7 +66,7 @@ def _orders(axes: Sequence[str]) -> Iterator[tuple[str, ...]]:
 
 
 def _tensor_choices(own: Sequence[str], behind: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """Yield nothing, and then every subset of `own`, alone and before each subset of `behind`."""
+    """Yield the empty choice, and every subset of `own`, alone and before each subset of `behind`."""
     yield ()
     for size in range(1, len(own) + 1):
         for axes in combinations(own, size):
@@ -78,26 +78,26 @@ def _tensor_choices(own: Sequence[str], behind: Sequence[str]) -> Iterator[tuple
 MESH_AXES = tuple(row.name for row in ROWS)
 """Names of the axes, major to minor."""
 TOKEN_AXES: tuple[str, ...] = tuple(row.name for row in ROWS if row.shards_tokens)
-"""Mesh axes that shard tokens, major to minor: what Levanter's trainer shards the batch over by default."""
+"""Mesh axes that shard tokens, major to minor; Levanter's trainer shards the batch over them by default."""
 TENSOR_AXES: tuple[str, ...] = tuple(row.name for row in ROWS if row.tensors is TensorUse.OWN)
 """Mesh axes that shard other logical axes in computations, alone or together."""
 BATCH_CHOICES: tuple[tuple[str, ...], ...] = tuple(_subsets(TOKEN_AXES, range(len(TOKEN_AXES), -1, -1)))
-"""What the batch can be sharded over."""
+"""Combinations of mesh axes that can shard the batch."""
 POSITION_CHOICES: tuple[tuple[str, ...], ...] = tuple(_orders(TOKEN_AXES))
-"""What positions can be sharded over."""
+"""Combinations of mesh axes that can shard positions."""
 TENSOR_CHOICES: tuple[tuple[str, ...], ...] = tuple(
     _tensor_choices(TENSOR_AXES, [row.name for row in ROWS if row.tensors is TensorUse.BEHIND])
 )
-"""What every other logical axis can be sharded over in computations."""
+"""Combinations of mesh axes that can shard every other logical axis in computations."""
 EXPERT_CHOICES: tuple[tuple[str, ...], ...] = tuple(_subsets(MESH_AXES, range(len(MESH_AXES) + 1)))
-"""What routed experts, and their hidden states, can be sharded over in computations."""
+"""Combinations of mesh axes that can shard routed experts, and their hidden states, in computations."""
 STORAGE_CHOICES: tuple[tuple[str, ...], ...] = tuple(_subsets(TOKEN_AXES, range(len(TOKEN_AXES) + 1)))
-"""What stored parameters can be sharded over, in addition to their compute sharding, as far as the batch or positions
-are sharded over the same mesh axes."""
+"""Combinations of mesh axes that can shard stored parameters beyond their compute sharding, if the batch or positions
+are sharded over these axes."""
 SLICE_AXES: tuple[str, ...] = tuple(row.name for row in ROWS if row.crosses_slices)
 """Mesh axes that may cross slices, in the order in which they are split over slices."""
 AXIS_PRIORITY: tuple[str, ...] = tuple(row.name for row in sorted(ROWS, key=lambda row: row.priority))
 """Mesh axes in the order in which they are placed on the torus."""
 DCN_AXES = {row.name: row.dcn_name for row in ROWS if row.dcn_name is not None}
-"""Mesh axis -> the mesh axis of Levanter's section that is the major part of it, across slices. Levanter's own is
-`replica_dcn`, which takes the slices that others leave; any name can be added."""
+"""Mesh axis -> axis of Levanter's section that is its major part, across slices; Levanter's own `replica_dcn` takes the
+slices that others leave."""

@@ -52,7 +52,7 @@ class MeshPlacement:
         dimensions: tuple[TorusDimension, ...],
         factors: Mapping[str, tuple[TorusFactor, ...]],
     ) -> None:
-        """Make the placement of a mesh.
+        """Make the placement of a mesh from the parts of its axes.
 
         Args:
             mesh: mesh axis -> size, major to minor.
@@ -152,7 +152,7 @@ class MeshPlacement:
         return [host_of[position] for position in positions]
 
     def _steps(self, axis: str) -> list[tuple[int, Coordinates]]:
-        """Return what each index along a mesh axis adds to the slice index and to the torus coordinates."""
+        """Return, for each index along a mesh axis, the step in the slice index and in the torus coordinates."""
         axes = list(self.slices_by_axis)
         inner = math.prod(self.slices_by_axis[later] for later in axes[axes.index(axis) + 1 :])
         steps = []
@@ -167,7 +167,7 @@ class MeshPlacement:
     def _compute_collective_cost(
         self, kind: CollectiveKind, mesh_axes: tuple[str, ...], within_slice: bool
     ) -> TransferCost:
-        """The uncached `collective_cost`; see there for the parts."""
+        """Compute the result of `collective_cost`, which caches it; see there for the parts."""
         group_size = math.prod(self.mesh[axis] for axis in mesh_axes)
         group_slices = math.prod(self.slices_by_axis[axis] for axis in mesh_axes)
         if within_slice:
@@ -202,7 +202,7 @@ class MeshPlacement:
         return TransferCost(seconds_per_byte, latency, links)
 
     def _reduce_to_links_of(self, mesh_axes: tuple[str, ...]) -> "MeshPlacement":
-        """Return the placement of those devices only that share links along `mesh_axes`.
+        """Return the placement reduced to the devices that share links along `mesh_axes`.
 
         Along all other torus dimensions the load is the same everywhere.
         """
@@ -214,11 +214,11 @@ class MeshPlacement:
 
     @property
     def network_seconds_per_byte(self) -> float:
-        """Seconds per byte that every device receives over the network between slices."""
+        """Return the seconds per byte that every device receives over the network between slices."""
         return self.hardware.generation.devices_per_chip / self.hardware.generation.network_bandwidth
 
     def _compute_permute_cost(self, pairs: Iterable[tuple[int, int]]) -> TransferCost:
-        """The uncached `permute_cost`: messages within slices and across the network take place at the same time."""
+        """Compute the result of `permute_cost`, which caches it; messages within and between slices overlap."""
         coordinates = self.coordinates()
         within: dict[int, list[tuple[Coordinates, Coordinates]]] = defaultdict(list)
         crossing: Counter[tuple[int, Coordinates]] = Counter()
@@ -267,7 +267,7 @@ def place_mesh(hardware: Slice, mesh: Mapping[str, int]) -> MeshPlacement:
 
 @lru_cache(maxsize=4096)
 def _place_mesh(hardware: Slice, sizes: tuple[tuple[str, int], ...]) -> MeshPlacement:
-    """Return the cached result of `place_mesh`: axis by axis, keep the factors with the fastest all-gather."""
+    """Place a mesh axis by axis, keeping the factors with the fastest all-gather; `place_mesh` with a cache."""
     mesh = dict(sizes)
     if hardware.is_cpu:
         bandwidth = hardware.generation.link_bandwidth
@@ -303,7 +303,7 @@ def _place_mesh(hardware: Slice, sizes: tuple[tuple[str, int], ...]) -> MeshPlac
 def _factorizations(
     dimensions: tuple[TorusDimension, ...], placed: list[tuple[TorusFactor, ...]], size: int
 ) -> Iterator[tuple[TorusFactor, ...]]:
-    """Yield every way to lay a mesh axis of `size` on the torus, outside of the factors that are `placed` already."""
+    """Yield every way to lay a mesh axis of `size` on the torus devices that the factors in `placed` leave."""
     strides = [1] * len(dimensions)
     for factor in itertools.chain.from_iterable(placed):
         strides[factor.dimension] *= factor.size

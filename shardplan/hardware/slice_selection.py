@@ -10,7 +10,7 @@ from shardplan.hardware.slice_spelling import GENERATION_SPELLINGS, NAME, standa
 from shardplan.hardware.slices import Slice, parse_slice, standard_slices
 
 ALL = "all"
-"""Stands for every generation."""
+"""Name that stands for every generation."""
 EXAMPLE = "for example v6e=2.70"
 
 
@@ -79,7 +79,7 @@ def _split(texts: Iterable[str]) -> list[str]:
 
 
 def _slices_of(name: str) -> tuple[Slice, ...]:
-    """The slices that one name stands for."""
+    """Return the slices that one name stands for."""
     lower = name.lower()
     if lower == ALL:
         return tuple(each for generation in GENERATIONS.values() for each in standard_slices(generation))
@@ -97,7 +97,7 @@ def _slices_of(name: str) -> tuple[Slice, ...]:
 
 
 def _hint(name: str, others: Iterable[str]) -> str:
-    """The generations that `name` means or that begin with it, or the valid value most similar to it."""
+    """Return the generations that `name` means or begins, or else the valid value most similar to it."""
     lower = name.lower()
     meant = [each for each in GENERATIONS if each.startswith(lower) or GENERATION_SPELLINGS.get(lower) == each]
     return f"did you mean {' or '.join(map(repr, meant))}?" if meant else nearest(lower, [*GENERATIONS, *others])

@@ -11,11 +11,11 @@ NAME = re.compile(
     r"(?:(?P<copies>[0-9]{1,9})x)?(?P<generation>[a-z0-9]+?)"
     r"(?:-(?P<count>[0-9]{1,9})|:(?P<chips>[0-9]{1,9}(?:x[0-9]{1,9})+))"
 )
-"""A slice name."""
+"""Pattern for a slice name."""
 
 
 def _cloud_spellings() -> dict[str, str]:
-    """Return the names of Google Cloud that differ from the names of generations -> the generation."""
+    """Return Google Cloud's names for generations, where they differ from shardplan's -> the generation."""
     spellings = {}
     for name, row in GENERATIONS.items():
         if row.cloud is not None and row.cloud.type != name:
@@ -32,9 +32,9 @@ def _generation_spellings() -> dict[str, str]:
 
 
 CLOUD_SPELLINGS = _cloud_spellings()
-"""Generations under the names of Google Cloud that differ, which slice names may have."""
+"""Google Cloud's names for generations, where they differ, which slice names may contain -> the generation."""
 GENERATION_SPELLINGS = _generation_spellings()
-"""What Google Cloud, JAX and users call a generation, without separators -> its name. `v5` may be v5e or v5p."""
+"""Name by Google Cloud, JAX or users, without separators -> name of the generation; `v5` may be v5e or v5p."""
 _SEPARATORS = r"[\s\-_:/.,]*"
 _GENERATION = "|".join(map(_SEPARATORS.join, sorted(GENERATION_SPELLINGS, key=len, reverse=True)))
 _OTHER_NAME = re.compile(
@@ -61,7 +61,7 @@ def standard_spelling(name: str) -> str | None:
 
 
 def spelled_generation(name: str) -> str | None:
-    """Return the generation that a name with another spelling, or without a size, begins with; None if unknown."""
+    """Return the generation with which a non-standard or incomplete name begins; None if unknown."""
     match = _OTHER_NAME.match(name.strip())
     return None if match is None else _generation(match)
 

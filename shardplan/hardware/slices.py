@@ -1,4 +1,4 @@
-"""TPU slices and their names.
+"""TPU slices, their names, and their topologies.
 
 | name | hardware |
 |---|---|
@@ -20,10 +20,10 @@ from shardplan.hardware.slice_spelling import CLOUD_SPELLINGS, NAME, spelled_gen
 
 GIB = 2**30
 MAX_CPU_DEVICES = 4096
-"""Maximum number of virtual devices; they are threads of one process."""
+"""Maximum number of virtual CPU devices, which are threads of one process."""
 MAX_SLICES = 1024
 _CUBE = 4
-"""Chips along each side of the cubes from which optical switches make the larger 3D tori."""
+"""Side, in chips, of the cubes that optical switches connect to larger 3D tori."""
 
 
 @cache
@@ -102,7 +102,7 @@ def parse_slice(name: str) -> Slice:
 
 
 def _spelling_problem(name: str) -> str:
-    """Return what is wrong with a name that no spelling explains: its size is missing, or its generation is unknown."""
+    """Explain what is wrong with a name that has no known spelling: it lacks a size, or its generation is unknown."""
     generation_name = spelled_generation(name)
     if generation_name is None:
         generation = re.split("[-:]", name.strip())[0]
@@ -162,7 +162,7 @@ def _find_standard_torus(name: str, prefix: str, generation: Generation, count: 
 
 
 def _validate_torus(name: str, prefix: str, generation: Generation, torus: tuple[int, ...]) -> tuple[int, ...]:
-    """Return `torus` if the generation has this topology; raise ConfigError otherwise."""
+    """Check that the generation has the topology `torus`, and return it."""
     pod = generation.sizes[-1]
     if len(torus) != len(pod):
         problem = f"a {generation.name} torus has {len(pod)} dimensions, not {len(torus)}"
@@ -180,7 +180,7 @@ def _validate_torus(name: str, prefix: str, generation: Generation, torus: tuple
 
 
 def _is_topology(torus: tuple[int, ...], generation: Generation) -> bool:
-    """Whether Google Cloud offers a topology, in any order of its sides: listed ones, and 3D tori of cubes."""
+    """Return whether Google Cloud offers a topology, in any order of sides: listed ones, and 3D tori of cubes."""
     if sorted(torus) in [sorted(size) for size in generation.sizes]:
         return True
     has_cubes = len(torus) == 3 and all(n > 0 and n % _CUBE == 0 for n in torus)
@@ -188,7 +188,7 @@ def _is_topology(torus: tuple[int, ...], generation: Generation) -> bool:
 
 
 def _describe_topologies(generation: Generation) -> str:
-    """Return the topologies of a generation in words."""
+    """Describe the topologies of a generation in words."""
     if len(generation.sizes[-1]) == 2:
         return ", ".join(map(_format_torus, generation.sizes))
     small = [_format_torus(size) for size in generation.sizes if any(n % _CUBE for n in size)]
@@ -196,7 +196,7 @@ def _describe_topologies(generation: Generation) -> str:
 
 
 def _nearest_size(generation: Generation, torus: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the listed topology nearest to `torus`: in its number of chips, then side by side."""
+    """Return the listed topology nearest to `torus`, first by its number of chips, then by its sides."""
 
     def ratio(n: int, other: int) -> float:
         return abs(math.log(n / max(1, other)))

@@ -34,7 +34,7 @@ class TorusDimension:
     link_bandwidth: float
     """Bytes per second of a link, one way."""
     devices_per_link: int = 1
-    """Devices that share a link."""
+    """Number of devices that share a link."""
 
     def shortest_routes(self, source: int, target: int) -> list[tuple[int, int, float]]:
         """Return (direction, number of links, fraction of the bytes) for each shortest route between two indices.
@@ -86,20 +86,20 @@ class GroupSpan:
 
     @cached_property
     def hops(self) -> int:
-        """Number of links between the two most distant devices of the group."""
+        """Number of links between the two devices of the group that are farthest apart."""
         if self.covers_dimension and self.dimension.wraps:
             return self.size // 2
         return sum((factor.size - 1) * factor.stride for factor in self.factors)
 
     @cached_property
     def bandwidth(self) -> float:
-        """Bytes per second that each device receives when the group forms a ring, or a line."""
+        """Bytes per second that each device receives in a ring or line of the group's devices."""
         directions = 2 if self.covers_dimension and self.dimension.wraps else 1
         return directions * self.dimension.link_bandwidth / self.dimension.devices_per_link / self.groups_per_link
 
     @cached_property
     def all_to_all_seconds_per_byte(self) -> float:
-        """Seconds of an all-to-all per byte on a device; half the bytes cross the middle of the group.
+        """Seconds of an all-to-all per byte on a device; half of the bytes cross the middle of the group.
 
         That is n/4 bytes per link and direction on a line, and half of it on a ring. A group that is evenly spaced
         around a ring uses all of the ring, because every byte takes the shortest route.
@@ -117,7 +117,7 @@ class TransferCost:
     seconds_per_byte: float
     """Seconds for each byte that a device receives."""
     latency: float
-    """Seconds that an empty transfer takes."""
+    """Seconds of an empty transfer."""
     links: frozenset[str]
     """Links in use: directed torus dimensions such as `x+`, and `network`."""
 
@@ -145,7 +145,7 @@ def links_of(spans: Iterable[GroupSpan]) -> frozenset[str]:
 
 
 def all_gather_seconds_per_byte(spans: Sequence[GroupSpan]) -> float:
-    """Return the seconds of an all-gather or reduce-scatter per byte that a device of the group receives.
+    """Return the seconds of an all-gather or reduce-scatter, per byte that a device of the group receives.
 
     Over complete dimensions, parts of the shards travel in different dimension orders, so that all links are busy; the
     time is that of the slowest subset of dimensions: received shards / total bandwidth. Over parts of dimensions, the
@@ -175,14 +175,14 @@ def all_gather_seconds_per_byte(spans: Sequence[GroupSpan]) -> float:
 
 
 def all_to_all_seconds_per_byte(spans: Sequence[GroupSpan]) -> float:
-    """Return the seconds of an all-to-all per byte that a device holds; all dimensions are busy at the same time."""
+    """Return the seconds of an all-to-all, per byte that a device holds, with all dimensions busy at the same time."""
     return max((span.all_to_all_seconds_per_byte for span in spans), default=0.0)
 
 
 def permute_cost(
     dimensions: Sequence[TorusDimension], pairs: Iterable[tuple[Coordinates, Coordinates]]
 ) -> TransferCost:
-    """Return the cost of sending from the first to the second device of each pair, all at the same time.
+    """Return the cost of sending from the first to the second device of each pair, all pairs at the same time.
 
     Every message takes the shortest route, dimension after dimension; the most loaded link decides.
     """

@@ -13,7 +13,7 @@ class EmbeddedFile:
     """A file that is part of the script, which writes it to every host."""
 
     flag: str
-    """The flag of the command that names it."""
+    """The command's flag that names the file."""
     name: str
     text: str
 
@@ -23,16 +23,16 @@ class Job:
     """The command that every host runs, with one process per host."""
 
     program: str
-    """Command of shardplan: eval or train."""
+    """Command of shardplan that the job runs: eval or train."""
     settings: LaunchConfig
     hardware: Slice
     hosts: int
     """Number of hosts of all slices."""
     files: Sequence[EmbeddedFile]
     arguments: Sequence[str]
-    """What follows the files among the arguments of the command."""
+    """Arguments of the command after those for the files."""
     inputs: Mapping[str, str]
-    """Configuration key -> its path, which every host must have."""
+    """Configuration key -> path, which every host must have."""
     output: str
     """The folder of the results, to which every process writes."""
 

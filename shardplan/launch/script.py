@@ -1,4 +1,4 @@
-"""Writes the script or manifest of a launcher from a job; every argument is quoted for the place where it stands."""
+"""Writes the script or manifest of a launcher from a job; each argument is quoted for where it stands."""
 
 import json
 import shlex
@@ -22,11 +22,11 @@ TEMPLATES = {
     Target.RAY: "ray.py.jinja",
 }
 HOST_SCRIPT = "host.sh.jinja"
-"""The template of what every host runs, in all launchers alike."""
+"""Template of the script that every host runs, the same for all launchers."""
 
 
 def write_script(target: Target, job: Job) -> str:
-    """Return what starts a job with a launcher: a shell script, a YAML file, or a Python program.
+    """Return the text that starts a job with a launcher: a shell script, a YAML file, or a Python program.
 
     Raises:
         ConfigError: the launcher cannot start such a job.
@@ -40,7 +40,7 @@ def write_script(target: Target, job: Job) -> str:
 
 
 def _cloud_names(job: Job) -> dict[str, str | None]:
-    """Return the launchers' name of one slice of a TPU job, and the software version of its hosts."""
+    """Return the launchers' names for one slice of a TPU job, and the software version of its hosts."""
     generation, type_ = cloud_names(job.hardware), job.accelerator_type
     topology = f"--type={generation.type} --topology={job.topology}"
     return {
@@ -69,29 +69,29 @@ def _environment() -> Environment:
 
 
 def _python_text(text: str) -> str:
-    """Return text as a Python literal, one line of source for each of its lines."""
+    """Convert text to a Python literal with one source line per line of text."""
     lines = "".join(f"    {line!r}\n" for line in text.splitlines(keepends=True))
     return f"(\n{lines})"
 
 
 def _yaml_block(text: str) -> str:
-    """Return lines of text for the key of a YAML mapping: as a block if that keeps every character."""
+    """Convert text to lines for the value of a YAML key: a block if that keeps every character."""
     is_kept = all(each.isprintable() or each in "\t\n" for each in text)
     return f"|\n{textwrap.indent(text, '  ')}" if is_kept else f"{json.dumps(text)}\n"
 
 
 def _comment(text: str) -> str:
-    """Return text so that it stays in the line of its comment."""
+    """Escape text so that it stays on the line of its comment."""
     return text if text.isprintable() else repr(text)
 
 
 def _delimiter(text: str, name: str) -> str:
-    """Return a delimiter for a here-document: `name`, followed by underscores while it is a line of `text`."""
+    """Return a here-document delimiter: `name` plus as many underscores as it takes not to be a line of `text`."""
     while name in text.splitlines():
         name += "_"
     return name
 
 
 def _arguments(arguments: list[str]) -> str:
-    """Return arguments for a shell, each flag on a line of its own."""
+    """Quote arguments for a shell, each flag on its own line."""
     return "".join((" \\\n  " if each.startswith("--") else " ") + shlex.quote(each) for each in arguments)

@@ -8,10 +8,10 @@ from shardplan.hardware import cloud_names
 from shardplan.launch.job import Job
 
 ON_TPU_VMS = (Target.GCLOUD, Target.QUEUED, Target.SKYPILOT)
-"""Launchers that make TPU VMs."""
+"""Launchers that start TPU VMs."""
 ON_GOOGLE_CLOUD = (*ON_TPU_VMS, Target.XPK)
 MULTISLICE = (Target.QUEUED, Target.XPK)
-"""Launchers that start several slices as one job, and tell the processes so."""
+"""Launchers that start several slices as one job, and pass this to the processes."""
 REQUIRED = {
     Target.GCLOUD: {"zone": "the zone of the slice, such as us-east5-b"},
     Target.QUEUED: {"zone": "the zone of the slice, such as us-east5-b"},
@@ -21,7 +21,7 @@ REQUIRED = {
         "image": "a container image in which shardplan is installed",
     },
 }
-"""Launcher -> its keys in the section `launch`, and what they are."""
+"""Launcher -> the keys of section `launch` that it requires, each with a description."""
 
 
 def check_target(target: Target, job: Job) -> None:

@@ -1,4 +1,4 @@
-"""Converts files of levanter 1.2, which spelled the mesh with flat keys, to the sections that Levanter has today.
+"""Converts files of levanter 1.2, which had flat keys for the mesh, to the sections that Levanter has today.
 
 Levanter 1.2 had `model_axis_size`, `axis_resources`, `fsdp_axis` and their like in the trainer section, the number of
 positions as `seq_len`, the profiler as four keys, and a data set as keys of the data section itself. Today there are
@@ -46,7 +46,7 @@ FLAT_KEYS = (*FLAT_MESH_KEYS, *PROFILER_KEYS, "ray")
 OLD_POSITION_KEY, POSITION_KEY = "seq_len", "max_seq_len"
 """Key of the model section for the number of positions, then and now."""
 SOURCE_KEYS = ("id", "name", "stream", "splits", "train_urls", "validation_urls")
-"""Keys of the old data section that say where the texts of a data set are; now keys of a `source`."""
+"""Keys of the old data section that locate the texts of a data set; they are keys of a `source` now."""
 DATA_KEYS = (*SOURCE_KEYS, "configs", "format", "tags")
 """Keys that only the old data section has."""
 DEFAULT_FSDP_AXIS = "embed"
@@ -54,7 +54,7 @@ DEFAULT_FSDP_AXIS = "embed"
 
 
 def old_keys(sections: Mapping[str, Any]) -> list[str]:
-    """List the dotted keys that levanter 1.2 had and Levanter does not have any more.
+    """List the dotted keys that levanter 1.2 had and Levanter has no longer.
 
     >>> old_keys({"trainer": {"model_axis_size": 2}, "model": {"seq_len": 4096}})
     ['trainer.model_axis_size', 'model.seq_len']
@@ -77,7 +77,7 @@ def _old_keys(sections: Mapping[str, Any]) -> Iterator[str]:
 
 
 def convert_sections(sections: Mapping[str, Any], hardware: Slice) -> dict[str, Any]:
-    """Return sections of levanter 1.2 as Levanter reads them today, with the same mesh and mappings on `hardware`.
+    """Convert sections of levanter 1.2 to today's sections, with the same mesh and mappings on `hardware`.
 
     Keys that have no counterpart are left out, and keys that neither version has are kept.
 
@@ -124,7 +124,7 @@ def _convert_trainer(trainer: Mapping[Any, Any], hardware: Slice) -> dict[str, A
 
 
 def _convert_per_device(trainer: Mapping[Any, Any], mesh: dict[str, Any], hardware: Slice) -> dict[str, int]:
-    """Return the numbers of sequences per device, where they change: the old ones count all of replica and data."""
+    """Return the changed numbers of sequences per device; old numbers count every device of replica and data."""
     parsed = parse_mesh_section(SectionReader("trainer.mesh", mesh), hardware.devices, hardware.slices)
     counted, shards = mesh_size(parsed.mesh, TOKEN_AXES), parsed.batch_shards
     changed = {}
@@ -177,7 +177,7 @@ def _mesh_sizes(trainer: SectionReader, devices: int, slices: int) -> dict[str, 
 
 
 def _convert_data(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the data section for one of levanter 1.2: every data set becomes a component."""
+    """Convert the data section of levanter 1.2: every data set becomes a component."""
     kept = {key: value for key, value in data.items() if key not in DATA_KEYS}
     if isinstance(data.get("configs"), Mapping):
         components = {name: _component(each) for name, each in data["configs"].items() if isinstance(each, Mapping)}

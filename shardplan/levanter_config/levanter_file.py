@@ -1,4 +1,4 @@
-"""Reads the YAML file of a Levanter configuration into its sections, also out of the form for pods.
+"""Reads the YAML file of a Levanter configuration, also in its form for pods, and divides it into sections.
 
 A file for a pod has Levanter's configuration in a section of its own, beside `resources` that name the slice.
 """
@@ -23,7 +23,7 @@ class LevanterFile:
     sections: dict[str, Any]
     """Section or key of Levanter's configuration -> its content."""
     inside: tuple[str, ...]
-    """The key of the section that holds them, in the form for pods; empty where they are the file."""
+    """The key that contains the sections, in the form for pods; empty if they are at the top of the file."""
     slice: str | None
     """The slice that `resources` names."""
 
@@ -33,7 +33,7 @@ class LevanterFile:
 
 
 def is_levanter_config(values: Any) -> bool:
-    """Whether the content of a YAML file is a Levanter configuration rather than one of shardplan."""
+    """Return whether the content of a YAML file is a Levanter configuration rather than one of shardplan."""
     if not isinstance(values, Mapping) or {"hardware", "workload"} & set(values):
         return False
     return "trainer" in values or _pod_section(values) is not None
@@ -76,7 +76,7 @@ def _pod_section(values: Any) -> str | None:
 
 
 def _slice(resources: Any) -> str | None:
-    """Return the slice of `resources: {tpu_type: v4-64, slice_count: 2}` as `hardware.slice` has it."""
+    """Return the slice of `resources: {tpu_type: v4-64, slice_count: 2}` in the form of `hardware.slice`."""
     if not isinstance(resources, Mapping) or not isinstance(resources.get("tpu_type"), str):
         return None
     count = resources.get("slice_count", 1)
@@ -84,7 +84,7 @@ def _slice(resources: Any) -> str | None:
 
 
 def _recursive_alias(value: Any, name: str, parents: tuple[int, ...]) -> str | None:
-    """Return the dotted name of a section or list within `value` that is one of its own parents; None if none is.
+    """Return the dotted name of a section or list within `value` that contains itself; None if none does.
 
     YAML aliases allow that. `parents` has the ids of the objects that contain `value`, which itself is called `name`.
     """

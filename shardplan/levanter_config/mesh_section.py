@@ -35,7 +35,7 @@ class ParsedMesh:
 
 
 class MeshSizeError(CorrectableError):
-    """Sizes of mesh axes whose product is not the number of devices; with `nearest` at `key` it would be."""
+    """The sizes of the mesh axes do not multiply to the number of devices; with `nearest` at `key` they would."""
 
 
 def parse_mesh_section(section: SectionReader, devices: int, slices: int) -> ParsedMesh:

@@ -16,7 +16,7 @@ POSITION_KEYS = ("max_seq_len", "seq_len")
 
 
 SIZE_KEYS = ("hidden_dim", "intermediate_dim", "num_layers", "num_heads", "num_kv_heads")
-"""Keys for the architecture, as attributes of Levanter's model configurations are called, too."""
+"""Keys for the architecture, with the names that Levanter's model configurations have for these attributes."""
 
 
 @dataclass(frozen=True)
@@ -24,13 +24,13 @@ class ModelSection:
     """The values of a model section; None for what the file omits."""
 
     gradient_checkpointing: str | None = None
-    """The text of a policy, as the key `workload.gradient_checkpointing` has it."""
+    """The text of a policy, as the key `workload.gradient_checkpointing` expects it."""
     position: int | None = None
     """Tokens per sequence."""
     attention_backend: str | None = None
     """`attn_backend` as written."""
     sizes: Mapping[str, int] = field(default_factory=dict)
-    """Those of `SIZE_KEYS` that the file has."""
+    """The keys of `SIZE_KEYS` that the file has, with their values."""
 
     def apply_to(self, workload: Workload) -> Workload:
         """Return `workload` with the number of positions and the checkpointing of this section."""
@@ -64,7 +64,7 @@ def parse_model_section(sections: Mapping[str, Any]) -> ModelSection:
 
 
 def _checkpointing(value: Any) -> str:
-    """Return the text of a value of `gradient_checkpointing`: a boolean, a name or the fields of a Haliax policy."""
+    """Convert a value of `gradient_checkpointing`, a boolean, a name or the fields of a Haliax policy, to text."""
     if isinstance(value, bool):
         return "default" if value else "save_all"
     if isinstance(value, dict):
@@ -89,7 +89,7 @@ def _policy(value: dict[str, Any]) -> CheckpointPolicy:
 
 
 def _blocks(value: dict[str, Any]) -> int | None:
-    """Return the number of blocks of layers that a policy names; None where Haliax chooses it.
+    """Return the number of blocks of layers that a policy gives; None if Haliax chooses it.
 
     Raises:
         ConfigError: it is no positive number.

@@ -20,7 +20,7 @@ TRAINING_KEYS = (
     "allow_partial_checkpoint", "checkpointer", "crash_on_inf", "crash_on_nan", "initialize_from", "load_checkpoint",
     "load_checkpoint_path", "model_averaging", "num_train_steps", "steps_per_eval",
 )  # fmt: skip
-"""Keys of the trainer section that have an effect in training alone."""
+"""Keys of the trainer section that affect training alone."""
 
 
 @dataclass(frozen=True)
@@ -28,20 +28,20 @@ class LevanterProgram:
     """One of Levanter's programs, and the sections and keys of its configuration."""
 
     name: str
-    """Its module in `levanter.main`."""
+    """Name of the program's module in `levanter.main`."""
     config_class: str
     kind: str
-    """The kind of workload that predicts it."""
+    """The kind of workload that predicts the program."""
     keys: frozenset[str]
-    """Sections and keys at the top of its file, in any version."""
+    """Sections and keys at the top of the program's file, in any version."""
     length_keys: tuple[str, ...] = ()
-    """Keys for the tokens of a sequence, at the top of the file."""
+    """Keys at the top of the file for the tokens of a sequence."""
     default_length: int | None = None
-    """Tokens of a sequence if the file omits these keys; None for the model's number of positions."""
+    """Tokens of a sequence if the file has none of `length_keys`; None for the model's number of positions."""
 
     @property
     def module(self) -> str:
-        """The name by which Python imports it."""
+        """Full name of the program's module, for an import."""
         return f"levanter.main.{self.name}"
 
 
@@ -96,19 +96,19 @@ PROGRAMS = (
         length_keys=("max_seq_len",),
     ),
 )  # fmt: skip
-"""Levanter's programs that train, evaluate or sample a language model; earlier ones are more common."""
+"""Levanter's programs that train, evaluate or sample a language model, most common first."""
 
 
 @dataclass(frozen=True)
 class ProgramChoice:
-    """The program that a file is for."""
+    """The program chosen for a file."""
 
     program: LevanterProgram
     evidence: tuple[str, ...]
-    """Keys that only programs of its kind have; empty if the file does not say the kind, which then is assumed."""
+    """Keys in the file that only programs of this kind have; empty if none is there and the kind is assumed."""
 
     def position(self, sections: Mapping[str, Any]) -> int | None:
-        """Tokens of a sequence by the program's own key or its default; None if the model section decides."""
+        """Return a sequence's tokens by the program's own key or its default; None if the model section decides."""
         for key in self.program.length_keys:
             value = sections.get(key)
             if type(value) is int and value > 0:
@@ -146,7 +146,7 @@ def choose_program(
 
 
 def _training_keys(sections: Mapping[str, Any]) -> list[str]:
-    """List the dotted keys of the trainer section that have an effect in training alone."""
+    """List the dotted keys of the trainer section that affect training alone."""
     trainer = sections.get("trainer")
     if not isinstance(trainer, Mapping):
         return []

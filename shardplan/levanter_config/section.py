@@ -21,7 +21,7 @@ class MappingEntry:
 
 
 class CorrectableError(ConfigError):
-    """A value that Levanter rejects, but with `nearest` at `key` it would not."""
+    """A value that Levanter rejects, and that it would accept with `nearest` at `key`."""
 
     def __init__(self, message: str, key: str, nearest: Any) -> None:
         super().__init__(message)
@@ -29,7 +29,7 @@ class CorrectableError(ConfigError):
 
 
 class MappingError(CorrectableError):
-    """The logical axis `axis` is mapped to the mesh axis `unknown`, which does not exist, or to an empty list."""
+    """The logical axis `axis` is mapped to `unknown`, which is no mesh axis, or to an empty list."""
 
     def __init__(self, message: str, key: str, nearest: Any, axis: str, unknown: str | None) -> None:
         super().__init__(message, key, nearest)
@@ -50,13 +50,13 @@ class SectionReader:
         self.values: dict[Any, Any] = values
 
     def check_keys(self, valid: Iterable[str], problem: str) -> None:
-        """Check that every key is one of `valid`; the error for another one starts with `problem`."""
+        """Check that every key is one of `valid`; otherwise the error begins with `problem`."""
         for key in self.values:
             if key not in valid:
                 raise ConfigError(f"{self.name}: {problem} {short_repr(key)}; {nearest(str(key), valid)}")
 
     def subsection(self, key: str) -> "SectionReader":
-        """Read a section within this one; a section without keys, if the file omits it."""
+        """Read a section within this one; an omitted section has no keys."""
         return SectionReader(f"{self.name}.{key}", self.values.get(key, {}))
 
     def size(self, key: str, default: int | None, allow_minus_one: bool = False) -> int:
@@ -118,7 +118,7 @@ class SectionReader:
 
 
 def _nearest_value(value: str | list[str], valid: Iterable[str]) -> str | list[str] | None:
-    """Replace every name of `value` by the most similar one of `valid`; without any the axis is replicated (None)."""
+    """Replace every name of `value` by the most similar one of `valid`; with no name, the axis is replicated (None)."""
     names = [name if name in valid else closest(name, valid) for name in ([value] if isinstance(value, str) else value)]
     kept = [name for name in names if name is not None]
     return kept if isinstance(value, list) and len(kept) > 1 else next(iter(kept), None)

@@ -64,7 +64,7 @@ DTYPE_NAMES = {
 DEFAULT_POLICY = "f32"
 """Value of `mp` if the file omits it."""
 DTYPE_ROLES = {"p": "p", "params": "p", "c": "c", "compute": "c", "o": "o", "output": "o"}
-"""Key in `mp` -> its short form."""
+"""Key in `mp` -> abbreviation of the key."""
 
 
 @dataclass(frozen=True)
@@ -84,32 +84,32 @@ class TrainerSection:
     mesh: dict[str, int]
     """Mesh axis (replica, data, model) -> size, major to minor; the product is the number of devices."""
     compute_mapping: AxisLists
-    """Compute sharding, of activations and of parameters while they are used. An absent logical axis is replicated."""
+    """Compute sharding of activations and of parameters in use; a logical axis that is absent is replicated."""
     param_mapping: AxisLists
-    """Parameter sharding, of stored parameters."""
+    """Parameter sharding of stored parameters; a logical axis that is absent is replicated."""
     batch: int | None
-    """Sequences per step, of a schedule the largest number; None if the file omits it."""
+    """Sequences per step, the largest number of a schedule; None if the file omits it."""
     param_dtype: str
     """bfloat16, float16 or float32."""
     compute_dtype: str
     microbatch: int | None
-    """Sequences per microbatch, over all devices: per_device_parallelism on each; None if it is the whole batch."""
+    """Sequences per microbatch, over all devices (`per_device_parallelism` on each); None for the whole batch."""
     batch_axis: str
     """Name of the logical axis of the sequences."""
     is_batch_mapped: bool
-    """Whether a mesh axis is given for it, be it one of a single device."""
+    """True if the batch axis is mapped to a mesh axis, even one of size 1."""
     batch_shards: int
     """Number of shards of the batch, as the trainer counts them."""
     compute_entries: tuple[MappingEntry, ...]
-    """Entries that make `compute_mapping`; of several for one logical axis the last one wins."""
+    """Entries that make up `compute_mapping`; of several for one logical axis the last one wins."""
     param_entries: tuple[MappingEntry, ...]
-    """Entries that make `param_mapping`; of several for one logical axis the last one wins."""
+    """Entries that make up `param_mapping`; of several for one logical axis the last one wins."""
     stages: tuple[BatchStage, ...] = ()
     """The stages of a schedule of batches; empty for one batch size."""
     allows_padding: bool = False
-    """Whether Levanter's data loader pads a batch that its shards do not divide."""
+    """Whether Levanter's data loader pads a batch that is not a multiple of the batch shards."""
     eval_batch: int | None = None
-    """Sequences per step of an evaluation, if the file gives them per device."""
+    """Sequences per step of an evaluation; None if the file does not give them per device."""
 
     def apply_to(self, workload: Workload) -> Workload:
         """Return `workload` with the batch, microbatches and types of this section."""
@@ -165,7 +165,7 @@ def parse_trainer_section(values: Any, devices: int, slices: int = 1) -> Trainer
 
 
 def _batch(trainer: SectionReader, shards: int) -> int | None:
-    """Read the number of sequences per step, where the batch has `shards` shards; None if the file omits it."""
+    """Read the number of sequences per step of a batch with `shards` shards; None if the file omits it."""
     stages = _stages(trainer)
     if stages:
         return max(stage.size for stage in stages)

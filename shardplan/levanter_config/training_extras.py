@@ -1,4 +1,4 @@
-"""What a configuration trains or keeps besides all parameters with Adam: adapters, averages, reference models.
+"""Reads what a configuration trains or keeps besides all parameters with Adam: adapters, averages, reference models.
 
 Each of these changes what is in memory during a training step.
 """
@@ -10,24 +10,24 @@ from typing import Any
 from shardplan.levanter_config.programs import LevanterProgram
 
 OPTIMIZERS = {"adam": "adamw", "adamH": "adamw", "adopt": "adamw", "cautious": "adamw", "lion": "lion"}
-"""Levanter's `optimizer.type` -> the optimizer of optax with as much state."""
+"""Levanter's `optimizer.type` -> the optimizer of optax with a state of the same size."""
 DEFAULT_OPTIMIZER = "adam"
 LARGER_STATE = ("kron", "mars", "soap", "sophia-g", "sophia-h")
-"""Optimizers whose state is larger than that of adamw, or not known; that of all others is smaller."""
+"""Optimizers whose state is larger than adamw's, or unknown; the state of all others is smaller."""
 LORA_KEYS = ("r", "target_modules", "exclude_modules")
 
 
 @dataclass(frozen=True)
 class TrainingExtras:
-    """The sections of a training file that change the memory of a step; None or empty for what it does not have."""
+    """The sections of a training file that change the memory of a step; None or empty for omitted sections."""
 
     optimizer: str = DEFAULT_OPTIMIZER
     """`optimizer.type`."""
     adapter_key: str | None = None
-    """The section of the adapter, `lora` or `adapter`: only the adapter's own parameters are trained."""
+    """The section of the adapter, `lora` or `adapter`, if only the adapter's own parameters are trained."""
     adapter_type: str = "lora"
     lora: Mapping[str, Any] | None = None
-    """The values of `LORA_KEYS` that the section has."""
+    """The values of `LORA_KEYS` in the adapter's section."""
     averages: bool = False
     """Whether `trainer.model_averaging` keeps a moving average of the trained parameters."""
     is_preference: bool = False
@@ -39,12 +39,12 @@ class TrainingExtras:
 
     @property
     def is_other_step(self) -> bool:
-        """Whether the step differs from training all parameters by more than what is stored."""
+        """Whether the step computes something other than an update of all parameters."""
         return self.adapter_key is not None or self.is_preference
 
 
 def parse_extras(sections: Mapping[str, Any], program: LevanterProgram) -> TrainingExtras:
-    """Read what the sections of a file for `program` train; nothing special if the program does not train.
+    """Read from the sections what a file for `program` trains; nothing special if the program does not train.
 
     >>> from shardplan.levanter_config.programs import PROGRAMS
     >>> parse_extras({"trainer": {"model_averaging": {"type": "ema"}}}, PROGRAMS[0]).averages

@@ -23,11 +23,11 @@ from shardplan.plan.workload.workload import BATCH_AXIS
 from shardplan.positions.sequence_order import SequenceOrder
 
 YAML_WIDTH = 48
-"""Columns after which a line of YAML ends at the next comma: with what is longest before a comma it has at most 80."""
+"""Column after which YAML breaks a line at the next comma, so that lines have at most 80 columns."""
 
 
 def trainer_section(plan: Plan) -> dict[str, Any]:
-    """Write the plan as the content of a `trainer:` section, which can express every plan.
+    """Write the plan as the content of a `trainer:` section.
 
     A replicated axis is null, but for the batch: Levanter's data loader needs a mesh axis there, and gets one of a
     single device. (Only if every axis has several, within and across slices, is it null too, and Levanter refuses it.)
@@ -43,7 +43,7 @@ def mesh_keys(
     across = dict(zip(mesh, slices_by_axis(slices, mesh), strict=True))
     within = {axis: size // across[axis] for axis, size in mesh.items()}
     levanter_axes = {axis: [axis] for axis in mesh}
-    """Mesh axis of a plan -> Levanter's mesh axes, which are two where it crosses slices."""
+    """Return Levanter's mesh axes for a mesh axis of a plan: two axes where it crosses slices."""
     for axis, dcn in DCN_AXES.items():
         if across[axis] > 1:
             levanter_axes[axis] = [dcn, axis] if within[axis] > 1 else [dcn]
@@ -76,7 +76,7 @@ def mesh_keys(
 
 
 def trainer_yaml(plan: Plan, schedule: list[dict[str, int]] | None = None) -> str:
-    """Write the trainer section as text to paste; comments after it give settings outside of it.
+    """Write the trainer section as text to paste, followed by comments on settings outside of it.
 
     Args:
         schedule: the stages of a schedule of batches, which the section has in place of the plan's batch.
@@ -90,7 +90,7 @@ def trainer_yaml(plan: Plan, schedule: list[dict[str, int]] | None = None) -> st
 
 
 def batch_divisor(plan: Plan) -> int:
-    """Return the number that Levanter's trainer divides a batch by: shards times sequences of a microbatch in each."""
+    """Return the number that Levanter's trainer divides a batch by: batch shards times sequences per device."""
     per_device = _batch_sizes(plan).get("per_device_parallelism", 1)
     return per_device * mesh_size(plan.mesh, _batch_mesh_axes(plan))
 
@@ -121,7 +121,7 @@ def _batch_sizes(plan: Plan) -> dict[str, int]:
 
 
 def _settings_outside_trainer(plan: Plan) -> Iterator[str]:
-    """Yield lines of comment about settings outside of the trainer section that the plan requires."""
+    """Yield comment lines about the settings outside of the trainer section that the plan requires."""
     is_decoder = plan.model.class_name == DECODER
     if is_decoder:
         kind = plan.model.type
@@ -168,7 +168,7 @@ def _settings_outside_trainer(plan: Plan) -> Iterator[str]:
 
 
 def _attention_settings(plan: Plan) -> Iterator[str]:
-    """Yield lines of comment about the calls that replace Levanter's attention with sequence-parallel attention."""
+    """Yield comment lines about the calls that replace Levanter's attention with sequence-parallel attention."""
     attention = plan.attention
     yield from _wrap(
         "Use the attention of shardplan.attention.levanter, as planned: with sharded positions Levanter's own gathers "
@@ -195,7 +195,7 @@ def _attention_settings(plan: Plan) -> Iterator[str]:
 
 
 def _expert_settings(experts: ExpertMethod) -> Iterator[str]:
-    """Yield lines of comment about the calls that replace Levanter's blocks of experts."""
+    """Yield comment lines about the calls that replace Levanter's blocks of experts."""
     method = f'ExpertMethod("{experts.strategy}")'
     is_default = experts == ExpertMethod()
     yield from _wrap(
@@ -207,7 +207,7 @@ def _expert_settings(experts: ExpertMethod) -> Iterator[str]:
 
 
 def _method_text(attention: AttentionPlan) -> str:
-    """The call that makes the method of a kind of attention."""
+    """Return the text of the call that makes the method of a kind of attention."""
     arguments = [f'"{attention.strategy}"']
     if attention.ulysses > 1:
         arguments.append(f"ulysses={attention.ulysses}")
@@ -221,7 +221,7 @@ def _method_text(attention: AttentionPlan) -> str:
 
 
 def _wrap(sentence: str) -> list[str]:
-    """Return the lines of a comment of at most 80 columns, without the `# ` that each begins with."""
+    """Wrap a comment to lines of at most 80 columns, without the `# ` at the beginning of each."""
     return textwrap.wrap(sentence, 78, break_long_words=False, break_on_hyphens=False)
 
 
@@ -230,7 +230,7 @@ def _batch_mesh_axes(plan: Plan) -> MeshAxes:
 
 
 def _sharding_axes(plan: Plan, mesh_axes: MeshAxes) -> MeshAxes:
-    """Return those of `mesh_axes` that have more than one device."""
+    """Return the mesh axes among `mesh_axes` that have more than one device."""
     return tuple(mesh_axis for mesh_axis in mesh_axes if plan.mesh[mesh_axis] > 1)
 
 

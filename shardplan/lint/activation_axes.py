@@ -16,12 +16,12 @@ from shardplan.steps.forward import compute_activations
 
 MESH_AXIS = "mesh axis"
 TOKENS = 8
-"""Positions of the traced sequence; names do not depend on it."""
+"""Positions of the traced sequence; the names of its axes do not depend on this number."""
 
 
 @lru_cache(maxsize=128)
 def is_activation_axis(model: Model, axis: str) -> bool:
-    """Whether mapping the logical axis `axis` changes the forward pass.
+    """Return whether mapping the logical axis `axis` changes the forward pass.
 
     Haliax keeps no record of the axes that it makes, so this compares the passes with and without the mapping.
     """

@@ -1,4 +1,4 @@
-"""Replaces values that Levanter rejects by what was probably meant, with a finding each, so that other checks run."""
+"""Replaces values that Levanter rejects by probably intended ones, each with a finding, so that checks can go on."""
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,15 +17,15 @@ from shardplan.lint.edits import Edit
 from shardplan.lint.findings import Finding, FindingKind, Severity
 
 RENAME_CUTOFF = 0.75
-"""Similarity (`difflib.SequenceMatcher.ratio`) from which on an unknown name is taken for a misspelt one."""
+"""Least similarity (`difflib.SequenceMatcher.ratio`) at which an unknown name counts as misspelt."""
 MAX_CORRECTIONS_PER_KEY = 2
-"""The size of `data` is first made a divisor of the devices, then what the other axes leave."""
+"""Maximum number of corrections of a key: `data` first becomes a divisor of the devices, then what other axes leave."""
 
 
 def parse_nearest(
     trainer: Mapping[str, Any], hardware: Slice
 ) -> tuple[TrainerSection, list[Finding], Mapping[str, Any]]:
-    """Parse a `trainer` section, after correcting unknown keys, unknown mesh axes and wrong sizes of mesh axes.
+    """Parse a `trainer` section after correcting unknown keys, unknown mesh axes and wrong sizes of mesh axes.
 
     Returns:
         The parsed section, a finding per correction, and the corrected content.
@@ -41,7 +41,7 @@ def parse_nearest(
 
 
 def convert_nearest(sections: Mapping[str, Any], hardware: Slice) -> tuple[dict[str, Any], list[str], list[Finding]]:
-    """Convert sections of levanter 1.2, after correcting what neither version has in their `trainer` section.
+    """Convert sections of levanter 1.2 after correcting `trainer` keys that neither version has.
 
     Returns:
         The sections as Levanter has them today, the dotted keys that it does not have any more, and a finding per
@@ -68,7 +68,7 @@ def convert_nearest(sections: Mapping[str, Any], hardware: Slice) -> tuple[dict[
 def _read_nearest[Read](
     trainer: Mapping[str, Any], read: Callable[[Mapping[str, Any]], Read]
 ) -> tuple[Read, Mapping[str, Any], list[Finding]]:
-    """Read the content of a `trainer` section, after replacing each wrong value by the nearest that can be read.
+    """Read the content of a `trainer` section, with each wrong value replaced by the nearest valid one.
 
     Returns:
         What `read` returns, the corrected content, and a finding per value.
@@ -87,7 +87,7 @@ def _read_nearest[Read](
 def correct_keys(
     trainer: Mapping[str, Any], hardware: Slice, also_valid: Sequence[str] = ()
 ) -> tuple[dict[str, Any], list[Finding]]:
-    """Rename every key that Levanter does not have to the one that was probably meant, or else remove it.
+    """Rename every key that Levanter does not have to the probably intended key, or else remove it.
 
     Args:
         also_valid: keys of the trainer section that are taken besides Levanter's.
@@ -115,7 +115,7 @@ def correct_keys(
 
 
 def correct_attention_backend(name: str | None) -> tuple[str | None, list[Finding]]:
-    """Replace an attention backend that Levanter does not have by the one that was probably meant, or its default.
+    """Replace an unknown attention backend by the probably intended one, or by Levanter's default.
 
     Returns:
         The backend, None for Levanter's default, and a finding if it was replaced.
@@ -136,14 +136,14 @@ def correct_attention_backend(name: str | None) -> tuple[str | None, list[Findin
 
 @dataclass(frozen=True)
 class _Section:
-    """A section of the configuration, and the keys that Levanter takes in it."""
+    """A section of the configuration, and the keys that Levanter accepts in it."""
 
     path: tuple[str, ...]
-    """Names of the sections within `trainer` down to this one."""
+    """Names of the sections from below `trainer` down to this one."""
     values: dict[Any, Any]
     valid: tuple[str, ...]
     is_mesh: bool = False
-    """Whether its keys are mesh axes, of which Levanter takes any."""
+    """Whether the section's keys are mesh axes, which may have any name."""
 
     @property
     def name(self) -> str:
@@ -151,7 +151,7 @@ class _Section:
 
 
 def _sections(trainer: dict[Any, Any], also_valid: Sequence[str]) -> Iterator[_Section]:
-    """Yield the sections with a fixed set of keys; each is looked up after the keys of the one before are corrected."""
+    """Yield the sections with a fixed set of keys; each is read after the keys of the one before are corrected."""
     yield _Section((), trainer, (*TRAINER_KEYS, *also_valid))
     mesh = trainer.get("mesh")
     if isinstance(mesh, dict):
@@ -161,7 +161,7 @@ def _sections(trainer: dict[Any, Any], also_valid: Sequence[str]) -> Iterator[_S
 
 
 def _is_readable(path: tuple[str, ...], key: str | None, value: Any, hardware: Slice) -> bool:
-    """Whether `value` is of the type that `key`, in the section at `path`, takes."""
+    """Return whether `value` has a type that `key`, in the section at `path`, accepts."""
     if key is None:
         return False
     content: dict[str, Any] = {key: value}

@@ -1,4 +1,4 @@
-"""Edits of a hand-written trainer section: the change that each makes, and the edits that a repair tries."""
+"""Edits of a hand-written trainer section: how each changes it, and which edits a repair tries."""
 
 import copy
 import math
@@ -15,7 +15,7 @@ from shardplan.plan.serialization import flatten
 
 TRAINER_PREFIX = "trainer."
 SECTIONS_WITH_DEFAULT = ("trainer.mesh.param_mapping",)
-"""Mappings that have a default if the file omits them, so that an empty one means something else."""
+"""Mappings that have a default if the file omits them, so that an empty mapping has another meaning."""
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,11 @@ class Edit:
     """One change of a trainer section: a key gets another value, is added, removed, or renamed."""
 
     values: Mapping[str, Any]
-    """Dotted key -> its new value."""
+    """Dotted key -> the key's new value."""
     removed: tuple[str, ...] = ()
-    """Dotted keys."""
+    """Dotted keys that are removed."""
     axes: frozenset[str] = frozenset()
-    """Logical axes whose mapping it changes; all mesh axes if it changes the size of one."""
+    """Logical axes whose mapping changes; all mesh axes if the size of one changes."""
 
     def apply(self, trainer: Mapping[str, Any]) -> dict[str, Any]:
         """Return a changed copy of the content of the `trainer` section."""
@@ -61,9 +61,9 @@ def diff_trainers(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[s
 
 
 NO_ENTRY = "no entry"
-"""What a mapping has for a logical axis that it leaves out."""
+"""Mapping value that stands for a logical axis without an entry."""
 MAPPINGS = ("compute_mapping", "param_mapping", "shared_mapping")
-"""Sections that map logical axes; an axis that they do not have is replicated, or sharded by another entry."""
+"""Sections that map logical axes; an axis without an entry is replicated, or sharded by another section's entry."""
 DEFAULTS = {
     "mesh.axes.data": "-1", "mesh.axes.model": "1", "mesh.axes.replica": "1", "mesh.batch_axis_name": "batch",
     "mesh.dcn_axes.replica_dcn": "-1", "mesh.param_mapping.embed": "data", "mesh.shared_mapping.heads": "model",
@@ -73,7 +73,7 @@ DEFAULTS = {
 
 
 def explain_lines(lines: Sequence[str]) -> list[str]:
-    """Add to each diff line without a counterpart the default that it replaces, or that then applies.
+    """Complete diff lines that have no counterpart by the default that is replaced, or that then applies.
 
     >>> explain_lines(["+trainer.per_device_parallelism: 2"])
     ["+trainer.per_device_parallelism: 2 (instead of Levanter's default, -1)"]
@@ -94,7 +94,7 @@ def explain_lines(lines: Sequence[str]) -> list[str]:
 
 
 def _default(key: str) -> str | None:
-    """Describe what holds if the file does not have a key; None if that is not known."""
+    """Describe the behaviour if the file does not have a key; None if it is not known."""
     name = key.rpartition(TRAINER_PREFIX)[2] if TRAINER_PREFIX in key else None
     if name in DEFAULTS:
         return f"Levanter's default, {DEFAULTS[name]}"
@@ -124,14 +124,14 @@ def candidate_edits(trainer: Mapping[str, Any], subject: Subject) -> Iterator[Ed
 
 
 def _corrections(written: Mapping[str, Any], subject: Subject) -> Iterator[Edit]:
-    """Edits that `shardplan.lint.corrections` has assumed for values that Levanter rejects."""
+    """Yield the edits that `shardplan.lint.corrections` assumed for values that Levanter rejects."""
     for key, value in flatten(subject.trainer, TRAINER_PREFIX).items():
         if key not in written or written[key] != value:
             yield Edit({key: value}, axes=frozenset({key.rpartition(".")[2], *MESH_AXES}))
 
 
 def _mesh_size_edits(written: Mapping[str, Any], subject: Subject) -> Iterator[Edit]:
-    """Other sizes of mesh axes: of those that shard tensors, and of those whose size is in the file."""
+    """Yield other sizes of mesh axes that shard tensors, or whose size is in the file."""
     parts = divisors(subject.hardware.devices // subject.hardware.slices)
     others: dict[str, Sequence[int]] = {subject.size_key(axis): parts for axis in MESH_AXES if axis not in TENSOR_AXES}
     others[subject.size_key("data")] = (-1, *parts)
@@ -144,7 +144,7 @@ def _mesh_size_edits(written: Mapping[str, Any], subject: Subject) -> Iterator[E
 
 
 def _batch_edits(written: Mapping[str, Any], subject: Subject) -> Iterator[Edit]:
-    """Divisible batch sizes near an indivisible one in the file; for training, other microbatch sizes."""
+    """Yield divisible batch sizes near an indivisible one in the file, and for training other microbatch sizes."""
     if subject.section.stages:
         yield from _schedule_edits(written, subject)
         return
@@ -167,7 +167,7 @@ def _batch_edits(written: Mapping[str, Any], subject: Subject) -> Iterator[Edit]
 
 
 def _schedule_edits(written: Mapping[str, Any], subject: Subject) -> Iterator[Edit]:
-    """Batch schedules with the same starts whose stages are all divisible, and other microbatch sizes."""
+    """Yield batch schedules with the same starts and divisible stages, and other microbatch sizes."""
     section, divisor = subject.section, stage_divisor(subject)
     axes = frozenset({section.batch_axis})
     if any(stage.size % divisor for stage in section.stages):
@@ -186,7 +186,7 @@ def _schedule_edits(written: Mapping[str, Any], subject: Subject) -> Iterator[Ed
 
 
 def _entry_edits(written: Mapping[str, Any], subject: Subject) -> Iterator[Edit]:
-    """Changes of existing entries; an entry that exists by default is overridden."""
+    """Yield changes of existing entries; entries that exist by default are overridden."""
     batch_key = "trainer.mesh.batch_axis_name"
     if batch_key in written:
         yield Edit({}, (batch_key,), frozenset(subject.batch_axes))
@@ -214,7 +214,7 @@ def _entry_edits(written: Mapping[str, Any], subject: Subject) -> Iterator[Edit]
 
 
 def _new_entries(written: Mapping[str, Any], subject: Subject) -> Iterator[Edit]:
-    """New entries for the axes of weights in matrix products; the axes of stacked layers and experts get none."""
+    """Yield new entries for the axes of matrix-product weights, except the axes of stacked layers and experts."""
     shared, stored = subject.mapping_keys
     entries = [*((shared, axis) for axis in TENSOR_AXES), (stored, "data")]
     for section, mesh_axis in entries:
@@ -225,7 +225,7 @@ def _new_entries(written: Mapping[str, Any], subject: Subject) -> Iterator[Edit]
 
 
 def _shards_residual(key: str, subject: Subject) -> bool:
-    """Whether the entry would shard the residual axis in computations, which no plan does."""
+    """Return whether the entry would shard the residual axis in computations, which no plan does."""
     # the cost model has no price for it: repairs would promise steps that no device can compute (docs/log.md)
     section, _, axis = key.rpartition(".")
     return axis == subject.axes.residual and section != subject.mapping_keys[1]

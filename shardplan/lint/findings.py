@@ -13,9 +13,9 @@ class Severity(StrEnum):
     """The severity of a finding."""
 
     ERROR = "error"
-    """Levanter does not start, fails, gives wrong results silently, or replicates what should be sharded."""
+    """Levanter does not start, fails, silently gives wrong results, or replicates what should be sharded."""
     WARNING = "warning"
-    """It is wasteful, or has no effect."""
+    """The section is wasteful, or a part of it has no effect."""
 
 
 class FindingKind(StrEnum):
@@ -46,13 +46,13 @@ class FindingKind(StrEnum):
     LOSS = "loss"
     """Levanter's loss is wrong under the mapping."""
     MEMORY = "memory"
-    """The step does not fit, or may not."""
+    """The step does not fit in memory, or may not."""
     MESH_SIZE = "mesh size"
     """The sizes of the mesh axes do not multiply to the number of devices."""
     MISSING_KEY = "missing key"
     """Levanter needs a key that the file does not have."""
     NOT_COUNTED = "not counted"
-    """The prediction leaves out what a section of the file does."""
+    """The prediction ignores the effect of a section of the file."""
     PROGRAM = "program"
     """The installed Levanter does not have the program that the file is for."""
     REPLICATED = "replicated"
@@ -70,7 +70,7 @@ class FindingKind(StrEnum):
     UNUSED_MESH_AXIS = "unused mesh axis"
     """No logical axis is mapped to a mesh axis."""
     VALUE = "value"
-    """Levanter's parser does not take a value."""
+    """Levanter's parser refuses a value."""
     VOCABULARY = "vocabulary"
     """Levanter rounds the vocabulary up."""
 
@@ -84,12 +84,12 @@ class Finding:
     where: tuple[str, ...]
     """Dotted keys of the configuration."""
     text: str
-    """What is wrong there, and why."""
+    """Description of what is wrong, and why."""
     remedy: str
     parameters: Mapping[str, int] = field(default_factory=dict)
-    """Path -> bytes per device, of the parameters concerned."""
+    """Path -> bytes per device, of the affected parameters."""
     axes: frozenset[str] = frozenset()
-    """Logical and mesh axes of which an entry or a size has to change; empty if any change may help."""
+    """Logical and mesh axes whose entry or size must change; empty if any change may help."""
 
     def to_json(self) -> dict[str, Any]:
         """Convert everything but `axes` to JSON values."""

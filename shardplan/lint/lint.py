@@ -42,13 +42,13 @@ class LintTarget:
     axes: ModelAxes
     hardware: Slice
     model_section: ModelSection = NO_MODEL_SECTION
-    """The `model` section of the Levanter configuration."""
+    """Content of the `model` section of the Levanter configuration."""
     extras: TrainingExtras = NO_EXTRAS
     """What the file trains besides all parameters with Adam."""
 
     @property
     def is_optimizer_given(self) -> bool:
-        """Whether the user names the optimizer, instead of the file."""
+        """Whether the user, rather than the file, names the optimizer."""
         return "workload.optimizer" in self.config.given
 
 
@@ -57,17 +57,17 @@ class LintResult:
     """The findings on one trainer section, and its predicted cost."""
 
     trainer: Mapping[str, Any]
-    """The content of the `trainer` section, as written."""
+    """Content of the `trainer` section, as written."""
     subject: Subject
     """The parsed section, after the corrections of `shardplan.lint.corrections`."""
     findings: tuple[Finding, ...]
-    """Errors first."""
+    """Findings, errors first."""
     plan: Plan | None
-    """The plan with its mesh and mappings; None if an error makes a prediction impossible."""
+    """The plan with the section's mesh and mappings; None if an error makes a prediction impossible."""
 
     @cached_property
     def errors(self) -> list[Finding]:
-        """Findings that keep it from running."""
+        """Findings that keep the configuration from running."""
         return [finding for finding in self.findings if finding.severity == Severity.ERROR]
 
     @property
@@ -156,7 +156,7 @@ def _activation_only(section: TrainerSection, target: LintTarget) -> frozenset[s
 
 
 def plan_section(subject: Subject, target: LintTarget) -> Plan:
-    """Estimate the mesh and mappings of a trainer section, even if errors would keep it from running."""
+    """Estimate a plan with the mesh and mappings of a trainer section, even if errors would keep it from running."""
 
     def rename_batch(mapping: Mapping[str, list[str]]) -> dict[str, list[str]]:
         return {BATCH_AXIS if axis == subject.section.batch_axis else axis: axes for axis, axes in mapping.items()}

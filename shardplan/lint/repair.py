@@ -22,7 +22,7 @@ from shardplan.search.given_plan import with_details
 from shardplan.search.make_plan import make_plan
 
 SEARCH_SECONDS = 60.0
-"""The limit of time of the search for edits, if the configuration has none."""
+"""Default limit, in seconds, of the search for edits."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Review(Displayed):
 
     path: str
     lint: LintResult
-    """Its findings include those on the other sections of the file."""
+    """The result of the lint, including findings on the other sections of the file."""
     assumed: list[str]
     """What the prediction takes from shardplan's configuration because the file omits it."""
     repair: Repair | None
@@ -39,13 +39,13 @@ class Review(Displayed):
     best: Plan | None
     why_no_best: str = ""
     converted: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Section -> its content as Levanter has it today, for sections that are of levanter 1.2."""
+    """Section -> its content for today's Levanter, for sections of levanter 1.2."""
     stopped_after: float | None = None
-    """Seconds after which the search for edits was stopped; None if it was not."""
+    """Seconds after which the search for edits was stopped; None if it ended by itself."""
 
 
 def review(path: str, config: PlanConfig, report: Callable[[str], None] = lambda _: None) -> Review:
-    """Lint the Levanter configuration `path` for the model, slice and workload of `config`, and look for better ones.
+    """Lint the Levanter configuration `path` for the model, slice and workload of `config`, and search for better ones.
 
     Args:
         report: called with what is done next, for it takes up to a minute.
@@ -97,7 +97,7 @@ def _best_plan(result: LintResult, target: LintTarget) -> tuple[Plan | None, str
 
 
 def _plan_batch(result: LintResult, target: LintTarget, batch: int) -> Plan:
-    """Plan the workload of the file with another batch, and any number of microbatches unless the user gives it."""
+    """Plan the file's workload with another batch, and with any number of microbatches unless the user sets it."""
     config, work = target.config, dataclasses.replace(result.subject.workload, batch=batch)
     is_given = "workload.microbatches" in config.given and config.workload.microbatches is not None
     if work.is_training and (result.subject.section.microbatch or not is_given):  # edits change them too
@@ -108,7 +108,7 @@ def _plan_batch(result: LintResult, target: LintTarget, batch: int) -> Plan:
 def _find_repair(
     result: LintResult, prepared: PreparedFile, target: LintTarget, report: Callable[[str], None], limit: SearchLimit
 ) -> Repair | None:
-    """Find the smallest edit that removes the errors of the trainer section, with the corrections of all sections."""
+    """Find the smallest edit without errors in the trainer section, and add the corrections of all sections."""
     if not prepared.corrected.is_complete:
         return None
     if not result.errors:
@@ -117,7 +117,7 @@ def _find_repair(
 
 
 def _with_corrections(repair: Repair | None, prepared: PreparedFile) -> Repair | None:
-    """Add what Levanter's parser requires to a repair of the trainer section."""
+    """Add the corrections that Levanter's parser requires to a repair of the trainer section."""
     if repair is None:
         return None
     corrected = prepared.corrected
@@ -125,7 +125,7 @@ def _with_corrections(repair: Repair | None, prepared: PreparedFile) -> Repair |
 
 
 def _fastest_plan(best: Plan, repair: Repair | None, plan_batch: Callable[[int], Plan]) -> Plan:
-    """Return the fastest per sequence of `best`, the best plan for the batch of the repair, and the repair itself.
+    """Return the fastest plan per sequence of `best`, the best plan for the repair's batch, and the repair.
 
     The repair may have another batch than the file, or sharding that no plan has.
     """
@@ -140,7 +140,7 @@ def _fastest_plan(best: Plan, repair: Repair | None, plan_batch: Callable[[int],
 
 
 def _with_findings(result: LintResult, prepared: PreparedFile) -> LintResult:
-    """Add the findings on the file to those on its trainer section, errors first; of two on one key, the latter."""
+    """Add the file's findings to the trainer section's, errors first; on the same key, the trainer section's counts."""
     known = {finding.where for finding in result.errors}
     added = [finding for finding in prepared.findings if finding.where not in known]
     findings = sorted((*added, *result.findings), key=lambda finding: finding.severity != Severity.ERROR)
@@ -148,7 +148,7 @@ def _with_findings(result: LintResult, prepared: PreparedFile) -> LintResult:
 
 
 def _in_file(result: LintResult, file: LevanterFile) -> LintResult:
-    """Prefix keys with the section of the file that holds Levanter's configuration."""
+    """Prefix keys with the section of the file that contains Levanter's configuration."""
     if not file.inside:
         return result
     findings = [_finding_in_file(finding, file) for finding in result.findings]
@@ -156,7 +156,7 @@ def _in_file(result: LintResult, file: LevanterFile) -> LintResult:
 
 
 def _nest(converted: Mapping[str, Any], file: LevanterFile) -> Mapping[str, Any]:
-    """Put converted sections into the section that holds Levanter's configuration."""
+    """Put converted sections into the section that contains Levanter's configuration."""
     for name in reversed(file.inside if converted else ()):
         converted = {name: converted}
     return converted

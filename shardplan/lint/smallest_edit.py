@@ -21,7 +21,7 @@ from shardplan.search.tolerances import TIME_RESOLUTION
 
 MAX_EDITS = 8
 BEAM_WIDTH = 100
-"""How many of the unfinished trainer sections are edited further, for each number of edits."""
+"""Number of unfinished trainer sections, per number of edits, that are edited further."""
 
 
 class SearchLimit:
@@ -34,7 +34,7 @@ class SearchLimit:
         """Whether the search was stopped by it."""
 
     def stops(self) -> bool:
-        """Whether the time is over; a search that asks ends then."""
+        """Return whether the time is over, so that the calling search ends."""
         self.has_stopped = self.has_stopped or time.monotonic() > self._deadline
         return self.has_stopped
 
@@ -48,7 +48,7 @@ class Repair:
     lines: list[str]
     """The keys that differ, as lines of a unified diff."""
     lint: LintResult
-    """The result for the edited section: it may have warnings."""
+    """The lint of the edited section, which may have warnings."""
 
     @property
     def trainer_yaml(self) -> str:
@@ -109,7 +109,7 @@ def _correct_model_section(target: LintTarget) -> tuple[LintTarget, list[str]]:
 def _lint_edits(
     states: Iterable[LintResult], seen: set[str], target: LintTarget, limit: SearchLimit
 ) -> Iterator[LintResult]:
-    """Yield the result of every single edit of `states` that is not in `seen`, and add it there; end at `limit`."""
+    """Yield the result of every single edit of `states` that is not in `seen`, adding it there; end at `limit`."""
     for state in states:
         for trainer in _edit(state):
             identity = _identity(trainer)
@@ -123,7 +123,7 @@ def _lint_edits(
 
 
 def _choose(start: LintResult, results: list[LintResult]) -> LintResult:
-    """Return the result with fewest new warnings and, among the fastest of these, least memory."""
+    """Return the result with fewest new warnings; of these the fastest; of equally fast ones, with least memory."""
     warnings = [_new_warnings(start, result) for result in results]
     results = [result for result, count in zip(results, warnings, strict=True) if count == min(warnings)]
     tied = min(map(result_seconds, results)) * (1 + TIME_RESOLUTION)
@@ -134,7 +134,7 @@ def _choose(start: LintResult, results: list[LintResult]) -> LintResult:
 
 
 def _new_warnings(start: LintResult, state: LintResult) -> int:
-    """Number of warnings about keys that the edits after `start` wrote, for example an unused mesh axis."""
+    """Return the number of warnings on keys that the edits after `start` wrote, for example an unused mesh axis."""
     before = flatten(start.trainer, TRAINER_PREFIX)
     after = flatten(state.trainer, TRAINER_PREFIX)
     written = {key for key, value in after.items() if key not in before or before[key] != value}
@@ -143,7 +143,7 @@ def _new_warnings(start: LintResult, state: LintResult) -> int:
 
 
 def result_seconds(state: LintResult) -> float:
-    """Predicted time per sequence."""
+    """Return the predicted seconds per sequence."""
     return plan_seconds(state.plan) if state.plan else math.inf
 
 

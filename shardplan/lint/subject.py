@@ -20,12 +20,12 @@ from shardplan.program.tasks import Step
 
 @dataclass(frozen=True)
 class Subject:
-    """A trainer section, and the model, workload and slice that it is for."""
+    """A trainer section, and the model, workload and slice that it is linted for."""
 
     trainer: Mapping[str, Any]
-    """The content of the `trainer` section, corrected."""
+    """Content of the `trainer` section, corrected."""
     section: TrainerSection
-    """The same, parsed."""
+    """The corrected `trainer` section, parsed."""
     axes: ModelAxes
     workload: Workload
     hardware: Slice
@@ -34,7 +34,7 @@ class Subject:
     attention_backend: str | None
     """`model.attn_backend`, corrected; None for Levanter's default."""
     activation_only: frozenset[str] = frozenset()
-    """Logical axes in the compute mapping that activations have, but neither parameters nor the tokens."""
+    """Logical axes in the compute mapping that activations have, but neither parameters nor the tokens have."""
 
     @cached_property
     def compute(self) -> dict[str, tuple[str, ...]]:
@@ -53,12 +53,12 @@ class Subject:
 
     @property
     def batch_axes(self) -> set[str]:
-        """Names of the logical axis of the sequences: in the model's code, and in the trainer section."""
+        """Names of the sequences' logical axis: in the model's code, and in the trainer section."""
         return {BATCH_AXIS, self.section.batch_axis}
 
     @cached_property
     def weight_axes(self) -> list[str]:
-        """Logical axes of the weights in matrix products, except those along which experts are stacked."""
+        """Logical axes of weights in matrix products, except the axes along which experts are stacked."""
         used = dict.fromkeys(name for weight in self.step.used_weights for name in weight.logical_axes)
         return [name for name in used if name not in self.step.expert_axes]
 
@@ -74,7 +74,7 @@ class Subject:
 
     @cached_property
     def linear_results(self) -> dict[tuple[str, ...], str]:
-        """Logical axes of the results of linear layers, which Haliax shards -> description of the result."""
+        """Logical axes of linear layers' results, which Haliax shards -> description of the result."""
         results: dict[tuple[str, ...], str] = {}
         # inputs are left out: Haliax does not constrain their sharding, and such layers run (docs/log.md)
         paths = [parameter.path for parameter in self.axes.parameters]
@@ -87,14 +87,14 @@ class Subject:
         return results
 
     def size(self, axis: str) -> int:
-        """Number of elements along a logical axis, one of `known`."""
+        """Return the number of elements along a logical axis, one of `known`."""
         if axis == self.axes.position:
             return self.workload.position
         return self.workload.batch if axis in self.batch_axes else self.axes.axes[axis]
 
     @property
     def rounding_mapping(self) -> dict[str, tuple[str, ...]]:
-        """The mapping by which Levanter rounds the vocabulary: train_lm uses `params`, eval_lm uses `compute`."""
+        """The mapping by which Levanter rounds the vocabulary up: `params` in train_lm, `compute` in eval_lm."""
         return self.params if self.workload.is_training else self.compute
 
     @property
@@ -104,15 +104,15 @@ class Subject:
         return -(-size // devices) * devices
 
     def devices(self, mesh_axes: Iterable[str]) -> int:
-        """Number of devices along `mesh_axes` together."""
+        """Return the number of devices along all of `mesh_axes`."""
         return math.prod(self.section.mesh[axis] for axis in mesh_axes)
 
     def shards(self, parameter: Parameter) -> int:
-        """Number of shards of the stored parameter."""
+        """Return the number of shards of the stored parameter."""
         return math.prod(self.devices(self.params.get(axis, ())) for axis in parameter.axes)
 
     def bytes(self, parameters: Iterable[Parameter]) -> dict[str, int]:
-        """Path -> stored bytes per device, largest first."""
+        """Return path -> stored bytes per device, largest first."""
         width = itemsize(self.workload.param_dtype)
         sizes = {p.path: p.size * width // self.shards(p) for p in parameters}
         return dict(sorted(sizes.items(), key=lambda item: -item[1]))
@@ -130,12 +130,12 @@ class Subject:
         return total
 
     def not_sharded_over(self, parameters: Iterable[Parameter], mesh_axes: Iterable[str]) -> list[Parameter]:
-        """Return those of `parameters` whose storage no axis of `mesh_axes` shards."""
+        """Return the parameters of `parameters` whose storage no axis of `mesh_axes` shards."""
         excluded = set(mesh_axes)
         return [p for p in parameters if not any(excluded & set(self.params.get(axis, ())) for axis in p.axes)]
 
     def replicated(self, parameters: dict[str, int]) -> dict[str, int]:
-        """Return those of `parameters` (path -> bytes per device) that several devices store replicated."""
+        """Return the parameters of `parameters` (path -> bytes per device) that several devices store replicated."""
         shards = {p.path: self.shards(p) for p in self.axes.parameters}
         return {path: amount for path, amount in parameters.items() if shards[path] == 1 and self.hardware.devices > 1}
 
@@ -151,12 +151,12 @@ class Subject:
 
     @cached_property
     def default_keys(self) -> set[str]:
-        """Keys that map logical axes though the section omits them, by Levanter's default."""
+        """Return the keys that map logical axes by Levanter's default, because the section omits them."""
         return {entry.key for entry in self._entries} - flatten(self.trainer, "trainer.").keys()
 
     def size_key(self, mesh_axis: str) -> str:
-        """Key of the size of a mesh axis."""
+        """Return the key for the size of a mesh axis."""
         return f"trainer.mesh.axes.{mesh_axis}"
 
     mapping_keys = ("trainer.mesh.shared_mapping", "trainer.mesh.param_mapping")
-    """Keys of the mapping for compute and parameter sharding, and of the mapping for parameter sharding alone."""
+    """Return the keys of the mapping for both shardings, and of the mapping for parameter sharding alone."""

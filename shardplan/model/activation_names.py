@@ -1,4 +1,4 @@
-"""Names of a layer's activations, by which a gradient checkpointing policy says which of them to save.
+"""Names of a layer's activations, by which a gradient checkpointing policy says which ones to save.
 
 Haliax names the carry of a loop over layers; Levanter's models name nothing within a layer. Here, the projections and
 the context of attention have the names of MaxText, and outputs have the names of Haliax's guide. The gate and up
@@ -36,10 +36,10 @@ class ActivationName(StrEnum):
     VALUES = "value_proj"
     SELECTED_BLOCKS = "selected_blocks"
     """The numbers of the blocks that queries of Native Sparse Attention or of `attend_to_blocks` attend to. If they are
-    recomputed, rounding may select another block, so that gradients are those of another forward pass."""
+    recomputed, rounding may select another block, and the gradients belong to another forward pass."""
     CONTEXT = "context"
-    """The weighted sum of values, before the output projection. A kernel gives this name to its log-sum-exp as well,
-    without which its gradients would compute the sum again."""
+    """The weighted sum of values, before the output projection. A kernel gives this name to its log-sum-exp as well;
+    otherwise its gradients would compute the sum again."""
     ATTENTION_OUT = "attn_out"
     """The output of attention, before it is normalised and added to the residual stream."""
     GATE = "gate_proj"
@@ -62,17 +62,17 @@ NAMES_OF_LINEARS = {
     "o_proj": ActivationName.ATTENTION_OUT, "gate_proj": ActivationName.GATE, "up_proj": ActivationName.UP,
     "down_proj": ActivationName.MLP_OUT,
 }  # fmt: skip
-"""Field of a module of Levanter that is a `Linear` -> the name of its result."""
+"""Field of a Levanter module that holds a `Linear` -> name of the layer's result."""
 READERS_OF_CARRIES = {
     ActivationName.QUERIES, ActivationName.KEYS, ActivationName.VALUES, ActivationName.GATE, ActivationName.UP,
 }  # fmt: skip
-"""The activations that are computed from the residual stream, which is the carry of the loop over layers."""
+"""The activations computed directly from the residual stream, which is the carry of the loop over layers."""
 _KERNEL_NAMES_CONTEXT = ContextVar("kernel_names_context", default=False)
 
 
 @contextmanager
 def context_named_by_kernel() -> Iterator[None]:
-    """Leave it to the kernels of attention to name the context: with two names, it would be saved twice.
+    """Let attention kernels name the context: if the model named it too, it would be saved twice.
 
     Levanter's splash attention then names its output and its log-sum-exp, as shardplan's attention always does.
     """
@@ -85,7 +85,7 @@ def context_named_by_kernel() -> Iterator[None]:
 
 
 def with_activation_names(module: Any, kept: Collection[str] = ()) -> Any:
-    """Return a Levanter module whose activations have names; a module that has them is returned as it is.
+    """Return a Levanter module with names for its activations; a module that has names is returned unchanged.
 
     So does shardplan's decoder, whose modules are its own. A bias is added to what has the name.
 
@@ -98,7 +98,7 @@ def with_activation_names(module: Any, kept: Collection[str] = ()) -> Any:
 
 
 def named_as_configured(module: Any, config: Any) -> Any:
-    """Return a module of Levanter, with names if the gradient checkpointing of its configuration keeps some by name."""
+    """Return a Levanter module, with names if its configuration's gradient checkpointing keeps activations by name."""
     policy = getattr(config, "gradient_checkpointing", None)
     if not isinstance(policy, ScanCheckpointPolicy):
         return module
@@ -124,7 +124,7 @@ def _with_name(node: Any, name: ActivationName | None, kept: Collection[str]) ->
 
 
 class _NamedDotGeneral(eqx.Module):
-    """A `dot_general` of Haliax whose result has a name, and its operand too, if that is the context of attention.
+    """A `dot_general` of Haliax whose result has a name; its operand has one too if it is the context of attention.
 
     What gradient checkpointing keeps is in row-major order. Otherwise the TPU compiler lets the matmuls of gradients
     choose the order, and copies all layers of what is kept to this order between the passes. Other activations stay
@@ -134,7 +134,7 @@ class _NamedDotGeneral(eqx.Module):
     dot_general: Any
     name: ActivationName = eqx.field(static=True)
     reads_kept: bool = eqx.field(static=True)
-    """Whether the operand is kept, or follows from the carry of the loop over layers."""
+    """Whether the operand is kept, or is computed directly from the carry of the loop over layers."""
     is_kept: bool = eqx.field(static=True)
     """Whether the result is kept."""
 
@@ -151,6 +151,6 @@ class _NamedDotGeneral(eqx.Module):
 
 
 def _row_major(x: jax.Array) -> jax.Array:
-    """Have the compiler keep an array in row-major order."""
+    """Make the compiler store an array in row-major order."""
     constrained: jax.Array = with_layout_constraint(x, Layout(tuple(range(x.ndim))))
     return constrained

@@ -7,7 +7,7 @@ from shardplan.errors import ConfigError, closest
 
 
 def by_size(name: str) -> list[str | float]:
-    """Return a sort key that puts names of models in the order of their sizes: 125m before 1.3b, and 2b before 27b.
+    """Return a sort key that orders names of models by size: 125m before 1.3b, and 2b before 27b.
 
     >>> sorted(["opt-13b", "opt-125m", "opt-2.7b"], key=by_size)
     ['opt-125m', 'opt-2.7b', 'opt-13b']
@@ -19,7 +19,7 @@ def by_size(name: str) -> list[str | float]:
 
 _FILES = Path(__file__).with_name("configs").glob("*.json")
 BUNDLED = {path.stem: path for path in sorted(_FILES, key=lambda path: by_size(path.stem))}
-"""Name of a released model, or of nsa-125m -> path of its config.json in the package; planning needs no network."""
+"""Name of a released model, or nsa-125m -> path of its config.json in the package; planning needs no network."""
 
 HUB_NAMES = {
     "apertus-8b": ("swiss-ai/Apertus-8B-2509", "swiss-ai/Apertus-8B-Instruct-2509"),
@@ -158,12 +158,12 @@ def bundled_name(ref: str) -> str | None:
 
 
 def _repository(name: str) -> str:
-    """Return a repository's name in lower case; for Llama 3 and 3.1, the older name becomes the newer one."""
+    """Return a repository's name in lower case, with the newer name of Llama 3 and 3.1 in place of the older one."""
     return name.lower().replace("/meta-llama-", "/llama-")
 
 
 def read_config_file(name: str) -> bytes:
-    """Read the config.json at the path `name`, or else the config.json of the bundled model `name`, unchanged.
+    """Read, unchanged, the config.json at the path `name`, or else the config.json of the bundled model `name`.
 
     Raises:
         ConfigError: there is neither, or the file cannot be read.

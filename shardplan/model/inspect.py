@@ -35,7 +35,7 @@ def named_leaves(tree: Any) -> Iterator[tuple[str, Any]]:
 
 
 def axes_of(leaf: Any) -> tuple[hax.Axis, ...]:
-    """Return the axes of an array; none if they do not match its shape, as in an optimizer state of lower rank."""
+    """Return the axes of an array; none if they do not match its shape, as for an optimizer state of lower rank."""
     try:
         axes = leaf.axes if isinstance(leaf, hax.NamedArray) else ()
     except ValueError:  # raised by haliax if there are more or fewer names than dimensions

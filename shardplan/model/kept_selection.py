@@ -1,4 +1,4 @@
-"""Gradient checkpointing that selects no blocks a second time.
+"""Gradient checkpointing that does not repeat the selection of blocks.
 
 Rounding may select other blocks when a layer is computed again, and its gradients are those of another forward pass
 then. The numbers of blocks are small: 4 bytes for each block of a query and a group. Under `nested`, Haliax computes a
@@ -15,7 +15,7 @@ from shardplan.model.activation_names import ActivationName
 
 
 def keep_selected_blocks(policy: bool | str | ScanCheckpointPolicy) -> ScanCheckpointPolicy:
-    """Return a policy of Haliax that also keeps the blocks that queries attend to.
+    """Return a Haliax policy that also keeps the numbers of the blocks that queries attend to.
 
     A policy that keeps everything, or that copies them to the host, is returned as it is.
 
@@ -35,7 +35,7 @@ def keep_selected_blocks(policy: bool | str | ScanCheckpointPolicy) -> ScanCheck
 
 
 def without_kept_selection(module: Any) -> Any:
-    """Return a module whose layers, under the default policy, select blocks again for gradients.
+    """Return a module whose layers, under the default policy, repeat the selection of blocks for gradients.
 
     Such a program is traced once, and rewritten for every policy (`shardplan.program.variants.checkpointed`).
     """

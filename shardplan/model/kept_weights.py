@@ -1,4 +1,4 @@
-"""Weights that stay on the devices as their checkpoint stores them: codes of eight bits, and scales of their blocks.
+"""Weights that stay on the devices as their checkpoint stores them: eight-bit codes, and scales of their blocks.
 
 A layer turns its weights into numbers when it runs, so that the numbers of one layer are in memory at a time. The
 conversion runs in `jax.shard_map` under the axis mapping in force: parameters that are stored with more shards are
@@ -26,16 +26,16 @@ CODES, SCALES = ".codes", ".scales"
 
 
 class KeptWeight(eqx.Module):
-    """A weight as codes and scales; number = code * scale of its block, rounded once."""
+    """A weight as codes and scales: number = code * scale of its block, rounded once."""
 
     codes: NamedArray
     """The codes, with the axes of the weight."""
     scales: NamedArray
-    """float32, a scale for each block of codes; an axis of the weight, or its blocks (`blocks_of`)."""
+    """Scales of blocks of codes, float32; their axes are the weight's axes, or `blocks_of` these."""
 
 
 def owner_of(path: str) -> str:
-    """Return the path of the weight that an array is a part of; the array's own path if it is no part.
+    """Return the path of the weight that an array belongs to; the array's own path if it is no part of a weight.
 
     >>> owner_of("layers[0].mlp.experts.up.scales"), owner_of("norm.weight")
     ('layers[0].mlp.experts.up', 'norm.weight')
@@ -44,7 +44,7 @@ def owner_of(path: str) -> str:
 
 
 def blocks_of(axis: Axis, size: int) -> Axis:
-    """Return the axis of scales of blocks along an axis of a weight; blocks of one element have the axis itself.
+    """Return the axis of the scales along an axis of a weight; with blocks of one element, the axis itself.
 
     >>> blocks_of(Axis("embed", 7168), 128)
     Axis(name='embed_by_128', size=56)
@@ -53,7 +53,7 @@ def blocks_of(axis: Axis, size: int) -> Axis:
 
 
 def placeholder_of(weight: NamedArray, blocks: tuple[int, ...], dtype: str) -> KeptWeight:
-    """Return a kept weight of ones with the shape of a weight, to be filled by a load.
+    """Return a kept weight of ones with the shape of a weight, for a load to fill.
 
     Args:
         blocks: elements along each axis that share a scale; they divide its size.
@@ -67,12 +67,12 @@ def placeholder_of(weight: NamedArray, blocks: tuple[int, ...], dtype: str) -> K
 
 
 def is_kept(node: Any) -> bool:
-    """Whether a node of a module tree is a weight that is kept as stored."""
+    """Return whether a node of a module tree is a weight kept as stored."""
     return isinstance(node, KeptWeight)
 
 
 def numbers_of(module: Any, dtype: Any) -> Any:
-    """Return a module with numbers in place of the weights that are kept as stored.
+    """Return a module with numbers in place of the weights kept as stored.
 
     Args:
         dtype: type of the numbers.
@@ -82,7 +82,7 @@ def numbers_of(module: Any, dtype: Any) -> Any:
 
 
 def convert_weight(weight: KeptWeight, dtype: Any) -> NamedArray:
-    """Compute the numbers of a weight, sharded by the axis mapping in force."""
+    """Compute the numbers of a weight, sharded by the active axis mapping."""
     codes, scales = weight.codes, weight.scales
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
@@ -106,7 +106,7 @@ def convert_weight(weight: KeptWeight, dtype: Any) -> NamedArray:
 
 
 def convert_blocks(codes: Array, scales: Array, dtype: Any) -> Array:
-    """Multiply codes with the scales of their blocks, in float32, and round once.
+    """Multiply codes by the scales of their blocks in float32, and round once.
 
     Args:
         codes: of any shape.
@@ -160,7 +160,7 @@ _replacement: ContextVar[Callable[[KeptWeight, Any], NamedArray]] = ContextVar("
 
 @contextmanager
 def replace_conversion(convert: Callable[[KeptWeight, Any], NamedArray]) -> Iterator[None]:
-    """Let `convert` compute the numbers of every kept weight: a trace marks them.
+    """Compute the numbers of every kept weight by `convert` within the context, as a trace does to mark them.
 
     Args:
         convert: takes a weight and the type of its numbers, and returns the numbers with the axes of the codes.

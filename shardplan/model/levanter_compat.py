@@ -13,15 +13,15 @@ from typing import Any
 from shardplan.errors import ConfigError
 
 LEVANTER_PACKAGES = ("marin-haliax", "marin-levanter")
-"""The packages that have the modules `haliax` and `levanter`."""
+"""Packages that install the modules `haliax` and `levanter`."""
 
 CHECKPOINT_MODEL = "model"
-"""Name of the model in Levanter's checkpoints."""
+"""Name of the model within Levanter's checkpoints."""
 CHECKPOINT_FILES = ("d/", "manifest.json", "manifest.ocdbt")
-"""Files and folders (with `/` at the end) that hold the arrays in Levanter's checkpoints of a model."""
+"""Files and folders (with a final `/`) that hold the arrays in Levanter's checkpoints of a model."""
 
 LIBTPU_RELEASE = "0.0.48"
-"""The release of libtpu that belongs to JAX 0.11, as in pyproject.toml."""
+"""The release of libtpu that belongs to JAX 0.11, as pinned in pyproject.toml."""
 
 ACTIVATIONS = {
     "gelu": "gelu", "gelu_python": "gelu", "gelu_new": "gelu_new", "gelu_pytorch_tanh": "gelu_new",
@@ -35,7 +35,7 @@ ACTIVATION_KEYS = {
     "gemma2": "hidden_activation", "gpt2": "activation_function", "llama": "hidden_act", "mistral": "hidden_act",
     "mixtral": "hidden_act", "olmo2": "hidden_act", "qwen2": "hidden_act", "qwen3": "hidden_act",
 }  # fmt: skip
-"""Model type -> the key of its activation function; Gemma is missing, as its activation function is fixed."""
+"""Model type -> the key of its activation function; Gemma's activation function is fixed."""
 
 FIXED_VALUES: dict[str, dict[str, tuple[Any, ...]]] = {
     # transformers reads "gelu" as its approximation here, as Gemma was trained
@@ -46,7 +46,7 @@ FIXED_VALUES: dict[str, dict[str, tuple[Any, ...]]] = {
     "olmo2": {"attention_bias": (False,)},
     "qwen3": {"attention_bias": (False,)},
 }
-"""Model type -> key that transformers reads and Levanter ignores -> the values that Levanter's model computes."""
+"""Model type -> key that transformers reads and Levanter ignores -> the values for which Levanter's model is right."""
 
 UNIFORM_WINDOW_TYPES = ("mistral", "mixtral")
 """Model types with `sliding_window` in every layer."""
@@ -79,7 +79,7 @@ def prepare_hf_config(hf: Any) -> Any:
 
 
 def _check_heads(hf: Any) -> None:
-    """Check that heads of keys divide heads of queries, and that heads divide the hidden size.
+    """Check that key heads divide query heads, and that heads divide the hidden size.
 
     Raises:
         ConfigError: they do not.
@@ -105,7 +105,7 @@ def correct_levanter_config(config: Any, hf: Any) -> Any:
 
 
 def sliding_window(hf: Any, position: int) -> int | None:
-    """Return the window in tokens that the attention mask must have; None if it excludes nothing of `position` tokens.
+    """Return the window, in tokens, that the attention mask needs; None if it would exclude none of `position` tokens.
 
     Raises:
         ConfigError: only some layers have the window.
@@ -140,7 +140,7 @@ def has_windows(hf_config: Mapping[str, Any]) -> bool:
 
 
 def rope_of(hf: Any) -> tuple[float | None, dict[str, Any] | None]:
-    """Return the base of a model's rotary frequencies, and their scaling; None for a value that it does not have."""
+    """Return the base of a model's rotary frequencies, and their scaling; None for what it does not have."""
     parameters = getattr(hf, "rope_parameters", None)  # transformers 5
     if not parameters:
         return getattr(hf, "rope_theta", None), getattr(hf, "rope_scaling", None)
@@ -149,7 +149,7 @@ def rope_of(hf: Any) -> tuple[float | None, dict[str, Any] | None]:
 
 
 def _apply_rope_scaling(config: Any, hf: Any) -> Any:
-    """Set `rope`, because Mistral and Mixtral configurations drop the scaling, and Levanter's YaRN is different."""
+    """Set `rope`, because Mistral and Mixtral configurations drop the scaling, and Levanter's YaRN differs."""
     theta, scaling = rope_of(hf)
     if scaling is None or not hasattr(config, "rope"):
         return config
@@ -161,7 +161,7 @@ def _apply_rope_scaling(config: Any, hf: Any) -> Any:
 
 
 def _leave_windows_to_mask(config: Any, hf: Any) -> Any:
-    """Unset `use_sliding_window`: the mask has the window, and Qwen's layers would refuse longer sequences."""
+    """Unset `use_sliding_window`: the mask applies the window, and Qwen's layers would refuse longer sequences."""
     return dataclasses.replace(config, use_sliding_window=False) if hasattr(config, "use_sliding_window") else config
 
 
@@ -189,7 +189,7 @@ def _apply_head_dim(config: Any, hf: Any) -> Any:
 
 
 def _apply_tied_head(config: Any, hf: Any) -> Any:
-    """Use Levanter's Llama for a Mistral with a tied output head, because Levanter's Mistral differs in this alone."""
+    """Use Levanter's Llama for a Mistral with a tied output head, the only difference that Levanter's Mistral makes."""
     if not hf.tie_word_embeddings:
         return config
     tied = dataclasses.replace(config, tie_word_embeddings=True)
@@ -205,7 +205,7 @@ def _with_methods(config: Any, methods: dict[str, Any]) -> Any:
 
 
 def _apply_gemma_attention(config: Any, hf: Any) -> Any:
-    """Pass `head_dim`, the scale of scores and the soft cap to attention, which Gemma configurations do not."""
+    """Pass `head_dim`, the scale of scores and the soft cap to attention, because Gemma configurations do not."""
     base = type(config)
     has_caps = hf.model_type == "gemma2"  # transformers ignores these keys in a Gemma
 
@@ -221,7 +221,7 @@ def _apply_gemma_attention(config: Any, hf: Any) -> Any:
 
 
 def _apply_gemma2_limits(config: Any, hf: Any) -> Any:
-    """Set the soft caps and the window, for which Levanter uses its defaults instead of the config.json."""
+    """Set the soft caps and the window, because Levanter uses its defaults instead of the config.json."""
     return dataclasses.replace(
         config,
         final_logit_softcapping=hf.final_logit_softcapping,

@@ -1,4 +1,4 @@
-"""Decides which class computes a model: shardplan's decoder, Levanter's class for its type, or a class of your own.
+"""Decides which class computes a model: shardplan's decoder, Levanter's class for its type, or a user's own class.
 
 By default, evaluation uses the decoder for every model type. Levanter's classes are used where Levanter computes: in
 its scripts, for its configuration files, and in training, which its Trainer does. A class that the user names wins.
@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from typing import Any
 
 CLASS_KEY = "levanter_class"
-"""Key under which `read_config` puts the name of the class into a config.json; without the key, it is the decoder."""
+"""Key under which `read_config` adds the class's name to a config.json; without it, the class is the decoder."""
 DECODER = "shardplan.decoder.config:DecoderConfig"
 """The configuration class of shardplan's own decoder."""
 LEVANTER = "levanter"
-"""Stands for Levanter's class for the model type, or for the decoder if Levanter has no such class."""
+"""Name that stands for Levanter's class for the model type, or for the decoder if there is none."""
 LEVANTER_CLASSES = {
     "gemma": "levanter.models.gemma:GemmaConfig",
     "gemma2": "levanter.models.gemma:Gemma2Config",
@@ -28,7 +28,8 @@ LEVANTER_CLASSES = {
     "qwen2": "levanter.models.qwen:QwenConfig",
     "qwen3": "levanter.models.qwen:Qwen3Config",
 }
-"""Hugging Face `model_type` -> Levanter's configuration class, for types that Levanter computes like transformers."""
+"""Hugging Face `model_type` -> Levanter's configuration class, for types that Levanter computes as transformers
+does."""
 
 
 def resolve_class(name: str | None, model_type: object) -> str:
@@ -52,5 +53,5 @@ def class_of(hf_config: Mapping[str, Any]) -> str:
 
 
 def is_own_class(name: str) -> bool:
-    """Return whether a class is a user's own: neither the decoder nor one of Levanter's that shardplan knows."""
+    """Return whether a class is a user's own, neither the decoder nor a class of Levanter that shardplan knows."""
     return name != DECODER and name not in LEVANTER_CLASSES.values()

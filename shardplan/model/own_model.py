@@ -1,4 +1,4 @@
-"""Loads a model of your own: a Levanter configuration class that `model.levanter_class` names."""
+"""Loads a user's own model: a Levanter configuration class that `model.levanter_class` names."""
 
 import hashlib
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from shardplan.model.model_class import LEVANTER, class_of, is_own_class
 
 
 class OwnModelConfig(Protocol):
-    """The methods that shardplan needs of your configuration class beyond Levanter's `LmConfig`.
+    """The methods of a user's configuration class that shardplan needs beyond Levanter's `LmConfig`.
 
     Sharding requires nothing: a trace of the model finds its logical axes, including the axes of attention. These
     fields are optional:
@@ -57,7 +57,7 @@ def load_own_class(name: str) -> Any:
 
 
 def own_code(hf_config: Mapping[str, Any]) -> str | None:
-    """Return the SHA-256 of the Python files in the folder of your model's module; None for models shardplan knows."""
+    """Return the SHA-256 of the Python files in the folder of a user's model; None for models that shardplan knows."""
     name = class_of(hf_config)
     if not is_own_class(name):
         return None

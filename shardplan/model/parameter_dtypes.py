@@ -1,4 +1,4 @@
-"""The dtype of each parameter: the requested one, or a dtype that its module insists on.
+"""The dtype of each parameter: the requested one, or one that its module requires.
 
 Rounding the scores of a router to bfloat16 gives some tokens other experts, so that a router is a `Float32Module`. A
 `KeptWeight` has the types of the checkpoint.
@@ -26,7 +26,7 @@ class Float32Module(eqx.Module):
 
 
 def float32_paths(module: Any) -> frozenset[str]:
-    """Return the paths of the parameters that stay float32, as `shardplan.model.inspect.named_leaves` gives them.
+    """Return the paths of the parameters that stay float32, in the form of `shardplan.model.inspect.named_leaves`.
 
     Args:
         module: a module tree with arrays, or with a `jax.ShapeDtypeStruct` in place of every array.
@@ -35,7 +35,7 @@ def float32_paths(module: Any) -> frozenset[str]:
 
 
 def kept_dtypes(module: Any) -> dict[str, str]:
-    """Return path -> dtype of the arrays of weights that are kept as the checkpoint stores them.
+    """Return path -> dtype, for the arrays of weights kept as the checkpoint stores them.
 
     Args:
         module: a module tree with arrays, or with a `jax.ShapeDtypeStruct` in place of every array.
@@ -44,7 +44,7 @@ def kept_dtypes(module: Any) -> dict[str, str]:
 
 
 def check_has_numbers(module: Any) -> None:
-    """Check that a model can be written: its weights are numbers.
+    """Check that a model can be written, because its weights are numbers rather than codes.
 
     Raises:
         CheckpointError: some are kept as a checkpoint stores them.
@@ -58,7 +58,7 @@ def check_has_numbers(module: Any) -> None:
 
 
 def _leaves_of(module: Any, is_searched: Callable[[Any], bool]) -> Iterator[tuple[str, Any]]:
-    """Yield path and value of the arrays within the modules of a kind."""
+    """Yield path and value of the arrays in modules of a given class."""
     for path, node in jax.tree_util.tree_flatten_with_path(module, is_leaf=is_searched)[0]:
         if is_searched(node):
             leaves = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda leaf: isinstance(leaf, NamedArray))[0]
@@ -109,7 +109,7 @@ def with_dtypes(template: Any, dtype: str) -> Any:
 
 
 def unrounded_dtype(own: np.dtype, dtype: Any) -> np.dtype:
-    """Return the dtype to write a parameter in, so that one that stays float32 is not rounded.
+    """Return the dtype for writing a parameter, such that one kept in float32 is not rounded.
 
     Args:
         own: the dtype of its array, or of the tensor that it is copied from.

@@ -1,4 +1,4 @@
-"""Builds the model of a Hugging Face configuration, with the class that computes it."""
+"""Builds the model of a Hugging Face configuration, by the class that computes it."""
 
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -21,7 +21,7 @@ from shardplan.model.own_model import load_own_class
 from shardplan.model.soft_cap import cap_gemma2_logits
 
 SAME_KEYS = {"kimi_k2": "deepseek_v3"}
-"""Model type that transformers does not know -> the type whose configuration it has."""
+"""Model type unknown to transformers -> a type with the same configuration."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,15 +36,15 @@ class Model:
     class_name: str
     """Name of the class of `config` (`shardplan.model.model_class`)."""
     config: Any
-    """Its configuration, a Levanter `LmConfig`."""
+    """The model's configuration, a Levanter `LmConfig`."""
     template: Any
-    """Its module, with `jax.ShapeDtypeStruct`s in place of arrays."""
+    """The model's module, with `jax.ShapeDtypeStruct`s in place of arrays."""
     mask: AttentionMask
     """The mask that the model is called with; its layers may restrict it further."""
     logit_soft_cap: float | None
     """Bound of the logits, applied as `cap * tanh(logits / cap)` (Gemma 2)."""
     positions: int
-    """The number of positions that the model has."""
+    """Number of positions of the model."""
 
     @property
     def uses_levanter_attention(self) -> bool:
@@ -65,7 +65,7 @@ class Model:
 
     @property
     def is_attention_planned(self) -> bool:
-        """Whether plans choose its attention method: all methods are possible, with positions in any order."""
+        """Whether plans choose the model's attention method; then all methods and orders of positions are possible."""
         return self.uses_levanter_attention or self.is_decoder
 
     @property
@@ -75,7 +75,7 @@ class Model:
 
 
 def config_class(name: str) -> Any:
-    """Import a configuration class that shardplan knows, by its name in `shardplan.model.model_class`."""
+    """Import a configuration class by its name in `shardplan.model.model_class`."""
     module, _, attribute = name.partition(":")
     return getattr(import_module(module), attribute)
 
@@ -86,7 +86,7 @@ def name_of_class(config_class: type) -> str:
 
 
 def abstract_module(config: Any, vocab: hax.Axis) -> Any:
-    """Make the module of a Levanter configuration with a `jax.ShapeDtypeStruct` for every array, computing nothing."""
+    """Make the module of a Levanter configuration with `jax.ShapeDtypeStruct`s for arrays, without computing any."""
     if hasattr(config, "final_logit_softcapping"):
         cap_gemma2_logits()
     key = jax.eval_shape(lambda: jax.random.PRNGKey(0))
@@ -94,7 +94,7 @@ def abstract_module(config: Any, vocab: hax.Axis) -> Any:
 
 
 def transformers_config(hf_config: dict[str, Any]) -> Any:
-    """Make the transformers configuration of a config.json, even if transformers does not know the model type."""
+    """Make the transformers configuration of a config.json, even if transformers lacks the model type."""
     from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
     model_type = hf_config["model_type"]

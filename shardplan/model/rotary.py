@@ -1,4 +1,4 @@
-"""YaRN rotary embeddings as transformers computes them; Levanter's YaRN computes something else.
+"""YaRN rotary embeddings as transformers computes them; Levanter's YaRN differs.
 
 Levanter's YaRN has no `attention_factor` and no `truncate`, gives `mscale` another meaning, and limits the upper end of
 its ramp to size / 2 - 1 instead of size - 1. Formulas: https://arxiv.org/abs/2309.00071, section 3.2 and 3.4.
@@ -30,7 +30,7 @@ class YarnConfig(RotaryEmbeddingsConfig):
     beta_slow: float = 1.0
     """A frequency with at most this many rotations is divided by `factor`."""
     original_max_position_embeddings: float = 2048
-    """Positions of the model before its frequencies were scaled."""
+    """Number of positions of the model before its frequencies were scaled."""
     truncate: bool = True
     """Whether the ends of the ramp from `beta_fast` to `beta_slow` are rounded to whole indices of frequencies."""
 
@@ -56,7 +56,7 @@ class YarnConfig(RotaryEmbeddingsConfig):
         base = self.theta ** (-2 * index / size)
 
         def frequency_of(rotations: float) -> float:
-            """Return the index, as a real number, of the frequency with this many rotations over original positions."""
+            """Return the fractional index of the frequency with this many rotations over the original positions."""
             positions_per_radian = self.original_max_position_embeddings / (rotations * 2 * math.pi)
             return size * math.log(positions_per_radian) / (2 * math.log(self.theta))
 

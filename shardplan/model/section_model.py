@@ -18,7 +18,7 @@ SECTION_TYPES = {
 }  # fmt: skip
 """`type` of a model section -> `model_type` of Hugging Face."""
 DECODER_SECTION = "shardplan.decoder.section:DecoderSection"
-"""The class of sections of shardplan's own decoder, which name a config.json."""
+"""The class of sections for shardplan's own decoder, which name a config.json."""
 DECODER_TYPE = "shardplan_decoder"
 VOCABULARIES = {
     "gpt2": 50257, "openai-community/gpt2": 50257, "EleutherAI/gpt-neox-20b": 50277, "meta-llama/Llama-2": 32000,
@@ -27,11 +27,11 @@ VOCABULARIES = {
     "marin-community/marin-tokenizer": 128256, "google/gemma-2": 256000, "google/gemma-7b": 256000,
     "mistralai/Mistral-7B-v0.1": 32000, "mistralai/Mixtral": 32000, "mistralai/Mistral-7B-v0.3": 32768,
 }  # fmt: skip
-"""Prefix of a tokenizer's name on the Hub -> number of its tokens."""
+"""Prefix of a tokenizer's name on the Hub -> number of tokens in its vocabulary."""
 DEFAULT_TOKENIZER = "gpt2"
 """The tokenizer that Levanter uses if the file names none."""
 ASSUMED_VOCABULARY = 128256
-"""Number of tokens that is assumed for unknown tokenizers."""
+"""Number of tokens assumed for unknown tokenizers."""
 
 
 def vocabulary_of(tokenizer: str) -> int | None:

@@ -1,4 +1,4 @@
-"""Applies the final soft cap of Gemma 2, which Levanter's configuration has, but its model does not apply.
+"""Applies Gemma 2's final soft cap, which Levanter's configuration has but its model ignores.
 
 The methods of Levanter's class are replaced. A subclass would be another type of module, which does not fit the state
 of an optimizer that was made for Levanter's class.
@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 def cap_gemma2_logits() -> None:
-    """Make Levanter's Gemma 2 apply `final_logit_softcapping` of its configuration to logits and losses.
+    """Make Levanter's Gemma 2 apply its configuration's `final_logit_softcapping` to logits and losses.
 
     Code that builds or loads a Gemma 2 calls it. It does nothing the second time, or if Levanter's Gemma 2 has a
     `__call__` of its own.

@@ -23,32 +23,32 @@ from shardplan.plan.parameters import ParameterPlan
 from shardplan.plan.plan import Plan
 
 SHOWN = 3
-"""Most arrays that an error names."""
+"""Maximum number of arrays that an error names."""
 
 
 @dataclass(frozen=True)
 class AuditedArray:
-    """An array of a model, and what differs from the plan."""
+    """An array of a model, and how it differs from the plan."""
 
     path: str
     axes: dict[str, int]
     dtype: str
     spec: PartitionSpec | None
-    """None if its sharding is not of named mesh axes."""
+    """The array's sharding; None if it is not by named mesh axes."""
     bytes_per_device: int
     difference: str
-    """What is not as planned; empty if all is."""
+    """How the array differs from the plan; empty if it does not."""
 
 
 @dataclass(frozen=True)
 class Audit(Displayed):
-    """The arrays of a model that is as planned; a table of them when it is printed, or shown in a notebook."""
+    """The arrays of a model that agrees with its plan; a table when printed or shown in a notebook."""
 
     arrays: list[AuditedArray]
 
 
 def audit(model: Any, plan: Plan) -> Audit:
-    """Check that every array of a model is as planned, and return them; they show themselves as a table.
+    """Check that every array of a model agrees with the plan, and return the arrays, which display as a table.
 
     Args:
         model: a Levanter model with its arrays.
@@ -90,7 +90,7 @@ def _audit_array(path: str, leaf: Any, planned: ParameterPlan | None, plan: Plan
 
 
 def _difference(array: Any, axes: dict[str, int], planned: ParameterPlan, plan: Plan) -> str:
-    """Return what is not as planned of an array; empty if all is."""
+    """Describe how an array differs from the plan; empty if it does not."""
     if axes and axes != planned.axes:
         return f"has the axes {axes}, planned are {planned.axes}"
     if str(array.dtype) != planned.dtype:
@@ -134,7 +134,7 @@ def _axis_names(mesh: Mesh | None, plan: Plan) -> dict[str, tuple[str, ...]]:
 
 
 def format_audit(arrays: list[AuditedArray]) -> str:
-    """Return a table of arrays as text, a line each."""
+    """Format arrays as a text table, one line each."""
     rows = [("array", "axes", "type", "sharding", "bytes per device", "")]
     rows += [
         (
@@ -152,7 +152,7 @@ def format_audit(arrays: list[AuditedArray]) -> str:
 
 
 def check_like_parameters(state: Any, model_class: type, plan: Plan) -> None:
-    """Check that what an optimizer keeps for each parameter is sharded like the parameter.
+    """Check that an optimizer's state for each parameter is sharded like the parameter.
 
     Args:
         state: the state of an optimizer of optax, in which there are trees of the class of the model.

@@ -12,7 +12,7 @@ from shardplan.plan.plan import CHECKSUM, Plan
 from shardplan.runtime.processes.start import package_versions
 
 PREFIXES = ("JAX_", "XLA_", "LIBTPU_", "TPU_", "MEGASCALE_", "OMP_")
-"""Beginnings of the environment variables that change how JAX runs."""
+"""Prefixes of the environment variables that change how JAX runs."""
 
 
 def describe_process() -> dict[str, Any]:

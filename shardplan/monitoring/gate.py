@@ -1,13 +1,13 @@
-"""Whether a run is as fast as its plan predicts, and where its time goes if it is not. Pure."""
+"""Judges whether a run is as fast as its plan predicts, and explains where its time goes if not. Pure."""
 
 from shardplan.config.sections import GateConfig
 from shardplan.monitoring.goodput import Attempt
 from shardplan.plan.plan import Plan
 
 WARM_UP_STEPS = 10
-"""Steps before a run is judged."""
+"""Number of steps before a run is judged."""
 TPU_FACTOR = 0.3
-"""Least ratio of the rate to that of the plan on TPUs; the times of plans for CPUs only rank them."""
+"""Least measured / planned rate on TPUs; plans for CPUs only rank, so that their times are no measure."""
 
 
 def least_ratio(config: GateConfig, is_cpu: bool) -> float | None:
@@ -18,7 +18,7 @@ def least_ratio(config: GateConfig, is_cpu: bool) -> float | None:
 
 
 def describe_slowness(step_seconds: float, plan: Plan, least: float, attempt: Attempt) -> str | None:
-    """Return why a run is too slow; None if it is fast enough.
+    """Explain why a run is too slow; None if it is fast enough.
 
     Args:
         step_seconds: mean time of a step.

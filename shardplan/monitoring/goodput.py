@@ -1,4 +1,4 @@
-"""Records how each attempt of a run spent its time: goodput.json."""
+"""Records in goodput.json how each attempt of a run spent its time."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -10,27 +10,27 @@ ATTEMPTS = "attempts"
 
 @dataclass(frozen=True)
 class Attempt:
-    """One start of a run, up to its end or to where it was stopped; durations are seconds."""
+    """One start of a run, until it ended or was stopped; durations are in seconds."""
 
     started: str
-    """Local time."""
+    """Local time of the start."""
     phases: dict[str, float] = field(default_factory=dict)
-    """Phase, such as loading -> its duration."""
+    """Phase, such as loading -> seconds."""
     steps: float = 0.0
-    """Time from the results of the first step to the results of the last."""
+    """Seconds from the first step's results to the last step's."""
     waiting: float = 0.0
-    """Time in which devices waited for inputs."""
+    """Seconds in which devices waited for inputs."""
     blocked: float = 0.0
-    """Time in which the host had nothing to do but to wait for the devices."""
+    """Seconds in which the host only waited for the devices."""
     stalled: float = 0.0
-    """Time of steps that took more than three times the usual, beyond the usual."""
+    """Seconds by which stalled steps exceed the usual time; a stalled step takes more than three times the usual."""
     windows: int = 0
-    """Windows that were scored, or sequences that were trained on."""
+    """Number of windows scored, or of sequences trained on."""
     is_completed: bool = False
 
     @property
     def compiling(self) -> float:
-        """Time in which the program of a step was compiled."""
+        """Seconds in which the program of a step was compiled."""
         return self.phases.get("compiling", 0.0)
 
     @property
@@ -40,7 +40,7 @@ class Attempt:
 
     @property
     def useful(self) -> float:
-        """Time in which devices computed steps at their usual speed."""
+        """Seconds in which devices computed steps at their usual speed."""
         return max(0.0, self.steps - self.waiting - self.stalled)
 
 
@@ -50,7 +50,7 @@ def now_text() -> str:
 
 
 def describe_goodput(earlier: Sequence[Mapping[str, Any]], attempt: Attempt) -> dict[str, Any]:
-    """Return all attempts of a run, and the part of their time in which devices computed steps.
+    """Return all attempts of a run, and the fraction of their time in which devices computed steps.
 
     Args:
         earlier: attempts, as this function returned them.

@@ -1,4 +1,4 @@
-"""Records what this process does, one line every few seconds: heartbeat-N.jsonl."""
+"""Records the state of this process in heartbeat-N.jsonl, one line every few seconds."""
 
 import contextlib
 import json
@@ -23,7 +23,7 @@ def write_heartbeats(
     figures: Mapping[str, float] = MappingProxyType({}),
     interval_s: float = HEARTBEAT_S,
 ) -> Iterator[None]:
-    """Write a line about this process every `interval_s` seconds until the block ends, and a last one then.
+    """Write a line about this process every `interval_s` seconds within the context, and one at its end.
 
     Args:
         figures: statistics of the last step by name, which the caller updates; none are written while it is empty.

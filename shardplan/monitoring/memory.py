@@ -1,4 +1,4 @@
-"""Measured memory of a run at each of its stages, beside the planned memory: memory.json."""
+"""Records the measured memory of a run at each of its stages, beside the planned memory, in memory.json."""
 
 import logging
 import math
@@ -17,27 +17,27 @@ from shardplan.runtime.progress import size_text
 logger = logging.getLogger(__name__)
 
 EXCESS = 1.1
-"""Ratio of measured to planned memory that is logged as a warning."""
+"""Ratio of measured to planned memory above which a warning is logged."""
 STARTED, LOADED, COMPILED, STEPPED = "started", "loaded", "compiled", "first step"
 """Stages of a run."""
 
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Memory of a process, or the most of several, bytes."""
+    """Memory of one process, or the maximum over several, in bytes."""
 
     arrays: int
-    """Arrays of JAX, on the device that has most of them."""
+    """Bytes of JAX arrays, on the device with the most."""
     in_use: int | None
-    """Memory in use, on the device where it is most; None for devices that do not say."""
+    """Bytes in use, on the device with the most; None if devices do not report it."""
     peak: int | None
-    """Most that was in use so far, on such a device."""
+    """Largest bytes in use so far, on the device with the most; None if devices do not report it."""
     host: int
-    """Most memory of the process on its host so far."""
+    """Largest bytes of the process in host memory so far."""
 
 
 def measure_memory() -> MemoryUse:
-    """Return the memory that this process uses."""
+    """Measure the memory that this process uses."""
     by_device: Counter[Any] = Counter()
     for array in jax.live_arrays():
         nbytes = math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
@@ -52,7 +52,7 @@ def measure_memory() -> MemoryUse:
 
 
 def largest(uses: Iterable[MemoryUse]) -> MemoryUse:
-    """Return the most of several processes."""
+    """Return the maximum of each quantity over several processes."""
     columns = zip(*(vars(each).values() for each in uses), strict=True)
     return MemoryUse(*(max((each for each in column if each is not None), default=None) for column in columns))  # type: ignore[arg-type]
 
@@ -63,7 +63,7 @@ def describe_memory(plan: Plan, stages: dict[str, MemoryUse]) -> dict[str, Any]:
 
 
 def warn_of_excess(plan: Plan, stage: str, use: MemoryUse) -> None:
-    """Log if a stage uses clearly more memory of a device than was planned."""
+    """Log a warning if a stage uses clearly more device memory than planned."""
     planned = {LOADED: plan.memory.parameters + plan.memory.optimizer, STEPPED: plan.memory.peak}.get(stage)
     measured = use.in_use if stage == LOADED else use.peak
     if planned is not None and measured is not None and measured > EXCESS * planned and measured - planned > GIB / 10:

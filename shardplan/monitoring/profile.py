@@ -1,4 +1,4 @@
-"""A trace of a few steps for xprof: `--profile DIR`."""
+"""Traces a few steps for xprof: `--profile DIR`."""
 
 import logging
 
@@ -16,12 +16,12 @@ class StepProfile:
     """Traces a few steps of a run in this process."""
 
     def __init__(self, folder: str | None):
-        """Write the trace to `folder`; None for no trace."""
+        """Prepare to write the trace to `folder`; None for no trace."""
         self._folder = folder
         self._is_running = False
 
     def on_step(self, steps: int) -> None:
-        """Begin or end the trace after as many steps.
+        """Begin or end the trace, depending on the number of steps done.
 
         Raises:
             ConfigError: it cannot be written.
@@ -38,7 +38,7 @@ class StepProfile:
             self.stop()
 
     def stop(self) -> None:
-        """End the trace if it is running; warn if the run has ended before it began."""
+        """End the trace if it is running; warn if the run ended before the trace began."""
         if self._is_running:
             jax.profiler.stop_trace()
         elif self._folder is not None:

@@ -1,4 +1,4 @@
-"""The records of a run beside its results: environment, memory, and where the time went."""
+"""Writes the records of a run beside its results: environment, memory, and time."""
 
 import shutil
 import tempfile
@@ -16,10 +16,10 @@ HEARTBEAT, STACKS = "heartbeat-{}.jsonl", "stacks-{}.txt"
 
 
 class RunRecords:
-    """The folder of a run, for its records."""
+    """The folder of a run's records."""
 
     def __init__(self, ref: str, process: int):
-        """Write records into the results folder `ref`.
+        """Prepare to write records into the results folder `ref`.
 
         Args:
             process: number of this process.
@@ -31,7 +31,7 @@ class RunRecords:
         self._local: Path | None = None
 
     def write(self, name: str, data: Mapping[str, Any] | str) -> None:
-        """Write a file about all processes, replacing an earlier run's; called by one process."""
+        """Write a file about all processes, replacing an earlier run's; one process calls this."""
         with self._folder.create(name) as file:
             file.write(data.encode() if isinstance(data, str) else json_bytes(data))
 
@@ -40,7 +40,7 @@ class RunRecords:
         return read_bytes(self._folder.open_for_reading(), name)
 
     def own_file(self, name: str) -> Path:
-        """Return the local path of a file of this process, to append to; `upload` brings it to a remote folder.
+        """Return the local path of a file of this process, to append to; `upload` copies it to a remote folder.
 
         Args:
             name: `HEARTBEAT` or `STACKS`.
@@ -53,7 +53,7 @@ class RunRecords:
         return self._local / name
 
     def upload(self) -> None:
-        """Bring files of this process to a remote folder."""
+        """Copy files of this process to a remote folder."""
         for path in self._local.iterdir() if self._local is not None else ():
             with self._folder.create(path.name) as file:
                 file.write(path.read_bytes())

@@ -1,4 +1,4 @@
-"""The output folder of a run: `run.json` says what determines the run, and another run is refused there."""
+"""The output folder of a run: `run.json` lists what determines the run, and another run is refused there."""
 
 import hashlib
 import json
@@ -15,17 +15,17 @@ from shardplan.storage.writing import PARTIAL_SUFFIX, OutputFolder
 
 RUN = "run.json"
 DIGESTS = ("texts", "checkpoint", "adapter")
-"""Determinants with a digest or version of each of several files."""
+"""Determinants that consist of a digest or version for each of several files."""
 DIGEST = re.compile("[0-9a-f]{64}")
 SHOWN = 5
-"""Most names in a message."""
+"""Maximum number of names in a message."""
 
 
 class RunFolder:
     """The output folder of one run."""
 
     records: ClassVar[tuple[str, ...]] = ()
-    """Elements of `run.json` that the run adds and that determine nothing."""
+    """Elements of `run.json` that the run adds and that determine no result."""
     prepared: ClassVar[tuple[str, ...]] = ()
     """Files that may be in the folder before the first run."""
 
@@ -36,7 +36,7 @@ class RunFolder:
         """Absolute path, or URL."""
 
     def claim(self, determinants: Mapping[str, Any]) -> None:
-        """Take the folder for a run: it must be empty, or be an earlier run's with the same determinants.
+        """Claim the folder for a run: it must be empty, or hold an earlier run with the same determinants.
 
         Incomplete files, which a run that was killed left behind, are removed.
 
@@ -67,7 +67,7 @@ class RunFolder:
                 )
 
     def check_shared(self) -> None:
-        """Check that this process sees the folder that process 0 has claimed: each may have a disk of its own.
+        """Check that this process sees the folder that process 0 has claimed, because each host may have its own disk.
 
         Raises:
             ConfigError: it does not.

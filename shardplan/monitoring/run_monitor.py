@@ -36,9 +36,9 @@ from shardplan.runtime.processes.watch.stacks import process_stacks
 logger = logging.getLogger(__name__)
 
 TOO_SLOW = 2
-"""What a process answers that knows this, when it is asked whether to stop; one that was asked to stop answers 1."""
+"""Answer of a process, asked whether to stop, that finds the run too slow; a process told to stop answers 1."""
 GOODPUT_S = 60.0
-"""Seconds between two versions of goodput.json."""
+"""Seconds between two updates of goodput.json."""
 
 
 class RunMonitor:
@@ -47,7 +47,7 @@ class RunMonitor:
     def __init__(
         self, config: WatchConfig, plan: Plan, processes: ProcessGroup, records: RunRecords, figures: dict[str, float]
     ):
-        """Begin an attempt; every process makes one.
+        """Begin an attempt; every process makes a monitor.
 
         Args:
             figures: where `record_figures` puts the statistics of the last step.
@@ -71,14 +71,14 @@ class RunMonitor:
         """Why the run was stopped, if it was too slow."""
 
     def start(self) -> None:
-        """Record what all processes run on."""
+        """Record the software and hardware of all processes."""
         described = self._processes.exchange("environment", {0: describe_process()})
         if is_first_process():
             self._records.write(ENVIRONMENT, describe_run(self._plan, described))
         self.record_memory(STARTED)
 
     def audit(self, module: Any, plan: Plan | None = None, more: str = "") -> None:
-        """Record that the arrays of a model are as planned.
+        """Check that the arrays of a model agree with the plan, and record it.
 
         Args:
             plan: what to compare them with, if it is not the plan of the run.
@@ -92,7 +92,7 @@ class RunMonitor:
             self._records.write(AUDIT, format_audit(audited.arrays) + more)
 
     def record_figures(self, figures: Mapping[str, float]) -> None:
-        """Have heartbeats show statistics of the last step."""
+        """Show statistics of the last step in heartbeats."""
         self._figures.update(figures)
 
     def record_memory(self, stage: str, measured: MemoryUse | None = None) -> None:
@@ -108,7 +108,7 @@ class RunMonitor:
             self._records.write(MEMORY, describe_memory(self._plan, self._stages))
 
     def record_step(self, statistics: LoopStatistics) -> None:
-        """Record a finished step, and judge the speed once the run is warm; every process calls this."""
+        """Record a finished step, and judge the speed after the warm-up; every process calls this."""
         self._profile.on_step(statistics.timed_steps)
         if statistics.timed_steps == 0:
             self.record_memory(STEPPED)
@@ -138,7 +138,7 @@ class RunMonitor:
         self._records.write(GOODPUT, describe_goodput(self._earlier, self._attempt(statistics, is_completed)))
 
     def stop_profile(self) -> None:
-        """End a trace that has fewer steps than it should."""
+        """End a trace that has fewer steps than intended."""
         self._profile.stop()
 
     def _judge(self, statistics: LoopStatistics, least: float) -> None:
@@ -159,7 +159,7 @@ class RunMonitor:
 
 @contextlib.contextmanager
 def open_monitor(config: WatchConfig, output: str, plan: Plan, processes: ProcessGroup) -> Iterator[RunMonitor]:
-    """Watch a run until the block ends; every process enters it.
+    """Watch a run until the context ends; every process enters it.
 
     Args:
         output: the results folder.

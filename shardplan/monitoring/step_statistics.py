@@ -25,7 +25,7 @@ class Count(NamedTuple):
 
     windows: int
     tokens: int
-    """Tokens that are scored."""
+    """Number of scored tokens."""
 
 
 @dataclass
@@ -34,32 +34,32 @@ class LoopStatistics:
 
     steps: int = 0
     windows: int = 0
-    """Windows that were scored; in training, sequences."""
+    """Number of windows scored; in training, of sequences."""
     tokens: int = 0
-    """Tokens that were scored, without context and padding."""
+    """Number of tokens scored, without context and padding."""
     timed_windows: int = 0
-    """Windows whose results came after the results of the first step."""
+    """Number of windows whose results came after the first step's."""
     timed_tokens: int = 0
-    """Tokens of these windows."""
+    """Number of tokens in the timed windows."""
     timed_steps: int = 0
-    """Steps of these windows."""
+    """Number of steps with the timed windows."""
     seconds: float = 0.0
-    """Time from the results of the first step to the results of the last."""
+    """Seconds from the first step's results to the last step's."""
     compile_seconds: float = 0.0
     programs: int = 0
-    """Programs that were compiled."""
+    """Number of programs compiled."""
     waiting_seconds: float = 0.0
-    """Time in which the devices had nothing to compute, because sequences were not made yet."""
+    """Seconds in which the devices had nothing to compute, because sequences were not made yet."""
     blocked_seconds: float = 0.0
-    """Time in which nothing was left to do but to wait for the results of the devices."""
+    """Seconds in which the host only waited for the devices' results."""
     stalled_seconds: float = 0.0
-    """Time of steps that took more than three times the usual, beyond the usual."""
+    """Seconds by which stalled steps exceed the usual time; a stalled step takes more than three times the usual."""
     usual_step_seconds: float = 0.0
-    """Mean time of the other steps."""
+    """Mean seconds of the steps that did not stall."""
 
     @property
     def windows_per_second(self) -> float | None:
-        """Rate without the first step; None after one step."""
+        """Windows per second, without the first step; None after one step."""
         return self.timed_windows / self.seconds if self.seconds else None
 
     @property
@@ -69,12 +69,12 @@ class LoopStatistics:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Rate without the first step; None after one step."""
+        """Tokens per second, without the first step; None after one step."""
         return self.timed_tokens / self.seconds if self.seconds else None
 
 
 class StepTimer:
-    """Adds finished steps to statistics; the first step after a start is counted, but not timed."""
+    """Adds finished steps to statistics; the first step after a start is counted but not timed."""
 
     def __init__(self, statistics: LoopStatistics):
         """Begin with no step."""
@@ -84,7 +84,7 @@ class StepTimer:
         self._stalls = 0
 
     def start(self) -> None:
-        """Begin anew: the next step has no step before it, and is not timed."""
+        """Begin anew: the next step follows no step, and is not timed."""
         self._previous = None
 
     def add(self, scored: Count, now: float) -> None:
@@ -104,7 +104,7 @@ class StepTimer:
         self._previous = now
 
     def _add_time(self, seconds: float) -> None:
-        """Count the time between the results of two steps as usual, or as a stall."""
+        """Count the time between the results of two steps as usual or as stalled."""
         statistics = self._statistics
         usual, regular = statistics.usual_step_seconds, statistics.timed_steps - self._stalls
         statistics.timed_steps += 1

@@ -1,4 +1,4 @@
-"""The check of the plans that public functions take."""
+"""Checks the plans that public functions take."""
 
 from typing import Any
 

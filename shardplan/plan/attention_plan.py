@@ -28,29 +28,29 @@ class Strategy(StrEnum):
 
 
 class KernelName(StrEnum):
-    """What computes attention on one device."""
+    """The implementations of attention on one device."""
 
     BLOCKWISE = "blockwise"
-    """XLA, one block of keys after the other."""
+    """Attention in XLA, one block of keys after the other."""
     SPLASH = "splash"
     """JAX's Pallas kernel for TPUs."""
 
 
 class SparseKernel(StrEnum):
-    """What computes the selected branch of Native Sparse Attention on one device."""
+    """The implementations of the selected branch of Native Sparse Attention on one device."""
 
     DENSE_MASK = "dense_mask"
-    """XLA: scores of all tokens, most of them masked."""
+    """XLA computes scores of all tokens, and masks most of them."""
     GATHERED_BLOCKS = "gathered_blocks"
-    """XLA: tokens of selected blocks, gathered for every query."""
+    """XLA gathers the tokens of selected blocks for every query."""
     KERNEL = "kernel"
-    """Pallas kernels for TPUs: tiles of queries attend to the union of their blocks. The other branches have kernels
-    then, too."""
+    """Pallas kernels for TPUs, in which tiles of queries attend to the union of their blocks; the other branches then
+    have kernels too."""
 
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """Sequence parallelism of a plan: how attention is computed where positions are sharded, and by which kernel.
+    """A plan's attention: its sequence parallelism, if positions are sharded, and its kernel.
 
     Raises:
         ConfigError: an unknown strategy, layout or kernel.
@@ -64,10 +64,10 @@ class AttentionPlan:
     layout: SequenceOrder = SequenceOrder.CONTIGUOUS
     """The order of positions; see `shardplan.positions.sequence_layout`."""
     kernel: KernelName | SparseKernel = KernelName.BLOCKWISE
-    """A `SparseKernel` for Native Sparse Attention alone."""
+    """The kernel on each device; a `SparseKernel` only for Native Sparse Attention."""
     kinds: dict[str, "AttentionPlan"] = field(default_factory=dict)
-    """The name of a kind of attention (`shardplan.program.marked.attention_kind`) -> how it is computed, where a model
-    has several kinds and this one is computed otherwise. All kinds have the same order of positions."""
+    """Name of a kind of attention (`shardplan.program.marked.attention_kind`) -> its plan, for kinds that differ from
+    this one. All kinds have the same order of positions."""
 
     def __post_init__(self) -> None:
         kernels = [*KernelName, *SparseKernel]
@@ -81,7 +81,7 @@ class AttentionPlan:
 
     @classmethod
     def of_kinds(cls, methods: Mapping[str, "AttentionPlan"]) -> "AttentionPlan":
-        """Return the plan of several kinds of attention, by the names of the kinds; the first one stands for the rest.
+        """Return the plan for several kinds of attention, by name; the first kind stands for all others.
 
         Without any kind, as for a model without attention, it is the plan of Levanter's own attention.
         """
@@ -89,7 +89,7 @@ class AttentionPlan:
         return replace(first, kinds={name: method for name, method in methods.items() if method != first})
 
     def of(self, kind: str) -> "AttentionPlan":
-        """Return the plan of one kind of attention, by its name."""
+        """Return the plan for one kind of attention, by its name."""
         return self.kinds.get(kind, self)
 
     @property
@@ -104,12 +104,12 @@ class AttentionPlan:
 
     @property
     def is_sequence_parallel(self) -> bool:
-        """Whether shardplan's attention computes any kind, rather than Levanter's own."""
+        """Whether shardplan's attention, rather than Levanter's own, computes any kind."""
         return any(method.strategy != Strategy.NONE for method in self.methods)
 
     @property
     def runs_in_levanter(self) -> bool:
-        """Whether Levanter's programs compute it: its own attention, or Native Sparse Attention in sequence order."""
+        """Whether Levanter's programs can compute it: Levanter's attention, or sparse attention in sequence order."""
         return all(
             method.strategy == Strategy.NONE
             or (isinstance(method.kernel, SparseKernel) and method.layout == SequenceOrder.CONTIGUOUS)

@@ -1,4 +1,4 @@
-"""The details behind the figures of a Plan: live bytes, timed tasks, candidates. Only reports read them.
+"""The details behind a Plan's figures, for reports only: live bytes, timed tasks, candidates.
 
 Plans of older versions have no details, and neither have Plans that `launch` puts into a script.
 """
@@ -11,19 +11,19 @@ class LivePoint:
     """The memory in use at one point of the step; a point in a loop stands for all iterations."""
 
     label: str
-    """The parameter or the named scope of the operation that runs."""
+    """The parameter or the named scope of the operation at this point."""
     executions: int
     """Number of executions of this operation in a step."""
     bytes: dict[str, int]
-    """Field of `MemoryPlan` -> bytes per device; parts of 0 bytes are left out."""
+    """Field of `MemoryPlan` -> bytes per device; fields of 0 bytes are left out."""
 
 
 @dataclass(frozen=True)
 class LiveArray:
-    """Arrays of one shape that are live at the peak, for the same reason."""
+    """Arrays of one shape that are live at the peak for the same reason."""
 
     array: str
-    """The path of a parameter, or the logical axes with their sizes."""
+    """Path of a parameter, or logical axes with their sizes."""
     role: str
     bytes: int
     """Bytes per device of all these arrays together."""
@@ -46,7 +46,7 @@ class TimedTransfer:
 
 @dataclass(frozen=True)
 class TimedTask:
-    """An operation of the step, with everything that is fused into it, over all its executions."""
+    """An operation of the step, with all operations fused into it, over all its executions."""
 
     label: str
     """The parameter or the named scope of the operation."""
@@ -54,32 +54,32 @@ class TimedTask:
     executions: int
     compute_seconds: float
     flops: float
-    """FLOPs of a device, without padding; 0 for operations other than matmuls."""
+    """FLOPs of one device, padding excluded; 0 for operations other than matmuls."""
     hbm_bytes: float
-    """Bytes that a device reads from and writes to its memory."""
+    """Bytes that one device reads from and writes to HBM."""
     transfers: list[TimedTransfer]
 
 
 @dataclass(frozen=True)
 class AttentionCost:
-    """A kind of attention in the model: which layers have it, and what a step spends on it."""
+    """A kind of attention in the model: the layers that have it, and its cost in one step."""
 
     kind: str
-    """The name of the kind, as in `attention.kinds` of the Plan."""
+    """Name of the kind, as in `attention.kinds` of the Plan."""
     layers: int
-    """Number of layers with attention of this kind; number of calls of attention if `layer_numbers` is empty."""
+    """Number of layers with attention of this kind; if `layer_numbers` is empty, number of attention calls."""
     layer_numbers: list[int]
-    """Layer numbers, from 0; empty if the number of layers is unknown, or some layer has no call or several calls."""
+    """Layer numbers, from 0; empty if unknown, or if some layer has no attention call or several."""
     compute_seconds: float
     exposed_seconds: float
-    """Time of its collectives that do not overlap with compute."""
+    """Seconds of the attention's collectives that do not overlap with compute."""
     model_flops: float
-    """FLOPs of attention of this kind over all devices, a part of `cost.model_flops`; masked scores do not count."""
+    """FLOPs of attention of this kind over all devices, masked scores excluded; a part of `cost.model_flops`."""
     received_bytes: int
-    """Bytes that a device receives for it: keys, values and resharded arrays, and their gradients."""
+    """Bytes that a device receives for this attention: keys, values, resharded arrays, and their gradients."""
     live_bytes: int
-    """Bytes per device of one layer: queries, keys, values and output, with their gradients in training, and the most
-    that buffers for the positions of other devices take."""
+    """Bytes per device of one layer: queries, keys, values and output, their gradients in training, and the largest
+    buffers for other devices' positions."""
 
 
 @dataclass(frozen=True)
@@ -89,14 +89,14 @@ class EvaluatedCandidate:
     mesh: list[int]
     """Sizes of the mesh axes, major to minor."""
     batch: list[str]
-    """Mesh axes of the batch."""
+    """Mesh axes that shard the batch."""
     positions: list[str]
-    """Mesh axes of the positions."""
+    """Mesh axes that shard positions."""
     stored: list[str]
-    """Mesh axes of the residual axis of stored parameters."""
+    """Mesh axes that shard the residual axis of stored parameters."""
     step_seconds: float
     peak: int
-    """Bytes per device."""
+    """Peak bytes per device."""
 
 
 @dataclass(frozen=True)
@@ -104,15 +104,15 @@ class ChangedSetting:
     """The best plan if one setting is changed (`--what_if`)."""
 
     change: str
-    """The key and its changed value."""
+    """The changed key and its value."""
     obstacle: str
     """Why there is no plan; empty if there is one."""
     step_seconds: float = 0.0
     tokens_per_second: float = 0.0
     peak: int = 0
-    """Bytes per device."""
+    """Peak bytes per device."""
     available: int = 0
-    """Memory available per device, bytes."""
+    """Bytes available per device."""
     devices: int = 0
 
 
@@ -125,12 +125,12 @@ class Details:
     largest: list[LiveArray] = field(default_factory=list)
     """The largest arrays that are live at the peak."""
     tasks: list[TimedTask] = field(default_factory=list)
-    """Operations of the step, in order; the times of compute and exposed transfers add up to the time of the step."""
+    """Operations of the step, in order; their seconds of compute and of exposed transfers sum to the step's seconds."""
     attention: list[AttentionCost] = field(default_factory=list)
-    """The kinds of attention in the model, the one with most work first."""
+    """Kinds of attention in the model, the one with the most work first."""
     candidates: list[EvaluatedCandidate] = field(default_factory=list)
     """Candidates of the search, fastest first; empty if the mappings were given."""
     slower_candidates: int = 0
-    """Number of further candidates, which are slower and left out."""
+    """Number of slower candidates, which are not listed."""
     settings: list[ChangedSetting] = field(default_factory=list)
     """Plans with changed settings; empty without `--what_if`."""

@@ -1,4 +1,4 @@
-"""The differences between two Plans, except how they were searched for and by which versions. Pure."""
+"""The differences between two Plans, apart from the searches and versions that made them. Pure."""
 
 import dataclasses
 from collections import defaultdict
@@ -24,12 +24,12 @@ class Change:
 
 @dataclass(frozen=True)
 class SpecChange:
-    """Parameters whose PartitionSpec changed, all from the same one and to the same one."""
+    """Parameters whose PartitionSpec changed in the same way."""
 
     axes: list[str]
     """Logical axes of the parameters."""
     before: Spec | None
-    """Mesh axes of each dimension; None if the plan has no such parameter."""
+    """Mesh axes of each dimension before the change; None if the first plan has no such parameter."""
     after: Spec | None
     bytes_before: int
     """Bytes per device of all these parameters together."""
@@ -50,17 +50,17 @@ class PlanDiff:
     param_mapping: list[Change]
     parameters: list[SpecChange]
     memory: list[Change]
-    """Bytes per device, by part."""
+    """Changed bytes per device, by part."""
     cost: list[Change]
-    """Seconds of a step, and of its compute."""
+    """Changed seconds of a step, and of its compute."""
     collectives: list[Change]
-    """Seconds of a step, by kind and cause; the largest change first."""
+    """Changed seconds of a step, by kind and cause of collective; the largest change first."""
 
     def __bool__(self) -> bool:
         return any(vars(self).values())
 
     def to_json(self) -> dict[str, Any]:
-        """The differences as JSON values."""
+        """Return the differences as JSON values."""
         return dataclasses.asdict(self)
 
 
@@ -105,7 +105,7 @@ def _changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change
 
 
 def _specs(before: list[ParameterPlan], after: list[ParameterPlan]) -> list[SpecChange]:
-    """Parameters with different specs, or of one plan only, grouped by axes and specs; the largest first."""
+    """Return parameters with different specs, or of one plan only, grouped by axes and specs; the largest first."""
     old, new = ({parameter.path: parameter for parameter in parameters} for parameters in (before, after))
     groups: dict[str, SpecChange] = {}
     for path in dict.fromkeys((*old, *new)):

@@ -1,26 +1,26 @@
-"""Base class of objects that have a text for `print` and a picture for notebooks."""
+"""Base class of objects with a text for `print` and a picture for notebooks."""
 
 from importlib import import_module
 from typing import Any
 
 VIEWS_MODULE = "shardplan.report.notebook.views"
-"""The module with the text and the picture of each class: it is above them, and imported when it is needed."""
+"""The module with the text and picture of each class, imported on first use because it is in a higher folder."""
 
 
 class Displayed:
-    """An object that shows itself, where it is printed and where it is the value of a notebook's cell."""
+    """An object that displays itself, printed or as the value of a notebook's cell."""
 
     def __str__(self) -> str:
         text: str = import_module(VIEWS_MODULE).full_text(self)
         return text
 
     def _repr_html_(self) -> str | None:
-        """The picture in a notebook; None for what is text alone."""
+        """Return the picture for a notebook; None for an object that has only text."""
         picture: str | None = import_module(VIEWS_MODULE).picture(self)
         return picture
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
-        """The picture for notebooks, and a short text for where there are none, such as IPython in a terminal."""
+        """Return the picture for notebooks, and a short text for displays without pictures, such as a terminal."""
         bundle: dict[str, str] = {"text/plain": import_module(VIEWS_MODULE).short_text(self)}
         picture = self._repr_html_()
         return bundle if picture is None else {**bundle, "text/html": picture}

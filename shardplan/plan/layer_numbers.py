@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from shardplan.plan.details import AttentionCost
 
 MIN_PERIODS = 3
-"""Smallest number of equally spaced layers that are described by their distance."""
+"""Least number of equally spaced layers that a text describes by their distance."""
 MAX_RUNS = 4
-"""Largest number of runs of layers that are named; `...` stands for the others."""
+"""Maximum number of runs of layers that are named; `...` stands for the others."""
 
 
 def layers_by_kind(costs: Sequence[AttentionCost]) -> dict[str, str]:
@@ -27,7 +27,7 @@ def layers_by_kind(costs: Sequence[AttentionCost]) -> dict[str, str]:
 
 
 def layers_text(numbers: Sequence[int], total: int) -> str:
-    """Describe layers of a model with `total` layers, given their sorted numbers, which count from 0.
+    """Describe given layers (sorted numbers from 0) of a model with `total` layers.
 
     >>> layers_text([5, 11, 17, 23], 26)
     'every 6th layer from 5 (4 of 26)'
@@ -66,7 +66,7 @@ def runs_of(numbers: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def run_text(first: int, last: int) -> str:
-    """Return a run of numbers as `0-5`, or a single one as `5`.
+    """Format a run of numbers as `0-5`, or a single one as `5`.
 
     >>> run_text(0, 5), run_text(5, 5)
     ('0-5', '5')
@@ -75,7 +75,7 @@ def run_text(first: int, last: int) -> str:
 
 
 def _period(layers: Sequence[int], total: int) -> int | None:
-    """Return the distance of equally spaced layers that continue to the end of the model; None for other layers."""
+    """Return the distance of equally spaced layers that continue to the model's end; None for other layers."""
     if len(layers) < MIN_PERIODS:
         return None
     period = layers[1] - layers[0]
@@ -84,7 +84,7 @@ def _period(layers: Sequence[int], total: int) -> int | None:
 
 
 def _ordinal(number: int) -> str:
-    """Return 2nd, 3rd, 4th and so on."""
+    """Format a number as 2nd, 3rd, 4th and so on."""
     is_teen = number % 100 in (11, 12, 13)
     ending = "th" if is_teen else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
     return f"{number}{ending}"

@@ -12,7 +12,7 @@ MeshShape = Mapping[str, int]
 
 
 def mesh_size(mesh: MeshShape, axes: Iterable[str]) -> int:
-    """The number of devices along the mesh axes `axes` together.
+    """Return the number of devices along all of the mesh axes `axes`.
 
     >>> mesh_size({"replica": 2, "data": 8, "model": 4}, ("data", "model"))
     32
@@ -21,7 +21,7 @@ def mesh_size(mesh: MeshShape, axes: Iterable[str]) -> int:
 
 
 def shard_count(mesh: MeshShape, spec: Iterable[Iterable[str] | None]) -> int:
-    """The number of different shards of an array.
+    """Return the number of different shards of an array.
 
     >>> shard_count({"data": 8, "model": 4}, [("data",), None, ("model",)])
     32
@@ -33,7 +33,7 @@ def shard_count(mesh: MeshShape, spec: Iterable[Iterable[str] | None]) -> int:
 
 
 def mesh_text(mesh: MeshShape) -> str:
-    """`replica 2 x data 16 x model 4`.
+    """Format a mesh as `replica 2 x data 16 x model 4`.
 
     >>> mesh_text({"replica": 1, "data": 8, "model": 4})
     'replica 1 x data 8 x model 4'
@@ -42,7 +42,7 @@ def mesh_text(mesh: MeshShape) -> str:
 
 
 def axes_text(axes: Mapping[str, int]) -> str:
-    """`layer 126, mlp 53248, embed 16384`.
+    """Format axes as `layer 126, mlp 53248, embed 16384`.
 
     >>> axes_text({"embed": 4096, "mlp": 14336})
     'embed 4096, mlp 14336'
@@ -51,7 +51,7 @@ def axes_text(axes: Mapping[str, int]) -> str:
 
 
 def mapping_text(mapping: Mapping[str, Iterable[str]]) -> str:
-    """`mlp -> model x data, embed -> data`; `all replicated` for a mapping without mesh axes.
+    """Format a mapping as `mlp -> model x data, embed -> data`; `all replicated` without mesh axes.
 
     >>> mapping_text({"batch": ["replica", "data"], "mlp": ["model"], "embed": []})
     'batch -> replica x data, mlp -> model'
@@ -61,7 +61,7 @@ def mapping_text(mapping: Mapping[str, Iterable[str]]) -> str:
 
 
 def as_tuples(mapping: Mapping[str, Iterable[str]]) -> dict[str, MeshAxes]:
-    """Convert a mapping of lists, as Plans hold it, to one of tuples, as JAX and Haliax take it.
+    """Convert a mapping with lists, as Plans hold it, to one with tuples, as JAX and Haliax take it.
 
     >>> as_tuples({"batch": ["replica", "data"], "mlp": ["model"]})
     {'batch': ('replica', 'data'), 'mlp': ('model',)}

@@ -17,7 +17,7 @@ class ParameterPlan:
     axes: dict[str, int]
     """Logical axis of each dimension -> size."""
     dtype: str
-    """That of `workload.param_dtype`, or float32 where the model keeps it, as for the router of experts."""
+    """`workload.param_dtype`, or float32 if the model keeps the parameter so, as for the router of experts."""
     spec: Spec
     """Mesh axes of each dimension; None for a dimension that is not sharded."""
     bytes_per_device: int

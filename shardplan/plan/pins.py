@@ -1,4 +1,4 @@
-"""Pins and prohibitions: the grammar of `--pin` and `--forbid`, and the rules for a plan that they stand for.
+"""Pins and prohibitions: the grammar of `--pin` and `--forbid`, and the constraints on a plan that they express.
 
 | text | constrains |
 |---|---|
@@ -29,17 +29,17 @@ class Rule:
 
     axis: str
     is_stored: bool
-    """Whether it constrains stored parameters rather than computations."""
+    """Whether the rule constrains stored parameters rather than computations."""
     mesh_axes: MeshAxes | None
-    """Major to minor; None for any."""
+    """Mesh axes, major to minor; None for any mesh axes."""
 
     @property
     def subject(self) -> tuple[str, bool]:
-        """The logical axis and mapping that the rule constrains; at most one pin may have it."""
+        """The logical axis and the mapping that the rule constrains; at most one pin may constrain the same."""
         return self.axis, self.is_stored
 
     def excludes(self, mesh_axes: MeshAxes) -> bool:
-        """Whether this rule, as a prohibition, excludes sharding over `mesh_axes`."""
+        """Return whether this rule, as a prohibition, excludes sharding over `mesh_axes`."""
         return bool(mesh_axes) if self.mesh_axes is None else bool(set(mesh_axes) & set(self.mesh_axes))
 
     def __str__(self) -> str:
@@ -65,24 +65,24 @@ class MeshSize:
 
 @dataclass(frozen=True)
 class Rules:
-    """The pins and prohibitions that a plan must keep to."""
+    """The pins and prohibitions that a plan must satisfy."""
 
     pins: tuple[Rule, ...] = ()
-    """Logical axes that must have exactly these mesh axes."""
+    """Rules for logical axes that must have exactly these mesh axes."""
     forbidden: tuple[Rule, ...] = ()
-    """Logical axes that must not have any of these mesh axes."""
+    """Rules for logical axes that must not have any of these mesh axes."""
     sizes: dict[str, int] = field(default_factory=dict)
     """Mesh axis -> number of devices that it must have."""
     forbidden_sizes: frozenset[tuple[str, int]] = frozenset()
 
     def options(self, axis: str, is_stored: bool, options: Iterable[MeshAxes]) -> list[MeshAxes]:
-        """The allowed ones of `options`; for a pinned axis its pin alone, even if it is not one of them."""
+        """Return the allowed options of `options`; for a pinned axis only its pin, even if it is not in `options`."""
         pinned = [pin.mesh_axes or () for pin in self.pins if pin.subject == (axis, is_stored)]
         prohibitions = [rule for rule in self.forbidden if rule.subject == (axis, is_stored)]
         return pinned or [option for option in options if not any(rule.excludes(option) for rule in prohibitions)]
 
     def allows(self, mesh: MeshShape) -> bool:
-        """Whether no mesh axis has a forbidden size."""
+        """Return whether no mesh axis has a forbidden size."""
         return not self.forbidden_sizes & set(mesh.items())
 
 
@@ -153,7 +153,7 @@ def parse_pin(text: str, axes: ModelAxes, key: str = "pin") -> list[Rule | MeshS
 
 
 def _parse(key: str, text: str, axes: ModelAxes) -> list[Rule | MeshSize]:
-    """The rules of one text, except those for axes of a tensor that the text does not name."""
+    """Return the rules of one text, except rules for axes of a tensor that the text does not name."""
     tensor, separator, rest = text.partition(":")
     if not separator:
         return [_parse_size(key, text) if text.startswith(MESH) else _parse_rule(key, text, axes)]
@@ -166,7 +166,7 @@ def _parse(key: str, text: str, axes: ModelAxes) -> list[Rule | MeshSize]:
 
 
 def _parse_rule(key: str, text: str, axes: ModelAxes) -> Rule:
-    """Parse the pin or prohibition of a logical axis; without `=` it is about every sharding of the axis."""
+    """Parse the pin or prohibition of a logical axis; without `=` it concerns every sharding of the axis."""
     name, separator, mesh = text.partition("=")
     is_stored, axis = name.startswith(STORED), name.removeprefix(STORED)
     known = [*axes.axes] if is_stored else [BATCH_AXIS, axes.position, *axes.axes]
@@ -192,7 +192,7 @@ def _parse_size(key: str, text: str) -> MeshSize:
 
 
 def _axes_of(key: str, text: str, tensor: str, axes: ModelAxes) -> tuple[str, ...]:
-    """The logical axes of the parameters whose path ends with `tensor`."""
+    """Return the logical axes of the parameters whose path ends with `tensor`."""
     matches = [parameter for parameter in axes.parameters if f".{parameter.path}".endswith(f".{tensor}")]
     if not matches:
         # of every path as many last components as the text has

@@ -1,4 +1,4 @@
-"""The Plan: the one contract between planner, loader, evaluation and reports. Versioned JSON that round-trips."""
+"""The Plan: the only contract between planner, loader, evaluation and reports, as versioned JSON that round-trips."""
 
 import dataclasses
 import json
@@ -27,18 +27,18 @@ SCHEMA_VERSION = 1
 KEPT_DTYPE = "float32"
 """The dtype of parameters that do not follow `workload.param_dtype`; see `shardplan.model.parameter_dtypes`."""
 REQUIRED_WORKLOAD = {"kind", "batch", "position", "param_dtype", "compute_dtype"}
-"""Keys of a Plan's workload that have no default, for the Plan follows from them."""
+"""Keys of a Plan's workload that have no default, because the Plan follows from them."""
 CHECKSUM = "checksum"
-"""Key of a Plan's JSON that shows whether it is as it was written."""
+"""Key of a Plan's JSON by which edits are detected."""
 UNCHECKED = {CHECKSUM, "search", "versions", "details"}
-"""Keys of a Plan file that its checksum leaves out, because they are for people to read."""
+"""Keys of a Plan file that its checksum leaves out, because they are only for people to read."""
 Mapping = dict[str, list[str]]
-"""Logical axis -> mesh axes, major to minor. A logical axis that is absent is replicated."""
+"""Logical axis -> mesh axes, major to minor; a logical axis that is absent is replicated."""
 
 
 @dataclass(frozen=True)
 class Plan(Displayed):
-    """A mesh, both mappings, and what follows from them."""
+    """A mesh, both mappings, and the memory, cost and settings that follow from them."""
 
     model: ModelInfo
     workload: Workload
@@ -58,14 +58,14 @@ class Plan(Displayed):
     """Options of the TPU compiler that the times assume; `eval` compiles with them."""
     attention: AttentionPlan = field(default_factory=AttentionPlan)
     experts: ExpertMethod | None = None
-    """How routed experts are computed; None for a model without any, and in plans of older versions."""
+    """How routed experts are computed; None for a model without experts, and in plans of older versions."""
     details: Details | None = field(default=None, repr=False, compare=False)
-    """What the report draws; None in plans of older versions."""
+    """Data for the report; None in plans of older versions."""
     schema_version: int = SCHEMA_VERSION
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOP/s utilisation, which is the FLOPs that the model needs, divided by those of all devices at peak.
+        """Model FLOP/s utilisation: FLOPs that the model needs / (step seconds * peak FLOP/s of all devices).
 
         None where the Plan does not record the former, and for CPUs, which have no peak.
         """
@@ -75,7 +75,7 @@ class Plan(Displayed):
         return cost.model_flops / (cost.step_seconds * hardware.devices * hardware.generation.flops)
 
     def tiles_of(self, path: str) -> Tiles:
-        """Which device holds which tile of a parameter; the tiles show themselves in a notebook.
+        """Return which device holds which tile of a parameter; a notebook displays the tiles.
 
         Args:
             path: of the parameter, or the end of it, such as mlp.gate_proj.weight.
@@ -93,7 +93,7 @@ class Plan(Displayed):
         return Tiles(matches[0], self.hardware.slice, self.mesh)
 
     def to_json(self) -> dict[str, Any]:
-        """The Plan as JSON values, `schema_version` first, and a checksum of them last."""
+        """Return the Plan as JSON values, `schema_version` first and a checksum of the values last."""
         values = dataclasses.asdict(self)
         for name in ("details", "experts"):
             if values[name] is None:
@@ -110,7 +110,7 @@ class Plan(Displayed):
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "Plan":
-        """The inverse of `to_json`.
+        """Make a Plan from the JSON values of `to_json`.
 
         Raises:
             ConfigError: another schema version, or not a plan.
@@ -137,7 +137,7 @@ class Plan(Displayed):
         return plan
 
     def _problems(self) -> Iterator[str]:
-        """Everything that no plan can be, as after an edit by hand."""
+        """Yield every contradiction within the plan that an edit by hand can make."""
         sizes = mesh_text(self.mesh)
         if self.mesh.keys() != set(MESH_AXES) or min(self.mesh.values()) < 1:
             yield f"its mesh is {sizes or 'empty'}; it must be {' x '.join(MESH_AXES)}, each at least 1"
@@ -256,7 +256,7 @@ def _checksum(values: dict[str, Any]) -> str:
 
 
 def _edits(plan: Plan, values: dict[str, Any]) -> Iterator[str]:
-    """Yield what shows that `values`, the JSON of `plan`, are not as they were written; contradictions come first.
+    """Yield signs that `values`, the JSON of `plan`, were edited after they were written; contradictions come first.
 
     Version 0.1 wrote no checksum; then an edit that contradicts nothing, of a time for example, is not noticed.
     """
@@ -267,7 +267,7 @@ def _edits(plan: Plan, values: dict[str, Any]) -> Iterator[str]:
 
 
 def _contradictions(plan: Plan) -> Iterator[str]:
-    """Yield where parts of `plan` contradict each other or its slice, as an edit by hand changes one of them."""
+    """Yield contradictions between parts of `plan` or with its slice, as an edit of one part makes them."""
     yield from _hardware_contradictions(plan)
     known = {*plan.model.axes, BATCH_AXIS, plan.model.position}
     for where, mapping in (("compute_mapping", plan.compute_mapping), ("param_mapping", plan.param_mapping)):
@@ -285,7 +285,7 @@ def _contradictions(plan: Plan) -> Iterator[str]:
 
 
 def _hardware_contradictions(plan: Plan) -> Iterator[str]:
-    """Yield where the memory of the devices is not the slice's."""
+    """Yield contradictions between the memory of the devices and the slice's."""
     hardware, expected = plan.hardware, parse_slice(plan.hardware.slice)
     # virtual devices share the memory of the machine that planned
     if not expected.is_cpu and hardware.hbm_gib != expected.generation.hbm_gib:
@@ -295,7 +295,7 @@ def _hardware_contradictions(plan: Plan) -> Iterator[str]:
 
 
 def _parameter_contradictions(plan: Plan, parameter: ParameterPlan) -> Iterator[str]:
-    """Yield where the type, a dimension or the bytes of a parameter do not agree with its axes and the workload."""
+    """Yield contradictions of a parameter's type, dimensions or bytes with its axes and the workload."""
     path, dtype = parameter.path, plan.workload.param_dtype
     if parameter.dtype in (dtype, KEPT_DTYPE):
         dtype = parameter.dtype
@@ -310,7 +310,7 @@ def _parameter_contradictions(plan: Plan, parameter: ParameterPlan) -> Iterator[
 
 
 def _indivisible(plan: Plan, what: str, size: int, mesh_axes: list[str] | None) -> Iterator[str]:
-    """Yield that the `size` of `what` is not a multiple of the number of its shards."""
+    """Yield an error if the `size` of `what` is not a multiple of its shards."""
     shards = mesh_size(plan.mesh, mesh_axes or ())
     if size % shards:
         yield f"{what} is {size}, which the {shards} shards over {' x '.join(mesh_axes or ())} do not divide"

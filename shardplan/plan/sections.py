@@ -1,4 +1,4 @@
-"""The sections of a Plan: its model, hardware, memory, cost and search, as its file has them."""
+"""The sections of a Plan, as in its file: model, hardware, memory, cost and search."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -12,37 +12,37 @@ class ModelInfo:
     """Which model was planned."""
 
     ref: str
-    """The checkpoint, as it was named; empty if the plan was made from a config.json alone."""
+    """The checkpoint, as the user named it; empty if the plan was made from a config.json alone."""
     type: str
-    """The model_type of its config.json."""
+    """The model_type of the model's config.json."""
     axes: dict[str, int]
     """Logical axis -> size."""
     parameters: int
     """Number of parameters."""
     config: str | None = None
-    """The config.json that was planned from, if it was not the checkpoint's."""
+    """The config.json that was planned from, if not the checkpoint's."""
     position: str = "position"
-    """Logical axis of the tokens of a sequence; version 0.1 wrote none, and planned Levanter's models alone."""
+    """Logical axis of the tokens of a sequence; plans of version 0.1, only for Levanter's models, lack it."""
     levanter_class: str | None = None
-    """The configuration class of the model, as package.module:Class; None, in plans of before 0.3, for Levanter's
-    class for the type."""
+    """Configuration class of the model, as package.module:Class; None, in plans before 0.3, for Levanter's class for
+    the type."""
     vocab: str = "vocab"
     """Logical axis of the vocabulary."""
     unsharded_in_kernels: list[str] = field(default_factory=lambda: ["q_heads_per_group", "head_size"])
-    """Logical axes of attention heads that must be unsharded for Levanter's splash attention to be right."""
+    """Logical axes of attention heads that Levanter's splash attention needs unsharded for right results."""
     adapter: str | None = None
-    """The adapter whose changes are added to the weights, as it was named; the plan does not depend on it."""
+    """The adapter whose changes are added to the weights, as the user named it; the plan does not depend on it."""
     kept_dtype: str | None = None
     """Type of the weights that stay on the devices as the checkpoint stores them; None if all are loaded as numbers."""
 
     @property
     def class_name(self) -> str:
-        """The configuration class of the model, see `shardplan.model.model_class`."""
+        """Configuration class of the model, see `shardplan.model.model_class`."""
         return self.levanter_class or LEVANTER
 
     @property
     def name(self) -> str:
-        """The reference of the checkpoint, else the path of the config.json; and that of the adapter."""
+        """Reference of the checkpoint, else path of the config.json; followed by the adapter's reference, if any."""
         model = self.ref or str(self.config)
         return model if self.adapter is None else f"{model} + {self.adapter}"
 
@@ -54,24 +54,24 @@ class HardwareInfo:
     slice: str
     devices: int
     hbm_gib: float
-    """Memory available per device, GiB."""
+    """GiB of memory available per device."""
 
 
 class MemoryVerdict(NamedTuple):
-    """Whether a step fits, in words and numbers of one kind of memory."""
+    """Whether a step fits, with the bytes of the memory that decides."""
 
     fits: bool
     bytes: int
-    """What it needs."""
+    """Bytes that the step needs."""
     limit: int
-    """What the memory has if it fits, and else what is usable."""
+    """Bytes of the memory if the step fits, else its usable bytes."""
     place: str = "per device"
-    """Which memory, in the words that follow a number of GiB."""
+    """The memory's name, as it follows a number of GiB."""
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Predicted memory of a step, bytes per device; `peak` is the largest sum of what is live at once."""
+    """Predicted memory of a step, bytes per device; `peak` is the largest sum of bytes live at once."""
 
     parameters: int
     optimizer: int
@@ -84,37 +84,37 @@ class MemoryPlan:
     peak: int
     available: int
     reserved: int = 0
-    """Part of `available` that is kept free for the error of the estimate."""
+    """Part of `available` that is kept free because the estimate has an error."""
     host: int = 0
-    """Largest sum of activations that are in the memory of the host at once, for each of its devices."""
+    """Largest sum of activations in host memory at once, bytes per device of the host."""
     host_usable: int = 0
-    """Bytes that `host` may use."""
+    """Bytes of host memory that `host` may use."""
 
     @property
     def usable(self) -> int:
-        """Bytes that the peak may use."""
+        """Bytes of device memory that the peak may use."""
         return self.available - self.reserved
 
     @property
     def fits_host(self) -> bool:
-        """Whether the host has room for what is moved there."""
+        """Whether the activations moved to the host fit there."""
         return self.host <= self.host_usable
 
     @property
     def fits(self) -> bool:
-        """Whether the peak fits a device's usable memory, and what is moved to the host fits there."""
+        """Whether the peak fits a device's usable memory, and the activations moved to the host fit there."""
         return self.peak <= self.usable and self.fits_host
 
     @property
     def verdict(self) -> MemoryVerdict:
-        """The verdict and the bytes that decide it: the host's bytes if only these do not fit."""
+        """The verdict and the bytes that decide it: the host's bytes if only the host's memory is too small."""
         if self.peak <= self.usable and not self.fits_host:
             return MemoryVerdict(False, self.host, self.host_usable, "of the host per device")
         return MemoryVerdict(self.fits, self.peak, self.available if self.fits else self.usable)
 
     @property
     def may_fit(self) -> bool:
-        """Whether the peak fits if the estimate is as much too high as it may be."""
+        """Whether the peak would fit if the estimate were too high by its full error."""
         return self.peak - self.reserved <= self.available
 
 
@@ -125,7 +125,7 @@ class Collective:
     kind: str
     """all-gather, reduce-scatter, all-reduce, ..."""
     mesh_axes: list[str]
-    """Mesh axes along which devices exchange."""
+    """Mesh axes along which devices exchange data."""
     bytes: int
     """Bytes that a device receives in one step, over all executions."""
     count: int
@@ -133,7 +133,7 @@ class Collective:
     seconds: float
     """Time of all executions in one step, overlapped or not."""
     cause: str
-    """What requires it, such as the parameter that is gathered."""
+    """What requires the collective, such as the parameter that is gathered."""
 
 
 @dataclass(frozen=True)
@@ -141,12 +141,12 @@ class CostPlan:
     """Estimated time of one step."""
 
     step_seconds: float
-    """Time of the step."""
+    """Seconds of the step."""
     compute_seconds: float
-    """Part of it in which devices compute."""
+    """Seconds of the step in which devices compute."""
     collectives: list[Collective]
     model_flops: float | None = None
-    """FLOPs of one step over all devices that the model needs; None in plans of version 0.1."""
+    """FLOPs that the model needs in one step, over all devices; None in plans of version 0.1."""
 
 
 @dataclass(frozen=True)
@@ -162,14 +162,14 @@ class RunnerUp:
 
 
 class Caveat(StrEnum):
-    """A limitation of a plan's estimates that other code acts on; `SearchInfo.reasons` explains it in words."""
+    """A limitation of a plan's estimates for other code to act on; `SearchInfo.reasons` explains it in words."""
 
     NO_ATTENTION_KERNEL = "no_attention_kernel"
-    """No kernel can run attention under this plan, so the time of attention is a guess."""
+    """No kernel can run attention under this plan, so that the time of attention is a guess."""
     OFFLOAD_NOT_PRICED = "offload_not_priced"
-    """The step time leaves out the copies of activations to the host and back; in plans of version 0.1 alone."""
+    """The step time omits copies of activations to the host and back; only in plans of version 0.1."""
     SLICED_ACTIVATIONS = "sliced_activations"
-    """A mesh axis shards parameters, but neither batch nor positions: memory, bytes and time are not modelled well."""
+    """A mesh axis shards parameters, but neither batch nor positions, for which the estimates are not good."""
     REPEATED_WORK = "repeated_work"
     """A mesh axis shards no computation, so that devices along it repeat the same work."""
 
@@ -179,19 +179,19 @@ class SearchInfo:
     """How the search chose the plan."""
 
     candidates: int
-    """Combinations of mesh and mappings that were evaluated."""
+    """Number of combinations of mesh and mappings that were evaluated."""
     proven_optimal: bool
-    """Whether it is proven that no combination in the search space is better under the cost model.
+    """Whether no combination in the search space is better under the cost model, by proof.
 
     False if none fits, for every plan but the fastest, and if numbers of microbatches were left out without a proof.
     """
     seconds: float
-    """Duration of the search."""
+    """Seconds of the search."""
     runner_up: RunnerUp | None
     rejected: dict[str, int]
-    """`shardplan.search.reasons.Rejection` -> how many choices were rejected for it."""
+    """`shardplan.search.reasons.Rejection` -> number of choices rejected for this reason."""
     reasons: list[str]
-    """Why this plan was chosen and what was impossible, one sentence each, for people to read."""
+    """Why this plan was chosen and what was impossible, one sentence each, for people."""
     given: bool = False
-    """Whether the mesh and mappings were given by the caller, so that nothing was searched."""
+    """Whether the caller gave the mesh and mappings, so that nothing was searched."""
     caveats: list[Caveat] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""From and to the values of JSON and YAML: dataclasses with enums as their values, and dotted keys."""
+"""Converts dataclasses to and from values of JSON and YAML: enums as their values, and nested keys as dotted ones."""
 
 import hashlib
 import json
@@ -13,7 +13,7 @@ from shardplan.errors import ConfigError, ShardplanError, nearest, one_line
 
 
 def decode[T](cls: type[T], values: dict[str, Any]) -> T:
-    """The instance of the dataclass `cls` that nested `values` describe.
+    """Make the instance of the dataclass `cls` that nested `values` describe.
 
     >>> from shardplan.plan.attention_plan import AttentionPlan
     >>> decode(AttentionPlan, {"strategy": "ring"}).strategy
@@ -64,7 +64,7 @@ def value_kind(value: Any) -> str:
 
 
 def checksum(values: Any) -> str:
-    """Return a checksum of JSON values, the same for 1 and 1.0, which other programs write for each other.
+    """Return a checksum of JSON values that is the same for 1 and 1.0, which other programs exchange.
 
     >>> checksum({"batch": 8}) == checksum({"batch": 8.0}) != checksum({"batch": 9})
     True
@@ -86,7 +86,7 @@ def _with_float_numbers(value: Any) -> Any:
 
 
 def flatten(sections: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted key -> value of nested mappings: `{"a": {"b": 1}}` becomes `{"a.b": 1}`.
+    """Flatten nested mappings to dotted keys: `{"a": {"b": 1}}` becomes `{"a.b": 1}`.
 
     >>> flatten({"trainer": {"mesh": {"axes": {"data": 8}}, "seed": 0}})
     {'trainer.mesh.axes.data': 8, 'trainer.seed': 0}

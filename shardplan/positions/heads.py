@@ -31,13 +31,13 @@ class HeadSharding:
 
     @cached_property
     def key_head_of_query(self) -> np.ndarray:
-        """int[degree, query_heads_per_device]: the key head that each query head of a device uses."""
+        """Key head of each query head of each device, int[degree, query_heads_per_device]."""
         heads = np.arange(self.degree * self.query_heads_per_device).reshape(self.degree, -1)
         return np.minimum(heads // self.queries_per_key_head, self.key_heads - 1)
 
     @cached_property
     def key_heads_received(self) -> np.ndarray:
-        """int[degree, max_key_heads]: the key heads that each device receives, the last one repeated as padding."""
+        """Key heads that each device receives, int[degree, max_key_heads]; the last one is repeated as padding."""
         first = self.key_head_of_query[:, :1]  # the key heads of a device are consecutive
         return np.minimum(first + np.arange(self.max_key_heads), self.key_head_of_query[:, -1:])
 

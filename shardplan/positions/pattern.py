@@ -22,7 +22,7 @@ class PositionRun:
     count: Any
     step: Any = 1
     document: Any = 0
-    """Number of the document, or of the chunk of a document where attention is within chunks."""
+    """Number of the document; with chunked attention, of the chunk of a document."""
 
     @property
     def last(self) -> Any:
@@ -60,7 +60,7 @@ class Pattern:
 
     @property
     def difference_bounds(self) -> tuple[int | None, int | None]:
-        """The smallest and largest difference of query and key position in windows and chunks; None for any."""
+        """Smallest and largest query position minus key position that windows and chunks allow; None for no bound."""
         radius = self._radius
         if radius is None:
             return (None, None) if self.window is None else (0, self.window - 1)
@@ -70,7 +70,7 @@ class Pattern:
 
     @property
     def _radius(self) -> int | None:
-        """The largest distance of query and key in a window to both sides, and in a chunk."""
+        """The largest distance of query and key that a window to both sides or a chunk allows; None for no bound."""
         if self.chunk is None:
             return self.radius
         return self.chunk - 1 if self.radius is None else min(self.radius, self.chunk - 1)
@@ -113,7 +113,7 @@ class Pattern:
         return every & is_one, some & (q_first <= k_last) & (k_first <= q_last)
 
     def _allows_differences(self, q_min: Any, q_max: Any, k_min: Any, k_max: Any) -> tuple[Any, Any]:
-        """Return what `allows_block` does, by the differences of positions alone."""
+        """Return the result of `allows_block` by the differences of positions alone."""
         low, high = self.difference_bounds
         if not self.causal:
             return _compare_differences(q_min, q_max, k_min, k_max, low, high)

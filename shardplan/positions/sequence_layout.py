@@ -1,4 +1,4 @@
-"""The order in which a sequence is sharded over a ring of devices, and the work that its mask causes. Pure arithmetic.
+"""The order in which a sequence is sharded over a ring of devices, and the work that a mask leaves. Pure arithmetic.
 
 | order | positions of ring index r, of R |
 |---|---|
@@ -19,13 +19,13 @@ from shardplan.positions.pattern import PADDING, Pattern, PositionRun, position_
 from shardplan.positions.sequence_order import SequenceOrder
 
 KERNEL_BLOCK = 512
-"""Side of the blocks of attention kernels, tokens. Some of Levanter's models request more memory than a v4 core has."""
+"""Side of the blocks of attention kernels, in tokens; larger ones, as some models request, overflow a v4 core."""
 MAX_SEQUENCE_BLOCKS = 256
 """Maximum number of blocks into which a sequence is divided to count its work; longer sequences get larger blocks."""
 CACHED_LAYOUTS, CACHED_RESULTS = 64, 4096
 """Layouts whose positions are kept, and whose small results are: every packing of documents has a layout of its own."""
 MAX_RUN_PAIRS = 2**20
-"""Maximum number of pairs of runs that are compared at once; each takes about a hundred bytes."""
+"""Maximum number of pairs of runs that are compared at once; each pair takes about a hundred bytes."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class SequenceLayout:
     ulysses: int = 1
     kind: SequenceOrder = SequenceOrder.CONTIGUOUS
     documents: tuple[int, ...] | None = None
-    """Lengths of the documents if they are known; they add up to `length`. The order `documents` depends on them."""
+    """Lengths of the documents, if known, with the sum `length`; the order `documents` depends on them."""
 
     def __post_init__(self) -> None:
         """Validate the fields.

@@ -1,4 +1,4 @@
-"""The orders in which a sequence is sharded over a ring of devices. Imports no NumPy, for Plans name them."""
+"""The orders in which a sequence is sharded over a ring of devices. Imports no NumPy, because Plans name the orders."""
 
 from enum import StrEnum
 

@@ -1,4 +1,4 @@
-"""The compute of a layer that can hide its transfers: weights of routed experts, and copies to and from the host.
+"""The compute of a layer behind which transfers can hide: of expert weights, and copies to and from the host.
 
 Tasks with equally many executions in the same pass belong to the same kind of layer; where a loop's body has several
 such layers, each has its part.
@@ -26,16 +26,16 @@ class PlacedTask(NamedTuple):
 
     task: Task
     loop: int | None
-    """The first result of the loop whose body the task belongs to; None outside of loops."""
+    """First result of the loop whose body contains the task; None outside of loops."""
 
 
 class CopyWindow(NamedTuple):
-    """The matmuls of a loop that copies to or from the host can hide behind."""
+    """The matmuls in a loop behind which copies to or from the host can hide."""
 
     loop: int
     """First result of the loop."""
     flops: float
-    """FLOPs per step of these matmuls, over all devices."""
+    """FLOPs of these matmuls per step, over all devices."""
 
 
 def with_layer_flops(tasks: Iterable[Task]) -> tuple[Task, ...]:
@@ -88,7 +88,7 @@ class MatmulsBefore:
             self._last_of_value[result] = last
 
     def finish(self, tasks: list[PlacedTask], first: int, executions: int) -> None:
-        """Complete the copies of the body, in `tasks`, with the loop and the FLOPs that they hide behind.
+        """Complete the body's copies, in `tasks`, with their loop and the FLOPs behind which they hide.
 
         Args:
             first: index of the first task of the body.
@@ -109,10 +109,10 @@ class MatmulsBefore:
 
 
 def copy_window(task: Task) -> CopyWindow | None:
-    """Return what a copy to or from the host hides behind; None for other tasks, and outside of loops."""
+    """Return the matmuls behind which a host copy hides; None for other tasks, and outside of loops."""
     return None if task.loop is None else CopyWindow(task.loop, task.executions * task.layer_flops)
 
 
 def _layer(task: Task) -> tuple[int, bool]:
-    """Return a key that the tasks of one layer share."""
+    """Return a key that is equal for the tasks of one layer."""
     return task.executions, task.is_backward

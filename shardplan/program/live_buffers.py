@@ -1,4 +1,4 @@
-"""Live buffers: the arrays in memory at each point of a traced program, with the role that decides their size."""
+"""Live buffers: the arrays in memory at each point of a traced program, with roles that determine their sizes."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -10,7 +10,7 @@ from shardplan.program.named_arrays import TracedArray
 
 
 class BufferRole(StrEnum):
-    """Names of the roles of buffers, as the walk emits them; `shardplan.cost.buffer_roles` says what each is."""
+    """Names of the roles of buffers, as the walk assigns them; `shardplan.cost.buffer_roles` describes each."""
 
     PARAMETER = "parameter"
     OPTIMIZER_STATE = "optimizer state"
@@ -44,15 +44,15 @@ class LiveBuffer:
     role: BufferRole
     array: TracedArray
     related_arrays: tuple[TracedArray, ...] = ()
-    """Of a lookup result: its table. Of keys or values: the attention output, in the matmul that reads scores."""
+    """For a lookup result, its table; for keys or values, the attention output, in the matmul that reads scores."""
     is_read_by_grouped_matmuls: bool = False
-    """Whether only grouped matmuls consume the array: between tasks it has the sharding of their parameters."""
+    """Whether only grouped matmuls consume the array, which then has their parameters' sharding between tasks."""
     attention: AttentionKind | None = None
-    """Of scores, keys and values, and of gradients of the latter: their kind of attention. Of Native Sparse Attention:
-    its kind; then the array is the queries."""
+    """The kind of attention, for scores, keys, values, and gradients of keys and values. For Native Sparse Attention,
+    the array is then the queries."""
     experts: ExpertKind | None = None
-    """Of the rows of experts: the kind of their block. Then the array is the tokens, and the projections up of the
-    experts are related."""
+    """The kind of expert block, for rows of experts; the array is then the tokens, and `related_arrays` has the up
+    projections."""
 
     def __hash__(self) -> int:
         return self._hash  # computed once, as that of `TracedArray`
@@ -64,7 +64,7 @@ class LiveBuffer:
 
 
 ProgramPoint = tuple[tuple[LiveBuffer, int], ...]
-"""The buffers that are live at one point of the program, each with its number.
+"""The buffers that are live at one point of the program, and how many of each.
 
 Parameters and optimizer state are not among them. Parameters of one shape and type are one buffer.
 """

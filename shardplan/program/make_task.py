@@ -1,4 +1,4 @@
-"""Makes the task of an operation: what it reads and writes with all that is fused into it, and for which weights."""
+"""Makes the task of an operation: what it reads and writes, fused operations included, and which weights it uses."""
 
 from shardplan.program.fusion.fusion import Fusion
 from shardplan.program.marked.attention_kind import UNMARKED, AttentionKind
@@ -21,15 +21,15 @@ TASK_KINDS = {
     OperationKind.CONVERSION: TaskKind.CONVERSION,
     OperationKind.HOST_COPY: TaskKind.HOST_COPY,
 }
-"""Kind of operation -> kind of task outside of attention. A loop is no task; the operations of its body are."""
+"""Kind of operation -> kind of task outside of attention; a loop is no task, but its body's operations are."""
 USERS_OF_WEIGHTS = (
     OperationKind.RESHARD, OperationKind.EXPERTS, OperationKind.SPARSE_ATTENTION, OperationKind.CONVERSION,
 )  # fmt: skip
-"""Kinds of operations besides matmuls before which parameters are gathered."""
+"""Kinds of operations, besides matmuls, before which parameters are gathered."""
 
 
 def make_task(operation: Operation, fusion: Fusion, executions: int, used_weights: set[str]) -> Task:
-    """Return the task of an operation with all that is fused into it, and note the weights that it uses.
+    """Return the task of an operation with all operations fused into it, and record the weights that it uses.
 
     An elementwise operation reads the inputs of its whole fusion, except those of fused matmuls.
 

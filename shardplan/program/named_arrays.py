@@ -11,7 +11,7 @@ from shardplan.plan.mapping import AxisMapping, MeshAxes
 
 @dataclass(frozen=True)
 class AxisCopy:
-    """A logical axis that an array has once more, as scores have query and key positions; no mapping shards it."""
+    """A repetition of a logical axis in one array, such as query and key positions in scores; no mapping shards it."""
 
     of: "AxisName"
 
@@ -34,7 +34,7 @@ class AxisPart:
 
 @dataclass(frozen=True)
 class UnshardedAxis:
-    """A logical axis of an array that does not follow its mapping, such as the experts in a router of Levanter."""
+    """A logical axis of an array that does not follow its mapping, such as the experts in a Levanter router."""
 
     of: "AxisName"
 
@@ -44,13 +44,13 @@ class UnshardedAxis:
 
 AxisName = str | AxisCopy | AxisPart | UnshardedAxis
 Factor = tuple[AxisName | None, int]
-"""A logical axis, or None where the name is not known, and its size."""
+"""A logical axis (None if its name is not known), and its size."""
 Dim = tuple[Factor, ...]
 """One dimension of an array: the logical axes that are flattened into it, major to minor."""
 MajorAxes = tuple[AxisName | None, ...]
-"""The major logical axis of each dimension of an array, or None where it has no name."""
+"""The major logical axis of each dimension of an array; None for a dimension without a name."""
 TRACED_PREFIX = "logical axis "
-"""Begins the names of mesh axes that stand for logical axes while a program is traced."""
+"""Prefix of the mesh axes that stand for logical axes while a program is traced."""
 
 
 @dataclass(frozen=True)
@@ -61,11 +61,11 @@ class TracedArray:
     itemsize: int
     """Bytes per element."""
     weight: str | None = None
-    """Path of the parameter that the value is, or that it is a cast, a scaled copy or a slice of."""
+    """Path of the parameter of which the value is the array, a cast, a scaled copy or a slice; else None."""
     is_local: bool = False
-    """Whether it is a device's own part of an array, in a `shard_map`: it is sharded as computations are."""
+    """Whether it is a device's own part of an array in a `shard_map`, which has the compute sharding."""
     is_on_host: bool = False
-    """Whether it is in the memory of the device's host."""
+    """Whether the value is in the memory of the device's host."""
 
     def __hash__(self) -> int:
         return self._hash  # computed once, because arrays are keys of caches throughout the search
@@ -86,7 +86,7 @@ class TracedArray:
 
     @cached_property
     def logical_axes(self) -> tuple[str, ...]:
-        """The names among `axes` that a mapping may have: no `AxisCopy` and its like."""
+        """Names in `axes` that a mapping may have, which excludes `AxisCopy` and similar names."""
         return tuple(name for name in self.axes if isinstance(name, str))
 
     @cached_property
@@ -101,19 +101,19 @@ class TracedArray:
 
 
 def base_axis(name: AxisName) -> str:
-    """Return the logical axis that `name` is, or that it stands for."""
+    """Return the logical axis that `name` is or stands for."""
     while not isinstance(name, str):
         name = name.of
     return name
 
 
 def mapped(name: AxisName | None, mapping: AxisMapping) -> MeshAxes:
-    """The mesh axes that shard a logical axis; none for an `AxisCopy` and its like, which no mapping shards."""
+    """Return the mesh axes that shard a logical axis; none for an `AxisCopy` or similar, which no mapping shards."""
     return mapping.get(name, ()) if isinstance(name, str) else ()
 
 
 def is_parameter_like(array: TracedArray, activation_axes: tuple[str, ...]) -> bool:
-    """Whether an array is a parameter, its copy or its gradient: its axes are named, and none numbers tokens.
+    """Return whether an array is a parameter, its copy or its gradient: its axes have names, and none numbers tokens.
 
     Args:
         activation_axes: the logical axes that number tokens.
@@ -126,17 +126,17 @@ def is_parameter_like(array: TracedArray, activation_axes: tuple[str, ...]) -> b
 
 
 def shape_of(array: TracedArray) -> tuple[int, ...]:
-    """The size of each dimension."""
+    """Return the size of each dimension."""
     return tuple(size_of(dim) for dim in array.dims)
 
 
 def size_of(dim: Dim) -> int:
-    """The number of elements along one dimension."""
+    """Return the number of elements along one dimension."""
     return math.prod(size for _, size in dim)
 
 
 def traced_mesh_axis(axis: str) -> str:
-    """The mesh axis that a logical axis is mapped to while a program is traced: no model's or mesh's own name."""
+    """Return the mesh axis for a logical axis while a program is traced: a name that no model or mesh has."""
     return f"{TRACED_PREFIX}{axis}"
 
 
@@ -154,12 +154,12 @@ def dims_of_spec(spec: Any, shape: Sequence[int]) -> tuple[Dim, ...]:
 
 
 def most_named(dims: Sequence[Dim]) -> Dim:
-    """The dimension with the largest part of its axes named; the first one of equals."""
+    """Return the dimension with the largest fraction of its axes named; of equals the first."""
     return max(dims, key=lambda dim: sum(name is not None for name, _ in dim) / len(dim) if dim else 0)
 
 
 def adopt_names(array: TracedArray, dims: Sequence[Dim]) -> TracedArray:
-    """Return `array` with the names of `dims`, of the same shape, wherever those say more."""
+    """Return `array` with the names of `dims`, of the same shape, wherever they are more complete."""
     return replace(array, dims=tuple(map(most_named, zip(array.dims, dims, strict=True))))
 
 
@@ -190,14 +190,14 @@ def score_positions(array: TracedArray) -> frozenset[AxisName]:
 
 
 def score_length(scores: TracedArray) -> int:
-    """The number of query or key positions of attention scores, whichever is larger."""
+    """Return the number of query or key positions of attention scores, whichever is larger."""
     positions = score_positions(scores)
     return max(size for name, size in scores.factors if name in positions)
 
 
 @lru_cache(maxsize=4096)
 def is_scores(array: TracedArray) -> bool:
-    """Whether `array` has both query and key positions: attention kernels never write it to memory."""
+    """Return whether `array` has both query and key positions; attention kernels never write such scores to memory."""
     names = set(array.axes)
     return any(AxisCopy(name) in names for name in names)
 
@@ -205,7 +205,7 @@ def is_scores(array: TracedArray) -> bool:
 def reshape_factors(
     factors: Sequence[Factor], shape: Sequence[int], merged_axes: dict[str, Dim]
 ) -> tuple[Dim, ...] | None:
-    """`factors` as dimensions of `shape`; None where the sizes do not divide.
+    """Divide `factors` into dimensions of `shape`; None if the sizes do not divide.
 
     Args:
         merged_axes: logical axis -> the axes that it can be split into.
@@ -238,7 +238,7 @@ def reshape_factors(
 
 
 def _join_minor_part(before: Sequence[Factor], factor: Factor) -> list[Factor]:
-    """Append `factor` to at most one factor, and join the two if `factor` is its minor part."""
+    """Append `factor` to a list of at most one factor, or join it with the factor of which it is the minor part."""
     (name, size), (major, count) = factor, before[0] if before else (None, 1)
     part = name
     while isinstance(part, AxisPart):

@@ -1,4 +1,4 @@
-"""Operations of a traced program, as their kinds decide cost and memory."""
+"""Operations of a traced program, and the kinds that determine their cost and memory."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class OperationKind(StrEnum):
     """The kinds of operations: how each uses its operands."""
 
     CONTRACTION = "contraction"
-    """A matmul, or a convolution as one: `dot_general`, `ragged_dot`, `conv_general_dilated`."""
+    """A matmul, or a convolution treated as one: `dot_general`, `ragged_dot`, `conv_general_dilated`."""
     LOOKUP = "lookup"
     """A `gather` of rows of a table."""
     SCATTER_ADD = "scatter-add"
@@ -28,15 +28,15 @@ class OperationKind(StrEnum):
     SELECTION = "selection"
     """A `top_k`: the largest elements along a dimension."""
     RESHARD = "reshard"
-    """A change of sharding where a `shard_map` begins or ends."""
+    """A change of sharding at the start or end of a `shard_map`."""
     COLLECTIVE = "collective"
-    """A collective over mesh axes that a `shard_map` names, such as `psum`."""
+    """A collective over mesh axes that a `shard_map` calls, such as `psum`."""
     EXPERTS = "experts"
     """A block of routed experts, or its gradient, as `shardplan.program.marked.marked_experts` marks it."""
     SPARSE_ATTENTION = "sparse attention"
     """A call of Native Sparse Attention, or its gradient, as `shardplan.program.marked.marked_sparse` marks it."""
     CONVERSION = "conversion"
-    """The conversion of a weight that is kept as stored, which `shardplan.program.marked.marked_conversions` marks."""
+    """The conversion of a weight kept as stored, which `shardplan.program.marked.marked_conversions` marks."""
     HOST_COPY = "host copy"
     """A copy between the memories of a device and of its host."""
     LOOP = "loop"
@@ -55,33 +55,33 @@ class Operation:
     primitive: str = ""
     """Name of the JAX primitive; empty for a loop or a reshard."""
     activation: str = ""
-    """Of an operation that gives an activation a name for policies of gradient checkpointing: this name."""
+    """Name of the activation, for an operation that names one for gradient checkpointing policies."""
     contracted: Dim = ()
-    """Of a contraction: the axes that it sums over. Of a selection: the axes that it selects along."""
+    """For a contraction, the axes summed over; for a selection, the axes selected along."""
     batched: Dim = ()
-    """Of a contraction: the batch axes, which number independent matmuls."""
+    """For a contraction: the batch axes, which number independent matmuls."""
     groups: int = 1
-    """Of a contraction: the number of matrices in the second operand of a grouped matmul (`ragged_dot`); each row of
-    the first operand is multiplied by one of them."""
+    """For a contraction: number of matrices in the second operand of a grouped matmul (`ragged_dot`), one of which
+    multiplies each row of the first operand."""
     collective: CollectiveKind | None = None
-    """Of a collective: its kind."""
+    """For a collective: its kind."""
     mesh_axes: MeshAxes = ()
-    """Of a collective: the mesh axes that it names."""
+    """For a collective: the mesh axes that it is over."""
     is_local: bool = False
-    """Whether each device computes it with its own part of the operands alone, in a `shard_map`."""
+    """Whether each device computes the operation on its own part of the operands alone, in a `shard_map`."""
     experts: ExpertKind | None = None
-    """Of a block of routed experts, and of its gradient: its kind."""
+    """For a block of routed experts, and for its gradient: its kind."""
     sparse: AttentionKind | None = None
-    """Of a call of Native Sparse Attention, and of its gradient: its kind."""
+    """For a call of Native Sparse Attention, and for its gradient: its kind."""
     body: tuple["Operation", ...] = ()
-    """Of a loop: its operations."""
+    """For a loop: the operations of its body."""
     trips: int = 1
-    """Of a loop: its iterations."""
+    """For a loop: its number of iterations."""
     slices: tuple[tuple[int, int], ...] = ()
-    """Of a loop: pairs of a stacked value outside and its slice for one iteration inside. The loop reads the stacked
-    value, or writes it where the value is one of the loop's results."""
+    """For a loop: pairs (stacked value outside, slice for one iteration inside). The loop writes the stacked value if
+    it is one of the loop's results, and else reads it."""
     carried: tuple[tuple[int, int, int, int], ...] = ()
-    """Of a loop: its carry, as (value before, value at the body's start, value at the body's end, value after)."""
+    """For a loop: its carry, as (value before, value at the body's start, value at the body's end, value after)."""
 
     @property
     def is_backward(self) -> bool:
@@ -90,14 +90,14 @@ class Operation:
 
 
 def all_operations(operations: Iterable[Operation]) -> Iterator[Operation]:
-    """Yield operations and those in the bodies of loops."""
+    """Yield all operations, including those in the bodies of loops."""
     for operation in operations:
         yield operation
         yield from all_operations(operation.body)
 
 
 def stacked_axes(operations: Iterable[Operation], arrays: Sequence[TracedArray]) -> Iterator[str]:
-    """Yield the logical axes that loops index, one element per iteration, such as the axis of stacked layers."""
+    """Yield the logical axes of which a loop takes one element per iteration, such as the axis of stacked layers."""
     for operation in operations:
         for stacked, each in operation.slices:
             yield from {*arrays[stacked].logical_axes} - {*arrays[each].logical_axes}

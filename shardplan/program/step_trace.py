@@ -49,7 +49,7 @@ from shardplan.steps.kinds import step_of
 
 
 def trace_step(model: Model, workload: Workload, selects_again: bool = False) -> Trace:
-    """Trace the step of `workload`: `compute` of its kind of step, with its state and inputs.
+    """Trace the step of `workload`: the `compute` of its kind, with the kind's state and inputs.
 
     Attention is traced as plain matmuls and softmax, marked with its kind; the plan decides which kernel runs it. A
     block of routed experts is traced as one operation, and so are Native Sparse Attention and the conversion of a
@@ -100,7 +100,7 @@ def trace_step(model: Model, workload: Workload, selects_again: bool = False) ->
 
 @lru_cache(maxsize=128)
 def plan_step(model: Model, workload: Workload) -> Step:
-    """The traced step of `workload`, with the parameters and the state that it keeps in memory.
+    """Return the traced step of `workload`, with the parameters and the state that it keeps in memory.
 
     Steps of training differ in their batch, and most policies of gradient checkpointing in what they keep: all of
     these come from one trace.
@@ -113,7 +113,7 @@ def plan_step(model: Model, workload: Workload) -> Step:
 
 @lru_cache(maxsize=128)
 def plan_kept_activations(model: Model, workload: Workload, with_host: bool) -> KeptActivations | None:
-    """Return the options for keeping activations of a training step, compared with the default policy.
+    """Return the options for keeping activations in a training step, relative to the default policy.
 
     Args:
         workload: of a training step with the default policy of gradient checkpointing.
@@ -137,7 +137,7 @@ def _kept_activations(model: Model, workload: Workload, with_host: bool) -> Kept
 
 @lru_cache(maxsize=32)
 def _training_step(model: Model, workload: Workload) -> Step:
-    """Return the step of training with a batch that is traced."""
+    """Return the step of training, traced with another batch."""
     policy = workload.checkpoint_policy
     trace = _training_trace(model, replace(workload, gradient_checkpointing=DEFAULT), selects_again=True)
     if not is_rewritable(trace, policy):
@@ -152,7 +152,7 @@ def _training_trace(model: Model, workload: Workload, selects_again: bool = Fals
 
 
 def _with_traced_batch(model: Model, workload: Workload) -> tuple[Workload, Resizer]:
-    """Return the workload with the batch that is traced, and a `Resizer` to the requested batch."""
+    """Return the workload with the batch for tracing, and a `Resizer` to the requested batch."""
     parts, sizes = workload.num_microbatches, {workload.position}
     for _, leaf in named_leaves(model.template):
         sizes.update(axis.size for axis in axes_of(leaf))
@@ -181,7 +181,7 @@ def _finished_tasks(trace: Trace, tasks: Iterable[Task]) -> tuple[Task, ...]:
 
 
 def forward_workload(workload: Workload) -> Workload:
-    """Return the workload of the forward pass alone.
+    """Return the workload of only the forward pass.
 
     Of training it has one sequence, so that its trace serves every batch.
     """
@@ -208,7 +208,7 @@ def _check_blocks(blocks: int | None, template: Any) -> None:
 
 
 def _check_names(kept: Sequence[str], known: Collection[str]) -> None:
-    """Check that activations of a traced program have the names by which gradient checkpointing keeps some.
+    """Check that activations of a traced program have the names by which gradient checkpointing keeps them.
 
     Raises:
         ConfigError: none has such a name.
@@ -231,7 +231,7 @@ def _activation_names(jaxpr: Jaxpr) -> Iterator[str]:
 
 
 def _mark_work_on_parameters(task: Task, activation_axes: tuple[str, ...]) -> Task:
-    """Return `task`, marked if it works on nothing but parameters, their copies and gradients, and is no matmul."""
+    """Mark `task` if it is no matmul and works only on parameters, their copies and gradients."""
     arrays = (*task.operands, *task.results)
     kinds = (TaskKind.ELEMENTWISE, TaskKind.HOST_COPY)
     is_marked = task.kind in kinds and all(is_parameter_like(array, activation_axes) for array in arrays)
@@ -240,7 +240,7 @@ def _mark_work_on_parameters(task: Task, activation_axes: tuple[str, ...]) -> Ta
 
 @lru_cache(maxsize=32)
 def _template(model: Model, checkpointing: CheckpointPolicy, selects_again: bool) -> Any:
-    """Return the module tree of `model` with a kind of gradient checkpointing, and quick to trace."""
+    """Return the module tree of `model` for a kind of gradient checkpointing, in a form that is traced quickly."""
     settings: dict[str, Any] = {"gradient_checkpointing": checkpoint_policy(checkpointing)}
     if isinstance(getattr(model.config, "rope", None), Llama3RotaryEmbeddingsConfig):
         # other frequencies by the same operations; those of Llama 3 take 17 compiles, half a second, and nothing in a
@@ -254,7 +254,7 @@ def _template(model: Model, checkpointing: CheckpointPolicy, selects_again: bool
 
 @contextmanager
 def _without_optimization() -> Iterator[None]:
-    """Compile constants of a trace, such as rotary frequencies, without optimization: each runs once."""
+    """Compile constants of a trace, such as rotary frequencies, without optimization, because each runs only once."""
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)
     try:

@@ -1,4 +1,4 @@
-"""Tasks and the traced step: what a step computes, independently of any sharding."""
+"""Tasks and the traced step: what a step computes, independent of any sharding."""
 
 import math
 from collections import defaultdict
@@ -28,17 +28,17 @@ class TaskKind(StrEnum):
     SCATTER_ADD = "scatter-add"
     """The gradient of a lookup."""
     SELECTION = "selection"
-    """The largest elements along a dimension; devices that share it exchange the largest of each."""
+    """The largest elements along a dimension; devices that share the dimension exchange their largest elements."""
     RESHARD = "reshard"
-    """A change of sharding where a `shard_map` begins or ends."""
+    """A change of sharding at the start or end of a `shard_map`."""
     COLLECTIVE = "collective"
-    """A collective over mesh axes that a `shard_map` names."""
+    """A collective over mesh axes that a `shard_map` calls."""
     EXPERTS = "experts"
     """A block of routed experts, or its gradient."""
     SPARSE_ATTENTION = "sparse attention"
     """A call of Native Sparse Attention, or its gradient."""
     CONVERSION = "conversion"
-    """The conversion of a weight that is kept as stored: its codes are gathered, and each device has its numbers."""
+    """The conversion of a weight kept as stored: its codes are gathered, and each device computes its numbers."""
     HOST_COPY = "host copy"
     """A copy between the memories of a device and of its host."""
     ELEMENTWISE = "elementwise"
@@ -53,60 +53,60 @@ class Task:
     operands: tuple[TracedArray, ...]
     results: tuple[TracedArray, ...]
     contracted: Dim
-    """Axes that a matmul sums over, or that a selection selects along."""
+    """Axes that a matmul sums over, or along which a selection selects."""
     batched: Dim
     """Batch axes, which number independent matmuls."""
     groups: int
     """Number of matrices of a grouped matmul; 1 for every other task."""
     executions: int
-    """Executions per step."""
+    """Number of executions per step."""
     first_used_weights: tuple[str, ...]
-    """Paths of the operands that are parameters and that no earlier matmul or change of sharding of the loop's body
-    uses: a gather for this task serves the rest of the body too."""
+    """Paths of the parameters that this task is the first in the loop's body to use, among matmuls and changes of
+    sharding; a gather for it serves the rest of the body too."""
     reduces_partial_sums: bool
-    """Of a matmul: whether partial sums in its result are added up over devices here; False where the result is first
-    added to those of later matmuls."""
+    """For a matmul: whether partial sums in its result are added up over devices here, rather than after the results of
+    later matmuls are added."""
     routed: frozenset[TracedArray]
-    """Operands and results that only grouped matmuls consume, directly or through elementwise work, except those of a
-    lookup: they have the sharding in which grouped matmuls use their parameters, which is the stored one."""
+    """Operands and results, except a lookup's, that only grouped matmuls consume, directly or through elementwise work;
+    they have the stored sharding of parameters, in which grouped matmuls use these."""
     is_backward: bool
-    """Whether the task belongs to the backward pass, other than to rematerialization of the forward pass."""
+    """Whether the task belongs to the backward pass, recomputation of the forward pass excluded."""
     collective: CollectiveKind | None
-    """Of a collective: its kind."""
+    """For a collective: its kind."""
     mesh_axes: MeshAxes
-    """Of a collective: the mesh axes that it names."""
+    """For a collective: the mesh axes that it is over."""
     label: str
     """Path of the first parameter among the operands, or else the named scopes of the operation."""
     is_on_parameters: bool = False
-    """Of elementwise work, and of copies to and from the host: whether all arrays are parameters, copies of them or
-    gradients, which have the stored sharding between matmuls."""
+    """For elementwise work and host copies: whether all arrays are parameters, copies or gradients of them, which have
+    the stored sharding between matmuls."""
     is_move: bool = False
-    """Of elementwise work: whether the last operation chooses or moves elements, and computes none."""
+    """For elementwise work: whether the last operation chooses or moves elements without computing any."""
     is_local: bool = False
-    """Whether each device computes it by itself, in a `shard_map`: a collective there sums what devices have computed,
+    """Whether each device computes the task separately, in a `shard_map`; a collective there sums the devices' results
     along the mesh axes that do not shard its result."""
     attention: AttentionKind | None = None
-    """Of a matmul of attention, and of a call of Native Sparse Attention: its kind of attention."""
+    """For a matmul of attention and a call of Native Sparse Attention: its kind of attention."""
     is_in_gradient_kernels: bool = False
-    """Of a matmul of attention that is computed again: whether its result is kept, so that only the gradients need it,
-    whose kernels compute it themselves."""
+    """For a recomputed matmul of attention: whether only gradients need it, because the attention's result is kept, so
+    that the gradients' kernels compute it."""
     experts: ExpertKind | None = None
-    """Of a block of routed experts, and of its gradient: its kind."""
+    """For a block of routed experts, and for its gradient: its kind."""
     layer_flops: float = 0.0
-    """Of a block of routed experts, and of its gradient: FLOPs of the other matmuls of its layer in one execution, over
-    all devices. Of a copy to or from the host in a loop: FLOPs of those matmuls of the loop's body that hide it."""
+    """For a block of routed experts and its gradient: FLOPs of its layer's other matmuls in one execution, over all
+    devices. For a host copy in a loop: FLOPs of the matmuls in the loop's body that hide it."""
     loop: int | None = None
-    """Of a copy to or from the host: the first result of the loop whose body it is in; None outside of loops. All
-    copies of a loop run one after the other."""
+    """For a host copy: the first result of the loop whose body contains it; None outside of loops. Copies of one loop
+    run one after the other."""
 
     @property
     def is_to_host(self) -> bool:
-        """Of a copy between device and host: whether it is to the host."""
+        """For a host copy: whether it is to the host."""
         return self.results[0].is_on_host
 
     @cached_property
     def stored_arrays(self) -> frozenset[TracedArray]:
-        """Operands and results that have the stored sharding of parameters."""
+        """Operands and results that have the parameters' stored sharding."""
         return frozenset((*self.operands, *self.results)) if self.is_on_parameters else self.arrays_of_experts
 
     @cached_property
@@ -119,7 +119,7 @@ class Task:
 
     @cached_property
     def matmul_extents(self) -> tuple[tuple[float, Dim], ...]:
-        """The number of matmuls, and the sizes of their inner dimension, rows and columns; each with its axes."""
+        """Number of matmuls, and sizes of their inner dimension, rows and columns, each with its axes."""
         (left, right, *_), result = self.operands, self.results[0]
         free = set(result.axes) - {name for name, _ in (*self.batched, *self.contracted)}
         inner: float = math.prod(size for _, size in self.contracted)
@@ -141,7 +141,7 @@ class Task:
 
     @property
     def flops(self) -> float:
-        """Of a matmul: FLOPs of one execution over all devices, without the scores that a mask removes."""
+        """For a matmul: FLOPs of one execution over all devices, masked scores excluded."""
         flops = 2 * math.prod(size for size, _ in self.matmul_extents)
         if self.attention is None:
             return flops
@@ -149,7 +149,7 @@ class Task:
 
     @cached_property
     def cost_key(self) -> "Task":
-        """The task without label and with numbers in place of its parameters' paths: equal for tasks of equal cost."""
+        """The task without its label and with numbers in place of parameters' paths, equal for tasks of equal cost."""
         weights = dict.fromkeys(array.weight for array in (*self.operands, *self.results) if array.weight is not None)
         numbers = {weight: str(number) for number, weight in enumerate(weights)}
 
@@ -162,23 +162,23 @@ class Task:
 
     @cached_property
     def moved_arrays(self) -> tuple[TracedArray, ...]:
-        """Operands and results that are read from memory and written to it: all but scores."""
+        """Operands and results that are read from or written to memory: all but scores."""
         return tuple(array for array in (*self.operands, *self.results) if not is_scores(array))
 
     @cached_property
     def scores(self) -> TracedArray:
-        """Of attention: the scores that the matmul makes or reads."""
+        """For attention: the scores that the matmul computes or reads."""
         return next(filter(is_scores, (*self.operands, *self.results)))
 
     @cached_property
     def keys(self) -> TracedArray:
-        """Of attention: the keys or values, or the gradient of either, that the matmul reads or computes."""
+        """For attention: the keys or values, or the gradient of either, that the matmul reads or computes."""
         arrays = self.results if self.computes_kv_gradients else self.operands
         return [array for array in arrays if not is_scores(array)][-1]
 
     @cached_property
     def axes_of_one_operand(self) -> frozenset[str]:
-        """Of attention: the logical axes that keys and scores do not share, and positions.
+        """For attention: the logical axes that keys and scores do not share, and positions.
 
         Levanter's kernel takes none of them sharded.
         """
@@ -188,22 +188,22 @@ class Task:
 
     @cached_property
     def is_sparse_gradient(self) -> bool:
-        """Of Native Sparse Attention: whether the task computes its gradient."""
+        """For Native Sparse Attention: whether the task computes its gradient."""
         return len(self.results) > 2
 
     @property
     def sparse_queries(self) -> TracedArray:
-        """Of Native Sparse Attention: the queries, {batch, position, groups, heads of a group, channels}."""
+        """For Native Sparse Attention: the queries, {batch, position, groups, heads of a group, channels}."""
         return self.operands[1 if self.is_sparse_gradient else 0]
 
     @property
     def computes_kv_gradients(self) -> bool:
-        """Of attention: whether the result is a gradient of keys or values, which sums over queries."""
+        """For attention: whether the result is a gradient of keys or values, which sums over queries."""
         return sums_over_queries(self.contracted, self.results[0])
 
 
 def sums_over_queries(contracted: Dim, result: TracedArray) -> bool:
-    """Whether a matmul of attention sums over all queries for every key position: a gradient of keys or values."""
+    """Return whether an attention matmul sums over queries for every key position, as key gradients do."""
     return any(name in result.axes for name, _ in contracted)
 
 
@@ -212,14 +212,14 @@ class AttentionAxes:
     """Names of the logical axes of one kind of attention."""
 
     heads: tuple[str, ...]
-    """Axes that number query heads in scores, major to minor; keys have the first of them."""
+    """Axes that number query heads in scores, major to minor; keys have the first one."""
     flat_heads: str
-    """Axis that numbers query heads where attention's output is projected: `heads` flattened into one."""
+    """Axis that numbers query heads in the output projection: `heads`, flattened to one axis."""
     head_size: str
 
     @property
     def unsharded_in_kernels(self) -> tuple[str, ...]:
-        """Axes that Levanter's splash attention needs unsharded on a device, whatever their sharding."""
+        """Axes that must be unsharded on a device for Levanter's splash attention, however they are sharded outside."""
         return (*self.heads[1:], self.head_size)
 
 
@@ -228,9 +228,9 @@ class ExpertAxes(NamedTuple):
 
     experts: str
     embed: str
-    """Elements of tokens."""
+    """Axis of a token's elements."""
     mlp: str
-    """Elements of hidden states."""
+    """Axis of a hidden state's elements."""
 
 
 class PointLabel(NamedTuple):
@@ -249,27 +249,27 @@ class Step:
     tasks: tuple[Task, ...]
     points: tuple[ProgramPoint, ...]
     merged_axes: dict[str, Dim]
-    """Logical axis -> the axes that it is split into elsewhere in the program."""
+    """Logical axis -> the axes into which other parts of the program split it."""
     unnamed: dict[str, int]
     """Primitive -> number of its results that could not be named."""
     resized_axes: frozenset[str] = frozenset()
     """Logical axes of which slices are taken."""
     stacked_axes: frozenset[str] = frozenset()
-    """Logical axes of which a loop takes one index at a time, such as the one along which layers are stacked."""
+    """Logical axes of which a loop takes one index at a time, such as the axis of stacked layers."""
     approximations: dict[str, int] = field(default_factory=dict)
-    """What is counted in place of work that the jaxpr does not determine -> how often."""
+    """Text on what is counted instead of work that the jaxpr does not determine -> number of occurrences."""
     unpriced: dict[str, int] = field(default_factory=dict)
-    """Primitive without a rule, which counts as elementwise work by its bytes -> how often it occurs."""
+    """Primitive without a rule, counted as elementwise work by its bytes -> number of occurrences."""
     parameters: tuple[TracedArray, ...] = ()
-    """The parameters in their stored dtype."""
+    """The parameters, in their stored dtype."""
     state: tuple[TracedArray, ...] = ()
-    """What is stored beside them, such as an optimizer's moments."""
+    """Arrays stored besides the parameters, such as an optimizer's moments."""
     activation_axes: tuple[str, ...] = ()
     """The logical axes that number tokens: batch and position."""
     vocab: str = ""
     """The logical axis of logits."""
     point_labels: tuple[PointLabel, ...] = ()
-    """What runs at every point, for people to read."""
+    """The operation that runs at each point, for people to read."""
     attention_calls: tuple[AttentionKind, ...] = ()
     """The kind of each call of attention in the forward pass, in the order of the program."""
 
@@ -280,7 +280,7 @@ class Step:
 
     @cached_property
     def weight_matmuls(self) -> tuple[tuple[Task, TracedArray], ...]:
-        """Matmuls with a parameter, each with that parameter."""
+        """Matmuls with a parameter, each paired with the parameter."""
         pairs = []
         for task in self.tasks:
             if task.kind == TaskKind.CONTRACTION:
@@ -289,7 +289,7 @@ class Step:
 
     @cached_property
     def used_weights(self) -> tuple[TracedArray, ...]:
-        """Parameters that matmuls use, including matmuls of single devices in a `shard_map`."""
+        """Parameters that matmuls use, including matmuls within a `shard_map`."""
         used = []
         for task in self.tasks:
             if task.kind in (TaskKind.CONTRACTION, TaskKind.RESHARD, TaskKind.CONVERSION):
@@ -298,7 +298,7 @@ class Step:
 
     @cached_property
     def computed_axes(self) -> frozenset[str]:
-        """Logical axes of the arrays of tasks, except those along which layers are stacked."""
+        """Logical axes of the tasks' arrays, except the axes along which layers are stacked."""
         names = set[str]()
         for task in self.tasks:
             for array in (*task.operands, *task.results):
@@ -307,7 +307,7 @@ class Step:
 
     @cached_property
     def expert_axes(self) -> frozenset[str]:
-        """Logical axes of parameters along which each token is routed to a few elements: experts."""
+        """Logical axes of parameters that number experts, of which each token is routed to a few."""
         names = set[str]()
         for task, array in self.weight_matmuls:
             if task.groups == 1:
@@ -320,7 +320,7 @@ class Step:
 
     @property
     def has_experts(self) -> bool:
-        """Whether tokens are routed to experts, by shardplan's blocks or by Levanter's."""
+        """Whether tokens are routed to experts, in shardplan's blocks or Levanter's."""
         return bool(self.expert_axes or self.expert_blocks)
 
     @cached_property
@@ -356,12 +356,12 @@ class Step:
 
     @cached_property
     def copies_to_hosts(self) -> bool:
-        """Whether activations are copied to the memory of hosts, and back."""
+        """Whether activations are copied to host memory and back."""
         return any(task.kind == TaskKind.HOST_COPY for task in self.tasks)
 
     @cached_property
     def score_elements(self) -> Mapping[AttentionKind, int]:
-        """Kind of attention -> the scores that its matmuls make or read, the masked ones among them."""
+        """Kind of attention -> number of scores that its matmuls compute or read, masked ones included."""
         elements: defaultdict[AttentionKind, int] = defaultdict(int)
         for task in self.tasks:
             if task.kind == TaskKind.ATTENTION and task.attention is not None:
@@ -370,7 +370,7 @@ class Step:
 
     @cached_property
     def attention_kinds(self) -> tuple[AttentionKind, ...]:
-        """The kinds of attention in the model, the one with most work first."""
+        """The kinds of attention in the model, the one with the most work first."""
         work: defaultdict[AttentionKind, float] = defaultdict(float)
         for task in self.tasks:
             if task.kind == TaskKind.SPARSE_ATTENTION and task.attention is not None:

@@ -1,4 +1,4 @@
-"""Tracing of a jaxpr into operations on arrays whose dimensions have logical axes.
+"""Traces a jaxpr into operations on arrays whose dimensions have logical axes.
 
 A jaxpr knows sizes only. Here every dimension of every value has the logical axes that it consists of, major to minor:
 flattening heads makes one dimension of two axes, and splitting the dimension restores them. Names enter with the
@@ -34,13 +34,13 @@ from shardplan.runtime.private_jax import scan_counts
 EXCHANGES = (
     "slices, sorts and scans along batch or positions, of which the exchange along a sharded axis is not counted"
 )
-"""What a plan says of a program that moves elements of activations along batch or positions."""
+"""Text in a plan on a program that moves elements of activations along batch or positions."""
 GIVEN_BLOCKS = "attend_to_blocks"
-"""The scope of attention to blocks that a rule selects."""
+"""Named scope of attention to blocks that a rule selects."""
 DENSE_BLOCKS = (
     f"calls of {GIVEN_BLOCKS}, counted as dense operations that the compiler partitions: estimates are too low"
 )
-"""What a plan says of a program with such attention."""
+"""Text in a plan on a program with such attention."""
 
 
 class ArrayClass(StrEnum):
@@ -48,18 +48,18 @@ class ArrayClass(StrEnum):
 
     PARAMETER = "parameter"
     STATE = "state"
-    """Stored beside the parameters from one step to the next, as an optimizer's moments are."""
+    """Arrays stored from one step to the next, such as an optimizer's moments, parameters excluded."""
     INPUT = "input"
     """Data that comes with every step, such as tokens."""
 
 
 class Argument(NamedTuple):
-    """An argument of a program that is traced."""
+    """An argument of the program to trace."""
 
     axes: tuple[str | None, ...]
-    """The logical axis of each dimension; None where there is none."""
+    """Logical axis of each dimension; None for a dimension without one."""
     path: str | None = None
-    """Where the array is in the model or in the state; None for an input."""
+    """Path of the array in the model or the state; None for an input."""
     array_class: ArrayClass = ArrayClass.INPUT
 
     @classmethod
@@ -76,25 +76,25 @@ class Trace:
     """The values, which operations refer to by index."""
     operations: tuple[Operation, ...]
     arguments: tuple[int, ...]
-    """Indices of the program's arguments."""
+    """Indices of the program's arguments among the values."""
     argument_classes: tuple[ArrayClass, ...]
-    """The class of each argument."""
+    """Class of each argument."""
     results: tuple[int, ...]
-    """Indices of the program's results."""
+    """Indices of the program's results among the values."""
     updates: tuple[int, ...]
-    """Indices of the results that are written over arguments, as updated parameters are."""
+    """Indices of the results that are written over arguments, such as updated parameters."""
     merged_axes: dict[str, Dim]
-    """Logical axis -> the axes that it is split into elsewhere in the program (heads: kv_head x q_heads_per_group)."""
+    """Logical axis -> axes into which other parts of the program split it (heads: kv_head x q_heads_per_group)."""
     unnamed: Counter[str]
     """Primitive -> number of its results that could not be named."""
     unpriced: Counter[str]
-    """Primitive of which neither FLOPs nor bytes nor collectives are counted -> how often it occurs."""
+    """Primitive without counted FLOPs, bytes and collectives -> number of occurrences."""
     resized_axes: frozenset[str]
     """Logical axes of which slices are taken."""
     input_axes: tuple[str, ...]
     """The logical axes of the program's inputs, which number tokens: batch and positions."""
     approximations: Counter[str]
-    """Text of `Primitive.approximation`, or `EXCHANGES` -> how often it applies."""
+    """Text of `Primitive.approximation`, or `EXCHANGES` -> number of occurrences."""
 
     def arguments_of(self, array_class: ArrayClass) -> tuple[TracedArray, ...]:
         """Return the traced arrays of the arguments of one `ArrayClass`."""
@@ -156,7 +156,7 @@ class _Tracer:
         self.approximations: Counter[str] = Counter()
 
     def add_value(self, array: TracedArray) -> int:
-        """Add a value; returns its index."""
+        """Add a value, and return its index."""
         self.arrays.append(replace(array, is_local=True) if self.naming.is_local else array)
         return len(self.arrays) - 1
 
@@ -165,7 +165,7 @@ class _Tracer:
         return self.add_value(TracedArray(tuple(((None, size),) for size in atom.aval.shape), itemsize_of(atom)))
 
     def run(self, jaxpr: Any, inputs: Sequence[int], out: list[Operation], scope: str) -> list[int]:
-        """Append the operations of `jaxpr` to `out`; returns the indices of its results."""
+        """Append the operations of `jaxpr` to `out`, and return the indices of its results."""
         values = dict(zip(jaxpr.invars, inputs, strict=True))
         values |= {constant: self.add_unnamed(constant) for constant in jaxpr.constvars}
 
@@ -180,7 +180,7 @@ class _Tracer:
         return [read(atom) for atom in jaxpr.outvars]
 
     def trace_equation(self, equation: Any, operands: list[int], out: list[Operation], label: str) -> list[int]:
-        """Append the operations of one equation to `out`; returns the indices of its results."""
+        """Append the operations of one equation to `out`, and return the indices of its results."""
         name = equation.primitive.name
         if name == "scan":
             return self.trace_scan(equation, operands, out, label)
@@ -230,7 +230,7 @@ class _Tracer:
     def trace_shard_map(
         self, equation: Any, body: Any, operands: list[int], out: list[Operation], label: str
     ) -> list[int]:
-        """Append a shard_map: changes of sharding before and after it, and what each device computes by itself.
+        """Append a shard_map: the changes of sharding at its start and end, and what each device computes in it.
 
         That is marked as local where it has matmuls. Grouped ones have rules of their own for parameters and sums
         (`shardplan.cost.gspmd`).
@@ -248,14 +248,14 @@ class _Tracer:
         return [self.leave_device(value, out, label) for value in results] if is_outer else results
 
     def trace_conversion(self, equation: Any, codes: int, out: list[Operation], label: str) -> int:
-        """Append the conversion of a kept weight, and return its result, which each device computes for itself."""
+        """Append the conversion of a kept weight, and return its result, which each device computes separately."""
         numbers = replace(self.arrays[codes], itemsize=itemsize_of(equation.outvars[0]), weight=None, is_local=True)
         result = self.add_value(numbers)
         out.append(Operation(OperationKind.CONVERSION, (codes,), (result,), label, CONVERSION))
         return result
 
     def gather_parameter(self, value: int, out: list[Operation], label: str) -> int:
-        """Append the gather of a parameter at the start of a shard_map; returns each device's own copy."""
+        """Append the gather of a parameter at the start of a shard_map, and return each device's copy."""
         array = self.arrays[value]
         if array.weight is None:
             return value
@@ -264,7 +264,7 @@ class _Tracer:
         return local
 
     def leave_device(self, value: int, out: list[Operation], label: str) -> int:
-        """Append a view of a device's result as a value of the program around the shard_map."""
+        """Append a view that makes a device's result a value of the program outside of the shard_map."""
         if not self.arrays[value].is_local:
             return value
         result = self.add_value(replace(self.arrays[value], is_local=False))
@@ -291,7 +291,7 @@ class _Tracer:
         return results
 
     def trace_scan(self, equation: Any, operands: list[int], out: list[Operation], label: str) -> list[int]:
-        """Append a loop; its body is traced again until the names of its carry no longer change."""
+        """Append a loop, whose body is traced again until the names of its carry do not change any more."""
         p = equation.params
         body = p["jaxpr"]
         n_constants, n_carry = scan_counts(p)
@@ -333,7 +333,7 @@ class _Tracer:
         return [*after, *written]
 
     def name_rows(self, sums: TracedArray, indices: int) -> TracedArray:
-        """Name the rows of a lookup's gradient after its table, because the zeros that it adds to have no names.
+        """Name the rows of a lookup's gradient by its table, because the zeros that it is added to have no names.
 
         The indices tell which lookup it is the gradient of. Where they were computed again, the table is found by its
         shape and columns, if only one fits.
@@ -345,13 +345,13 @@ class _Tracer:
         return adopt_names(sums, tables.pop()) if len(tables) == 1 else sums
 
     def name_operands(self, operands: Sequence[int], result: TracedArray) -> None:
-        """Name the operands of the result's shape: masks and tables of angles are made without names."""
+        """Name operands that have the result's shape, because masks and tables of angles are made without names."""
         for operand in operands:
             if shape_of(self.arrays[operand]) == shape_of(result):
                 self.name(operand, result.dims)
 
     def name(self, value: int, dims: Sequence[Dim]) -> None:
-        """Name the unnamed dimensions of a value, and of the values it is a view of.
+        """Name the unnamed dimensions of a value, and of the values that it is a view of.
 
         The result of a collective keeps its unnamed ones: each device has all of it, whatever it is added to.
         """
@@ -365,7 +365,7 @@ class _Tracer:
 
 
 def _may_be_equal(one: Sequence[Dim], other: Sequence[Dim]) -> bool:
-    """Whether dimensions have equal sizes, and equal axes where both axes are known."""
+    """Return whether dimensions have equal sizes, and equal axes where both axes are known."""
     return len(one) == len(other) and all(
         size_of(a) == size_of(b) and (a == b or any(name is None for name, _ in (*a, *b)))
         for a, b in zip(one, other, strict=True)
@@ -373,7 +373,7 @@ def _may_be_equal(one: Sequence[Dim], other: Sequence[Dim]) -> bool:
 
 
 def _called_jaxpr(equation: Any) -> tuple[Any, int] | None:
-    """The jaxpr that an equation calls once, and the number of its last operands that it passes; None for no call.
+    """Return the jaxpr that an equation calls once, and how many of its last operands it passes; None for no call.
 
     A jaxpr among the parameters is called if it takes the operands as they are; that of a `reduce` takes scalars.
     """
@@ -393,18 +393,18 @@ def _called_jaxpr(equation: Any) -> tuple[Any, int] | None:
 
 
 def _is_choice_of_platform(equation: Any) -> bool:
-    """Whether an equation chooses between branches for different kinds of devices."""
+    """Return whether an equation chooses between branches for different kinds of devices."""
     return equation.params.get("branches_platforms") is not None
 
 
 def _branch_of_tpu(platforms: Sequence[Sequence[str] | None]) -> int:
-    """Index of the branch that TPUs run: the one for TPUs, or else the default."""
+    """Return the index of the branch that TPUs run: the one for TPUs, or else the default."""
     named = [i for i, names in enumerate(platforms) if names is not None and "tpu" in names]
     return named[0] if named else [names is None for names in platforms].index(True)
 
 
 def _has_primitive(jaxpr: Any, name: str) -> bool:
-    """Whether a jaxpr, or one that it calls, has an equation of the primitive `name`."""
+    """Return whether a jaxpr, or one that it calls, has an equation of the primitive `name`."""
     return any(
         equation.primitive.name == name
         or any(_has_primitive(called, name) for called in jex.jaxprs_in_params(equation.params))
@@ -413,5 +413,5 @@ def _has_primitive(jaxpr: Any, name: str) -> bool:
 
 
 def _shapes(atoms: Sequence[Any]) -> list[tuple[int, ...] | None]:
-    """Shapes of atoms; None for an atom that is no array, such as a reference."""
+    """Return the shapes of atoms; None for an atom that is no array, such as a reference."""
     return [getattr(atom.aval, "shape", None) for atom in atoms]

@@ -1,4 +1,4 @@
-"""Calls of Native Sparse Attention that are computed again, and whose blocks the forward pass has kept.
+"""Removes the selected blocks from recomputed calls of Native Sparse Attention, if the forward pass kept them.
 
 Such a call attends to the kept blocks, and selects none. Its operation has the sum of the branches as its only result.
 """
@@ -11,7 +11,7 @@ from shardplan.program.operations import REMATERIALIZED_SCOPE, Operation
 
 
 def without_unread_blocks(operations: Iterable[Operation]) -> tuple[Operation, ...]:
-    """Return operations of which no call that is computed again has blocks as a result that nothing reads."""
+    """Return operations in which recomputed calls lack the result for selected blocks if nothing reads it."""
     operations = tuple(
         replace(each, body=without_unread_blocks(each.body)) if each.body else each for each in operations
     )

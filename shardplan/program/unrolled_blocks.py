@@ -8,7 +8,7 @@ from haliax.nn.scan import BlockSeq
 
 
 def trace_equal_blocks_once(module: Any) -> Any:
-    """Make block sequences of `module` call all blocks of one structure through one `jax.jit`.
+    """Make block sequences of `module` call all blocks of equal structure through one `jax.jit`.
 
     After the first call its cache has the jaxpr of the block, so that JAX traces one layer and not a hundred. The
     traced program has the same operations in the same order.

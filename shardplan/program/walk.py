@@ -1,4 +1,4 @@
-"""The walk through a traced program that lists its tasks and the live buffers at every point."""
+"""Walks through a traced program, and lists its tasks and the live buffers at every point."""
 
 import itertools
 from collections import Counter, defaultdict
@@ -27,10 +27,10 @@ from shardplan.program.unread_blocks import without_unread_blocks
 
 
 class PlacedPoint(NamedTuple):
-    """The live buffers at a point of the program, and which operation runs."""
+    """The live buffers at a point of the program, and the operation that runs."""
 
     place: tuple[int, bool]
-    """The first result of the operation, and whether it writes its results already; no two points have the same."""
+    """First result of the operation, and whether it already writes its results; unique for each point."""
     label: PointLabel
     buffers: Counter[LiveBuffer]
 
@@ -55,7 +55,7 @@ def walk(trace: Trace) -> Walk:
 
 
 def build_step(trace: Trace) -> Step:
-    """The tasks and program points of `trace`."""
+    """Return the tasks and program points of `trace`."""
     walked = walk(trace)
     # of points with equal buffers one is enough for a peak: unrolled layers have many
     points = {frozenset(point.buffers.items()): tuple(point.buffers.items()) for point in walked.points}
@@ -76,7 +76,7 @@ def build_step(trace: Trace) -> Step:
 
 
 def _made_of_state(trace: Trace) -> set[int]:
-    """Return the values computed from state beside the parameters, such as an optimizer's moments.
+    """Return the values computed from stored state other than parameters, such as an optimizer's moments.
 
     The compiler updates one parameter after the other, so that no more than one of these is in memory at a time.
     """
@@ -130,7 +130,7 @@ class _Sequence:
         self.matmuls_before = MatmulsBefore(loop)
 
     def run(self, carried: Set[int], outside: Counter[LiveBuffer]) -> list[PlacedPoint]:
-        """Add the tasks of the sequence; returns the live buffers at each of its program points.
+        """Add the tasks of the sequence, and return the live buffers at each of its program points.
 
         Args:
             carried: values that are in memory from the start until their last use.
@@ -190,7 +190,7 @@ class _Sequence:
     def _while_writing(
         self, operation: Operation, buffers: Counter[LiveBuffer], last_used: Set[int], written: Set[int]
     ) -> Counter[LiveBuffer]:
-        """Return `buffers` while `operation` runs: an elementwise one writes results over inputs of their shape.
+        """Return `buffers` while `operation` runs; an elementwise one writes results over inputs of the same shape.
 
         Args:
             last_used: inputs that no later operation reads.
@@ -206,7 +206,7 @@ class _Sequence:
         return buffers - in_place - sums + summed
 
     def _held_for_gradients(self, i: int, used_up: Set[int]) -> Iterator[LiveBuffer]:
-        """Yield what stays in memory for the gradients of experts while operation `i` runs.
+        """Yield the buffers that stay in memory for the gradients of experts while operation `i` runs.
 
         Args:
             used_up: values that no later operation reads.
@@ -220,14 +220,14 @@ class _Sequence:
             yield from (self._buffer_of(BufferRole.GATHERED_ROWS, value) for value in self.held.gathered_rows)
 
     def _local_gradients(self, operation: Operation) -> Iterator[LiveBuffer]:
-        """Yield a device's own gradients that `operation` sums over devices, which the compiler does later."""
+        """Yield the devices' own gradients that `operation` sums over devices; the compiler sums them later."""
         if operation.is_local and operation.collective == CollectiveKind.ALL_REDUCE:
             yield from (
                 self._make_buffer(BufferRole.LOCAL_GRADIENT, array) for array in self._arrays(operation.operands)
             )
 
     def _last_uses(self) -> dict[int, int]:
-        """Value -> the last operation that reads it."""
+        """Return value -> the last operation that reads it."""
         return {
             source: i
             for i, operation in enumerate(self.fusion.operations)
@@ -236,7 +236,7 @@ class _Sequence:
         }
 
     def _weight_uses(self) -> dict[TracedArray, tuple[int, int]]:
-        """Parameter -> the first and the last operation that multiplies with it."""
+        """Return parameter -> the first and the last operation that multiplies by it."""
         uses: dict[TracedArray, tuple[int, int]] = {}
         for i, operation in enumerate(self.fusion.operations):
             if not self.fusion.is_executed(operation):
@@ -251,7 +251,7 @@ class _Sequence:
         return uses
 
     def _gathered(self) -> list[Counter[LiveBuffer]]:
-        """Return the gathered and prefetched weights while each operation runs.
+        """Return the gathered and prefetched weights during each operation.
 
         A transfer for an operation may run during an earlier one, from the start of the same body of a loop or of the
         program; behind a loop it waits for the end of the loop, unless it is done at the start.
@@ -282,7 +282,7 @@ class _Sequence:
         return reordered
 
     def _add_loop(self, loop: Operation, live: Set[int], outside: Counter[LiveBuffer]) -> list[PlacedPoint]:
-        """Add the tasks of a loop; returns the points of its body."""
+        """Add the tasks of a loop, and return the points of its body."""
         written = {value for stack, value in loop.slices if stack in loop.results}
         ends = written | {end for _, _, end, _ in loop.carried}
         starts = {start for _, start, _, _ in loop.carried if self.arrays[start].dims}
@@ -304,7 +304,7 @@ class _Sequence:
         return points
 
     def _copied_by_next_loop(self) -> list[list[LiveBuffer]]:
-        """Return for each operation the copies of stacked parameters that the next loop after it reads."""
+        """Return, for each operation, the copies of stacked parameters that the next loop after it reads."""
         copied: list[list[LiveBuffer]] = []
         following: list[LiveBuffer] = []
         for operation in reversed(self.fusion.operations):
@@ -313,7 +313,7 @@ class _Sequence:
         return copied[::-1]
 
     def _copied(self, loop: Operation) -> list[LiveBuffer]:
-        """Stacks of stored parameters that the loop takes slices of, and contracts along one dimension."""
+        """Return the stacks of stored parameters that the loop slices and contracts along one dimension."""
         contracted = set()
         for operation in loop.body:
             is_plain = operation.kind == OperationKind.CONTRACTION and len(operation.contracted) == 1
@@ -331,7 +331,7 @@ class _Sequence:
                 yield self._log_sums[value]
 
     def _live_buffer(self, value: int) -> LiveBuffer:
-        """The buffer of a value between its operation and its last use."""
+        """Return the buffer of a value between its operation and its last use."""
         if value not in self._live_buffers:
             self._live_buffers[value] = self._buffer_of(BufferRole.LIVE, value)
         return self._live_buffers[value]
@@ -349,7 +349,7 @@ class _Sequence:
         attention: AttentionKind | None = None,
         experts: ExpertKind | None = None,
     ) -> LiveBuffer:
-        """Make a buffer, in which the first parameter of a shape and type stands for all of them."""
+        """Make a buffer; the first parameter of a shape and type stands for all of them."""
         array, *related_arrays = (
             each if each.weight is None else self.first_weights.setdefault(replace(each, weight=None), each)
             for each in (array, *related)
@@ -387,7 +387,7 @@ class _Sequence:
             yield make(BufferRole.KEYS_OR_VALUES, keys, () if is_scores(results[0]) else results, attention=kind)
 
     def _make_task(self, operation: Operation) -> Task:
-        """Return the task of an operation, and note the weights that it uses."""
+        """Return the task of an operation, and record the weights that it uses."""
         is_hoisted = not self.hoisted.isdisjoint(operation.results)
         executions = self.outer_executions if is_hoisted else self.executions
         return make_task(operation, self.fusion, executions, self.used_weights)

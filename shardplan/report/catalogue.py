@@ -14,7 +14,7 @@ from shardplan.catalogue.released import ReleasedModel
 from shardplan.report.text import make_table, print_bullets, print_fact, print_first_fitting, print_wrapped
 
 LIST_LENGTH = 8
-"""Largest length of a list in a config.json that is printed in full."""
+"""Maximum length of a list in a config.json that is printed in full."""
 
 
 def print_overview(types: Sequence[TypeFacts], refused: Sequence[RefusedTypes], out: Console) -> None:

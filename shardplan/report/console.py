@@ -1,4 +1,4 @@
-"""Makes the console of an output stream: its width, and what happens when its reader stops early."""
+"""Makes the console of an output stream: its width, and its behaviour when its reader stops early."""
 
 import os
 from typing import TextIO
@@ -6,7 +6,7 @@ from typing import TextIO
 from rich.console import Console
 
 PIPED_WIDTH = 240
-"""Columns where the output is no terminal and COLUMNS is not set, so that a search finds whole rows."""
+"""Columns if the output is no terminal and COLUMNS is not set, wide enough that a search finds complete rows."""
 
 
 class _Console(Console):
@@ -18,7 +18,7 @@ class _Console(Console):
 
 
 def console(stream: TextIO) -> Console:
-    """Return a console on `stream`, as wide as the terminal, else as COLUMNS says, else `PIPED_WIDTH` columns."""
+    """Make a console on `stream`, as wide as the terminal, else as COLUMNS, else `PIPED_WIDTH` columns."""
     columns = os.environ.get("COLUMNS", "")
     piped_width = int(columns) if columns.isdecimal() and int(columns) else PIPED_WIDTH
     return _Console(file=stream, width=None if stream.isatty() else piped_width)

@@ -1,4 +1,4 @@
-"""Prints what the checks of a host found: the verdict first, then a line for each finding."""
+"""Prints the findings of a host's checks: the verdict first, then a line for each finding."""
 
 from collections import Counter
 from typing import Any

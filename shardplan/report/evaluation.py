@@ -37,7 +37,7 @@ def print_run_forecast(forecast: Mapping[str, Any], out: Console) -> None:
 
 
 def duration_text(seconds: float) -> str:
-    """A duration in its two largest units, such as 2 h 5 min; seconds below a minute."""
+    """Format a duration in its two largest units, such as 2 h 5 min; in seconds below a minute."""
     if seconds < 60:
         return f"{seconds:.2g} s"
     minutes = round(seconds / 60)
@@ -48,7 +48,7 @@ def duration_text(seconds: float) -> str:
 
 
 def _speed_lines(summary: Mapping[str, Any]) -> Iterator[str]:
-    """Yield how long weights and steps took."""
+    """Yield lines on the time that weights and steps took."""
     run, load = summary["run"], summary["load"]
     if load is None:  # the run only made the summary of results that were there
         return

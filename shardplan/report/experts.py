@@ -1,11 +1,11 @@
-"""Summarizes the use of experts in a line: the load of the busiest, and whether rows overflowed."""
+"""Summarizes the use of experts in one line: the load of the busiest, and whether rows overflowed."""
 
 from collections.abc import Mapping
 from typing import Any
 
 
 def experts_line(section: Mapping[str, Any]) -> str:
-    """Return the line that an evaluation prints of its experts.
+    """Return the line on its experts that an evaluation prints.
 
     >>> layers = [{"layer": 17, "load_max_over_mean": 1.43, "overflow_rows": 0, "further_rounds": 0}]
     >>> experts_line({"windows": 8, "all_windows": 8, "layers": layers})

@@ -1,4 +1,4 @@
-"""The tables of loss runs: nats per token, bits per byte and perplexity of every text; and differences of runs."""
+"""The tables of loss runs: nats per token, bits per byte and perplexity of every text, and differences between runs."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,7 +12,7 @@ from shardplan.report.text import make_table, print_first_fitting, print_wrapped
 
 
 def print_losses(summary: Mapping[str, Any], out: Console) -> None:
-    """Print the measures of all texts together, then a row per text (see `shardplan.eval.loss.measures`)."""
+    """Print the measures of all texts together, then one row per text (see `shardplan.eval.loss.measures`)."""
     total = summary["total"]
     text = (
         f" nats, perplexity {_number(total['perplexity'], 2)}, bits per byte {_number(total['bits_per_byte'], 4)}, "
@@ -41,7 +41,7 @@ def _text_table(rows: Mapping[str, Mapping[str, Any]], columns: int) -> Table:
 def print_loss_comparison(
     labels: Sequence[str], texts: Mapping[str, Mapping[str, Any]], total: Mapping[str, Any], out: Console
 ) -> None:
-    """Print the loss of every text in each run, and its difference from the first run; then all texts together.
+    """Print each text's loss in every run and its difference from the first run's; then those of all texts together.
 
     Args:
         labels: names of the runs.

@@ -1,4 +1,4 @@
-"""The environment of the HTML templates: strict, escaped, from the package alone."""
+"""The environment of the HTML templates: strict, escaping, and with templates of the package only."""
 
 import base64
 import hashlib
@@ -21,7 +21,7 @@ def environment() -> Environment:
 
 
 def prose(text: str) -> Markup:
-    """Return a message of the terminal for a page: what stands between backticks is code."""
+    """Convert a message of the terminal to HTML, in which text between backticks is code."""
     parts = text.split("`")
     if len(parts) % 2 == 0:  # a backtick without a second one
         return escape(text)
@@ -30,7 +30,7 @@ def prose(text: str) -> Markup:
 
 
 def ended(text: str) -> Markup:
-    """Return a message as `prose`, with a full stop unless it ends in a mark already."""
+    """Convert a message as `prose` does, with a full stop unless it ends with a punctuation mark."""
     return prose(text if text.endswith((".", "?", "!")) else f"{text}.")
 
 
@@ -40,5 +40,5 @@ def template_text(name: str) -> Markup:
 
 
 def script_hash(script: str) -> str:
-    """Return the source of a Content-Security-Policy that allows this script alone."""
+    """Return the Content-Security-Policy source that allows only this script."""
     return f"sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}"

@@ -1,4 +1,4 @@
-"""Text and tables that fit the width of a console: lines break at spaces only, and no word is broken."""
+"""Text and tables that fit the width of a console: lines break only at spaces, and words stay intact."""
 
 import re
 import textwrap
@@ -11,17 +11,17 @@ from rich.table import Table
 from rich.text import Text
 
 BULLET = "  · "
-"""What a reason begins with."""
+"""Beginning of a reason in a list."""
 LABEL_WIDTH = 14
-"""Columns of what a fact is about."""
+"""Columns of the labels of facts."""
 _TOGETHER = re.compile(r" (?=(?:->|x) )|(?<= ->) |(?<= x) |(?<=\d) (?=(?:s\b|%|[GKM]iB\b))")
-"""Spaces at which no line breaks: within `mlp -> model x data`, `replica 4 x data 8` and `1.09 s`."""
+"""Pattern for spaces at which lines do not break: in `mlp -> model x data`, `replica 4 x data 8` and `1.09 s`."""
 _UNLIMITED = 10_000
-"""Columns that no table fills."""
+"""More columns than any table fills."""
 
 
 def print_wrapped(text: str, out: Console, first: str | Text = "", indent: str | None = None, style: str = "") -> None:
-    """Print text on as many lines as it needs; a word that is longer than the console keeps its own line.
+    """Print text on as many lines as it needs; a word longer than the console has its own line.
 
     Args:
         first: what the first line begins with.
@@ -41,7 +41,7 @@ def print_wrapped(text: str, out: Console, first: str | Text = "", indent: str |
 
 
 def print_bullets(reasons: Iterable[str], out: Console) -> None:
-    """Print one item of a list per reason."""
+    """Print one list item per reason."""
     for reason in reasons:
         print_wrapped(reason, out, BULLET)
 
@@ -52,7 +52,7 @@ def print_fact(label: str, text: str, out: Console) -> None:
 
 
 def make_table(title: str, texts: Sequence[str], numbers: Sequence[str] = (), *, is_narrow: bool = False) -> Table:
-    """Make an empty table; of its columns only the first one wraps, at spaces.
+    """Make an empty table, of which only the first column wraps, at spaces.
 
     Args:
         texts: the titles of the columns of text.
@@ -69,12 +69,12 @@ def make_table(title: str, texts: Sequence[str], numbers: Sequence[str] = (), *,
 
 
 def fits(table: Table, out: Console) -> bool:
-    """Whether the table fits the console with every cell on one line."""
+    """Return whether the table fits the console with every cell on one line."""
     return _measure(table, out).maximum <= out.width
 
 
 def print_first_fitting(tables: Iterable[Table], out: Console) -> None:
-    """Print the first of the tables, which come from the fullest to the narrowest, that fits the console.
+    """Print the first table that fits the console; tables are in order from the fullest to the narrowest.
 
     If none fits with every cell on one line, print the first that fits when its first column wraps at spaces; if a word
     is too long for all of them, the last, which is then wider than the console.
@@ -93,7 +93,7 @@ def print_first_fitting(tables: Iterable[Table], out: Console) -> None:
 
 
 def with_path_ends(build: Callable[[list[str]], Table], paths: Sequence[str]) -> Iterator[Table]:
-    """Yield a table with whole paths, then with ever fewer of the last components of each; they stay distinct.
+    """Yield a table with complete paths, then with ever fewer of their last components; paths stay distinct.
 
     Args:
         build: makes the table from the paths to show, in the order of `paths`.
@@ -105,7 +105,7 @@ def with_path_ends(build: Callable[[list[str]], Table], paths: Sequence[str]) ->
 
 
 def _components(path: str) -> list[str]:
-    """The components of a path, each with the separator that follows it; a text with spaces is one component."""
+    """Split a path into components, each with the separator that follows it; a text with spaces is one component."""
     if " " in path:
         return [path]
     separator = "/" if "/" in path else "."
@@ -121,7 +121,7 @@ def _distinct_end(components: list[str], others: Sequence[list[str]], length: in
 
 
 def _spare_width(table: Table, out: Console) -> int:
-    """The number of columns that wrapping saves in the first column of a table."""
+    """Return the number of columns that wrapping saves in the first column of a table."""
     first = table.columns[0]
     if first.no_wrap:
         return 0

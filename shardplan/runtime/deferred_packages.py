@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import Any
 
 UNUSED = ("levanter", "datasets", "transformers.models")
-"""Packages of whose `__init__` shardplan uses nothing.
+"""Packages from whose `__init__` shardplan uses nothing.
 
 They import trainers, trackers and readers of data sets; that of `transformers.models` reads the sources of all models.
 """
@@ -25,7 +25,7 @@ class _DeferredPackage(ModuleType):
 
 
 class _ExecutedPackage(ModuleType):
-    """A package whose `__init__` ran late; reads names from the module in `sys.modules`, which it may have replaced."""
+    """A package whose `__init__` ran late; looks up names in the module in `sys.modules`, which may be another."""
 
     def __getattr__(self, name: str) -> Any:
         in_its_place = sys.modules[self.__name__]
@@ -41,7 +41,7 @@ def defer_unused_packages() -> None:
 
 
 def defer_package(name: str) -> None:
-    """Put off the `__init__` of an installed package until a name is asked for that no submodule has.
+    """Defer the `__init__` of an installed package until a name is used that is not one of its submodules.
 
     `importlib.util.LazyLoader` does not serve here: it executes a package when a second module imports it. A package
     that has been imported, or is not installed, is left alone.
@@ -54,7 +54,7 @@ def defer_package(name: str) -> None:
 
 
 def _find_spec(name: str) -> ModuleSpec | None:
-    """Find a package as `importlib.util.find_spec` does, which would execute the packages that it lies in."""
+    """Find a package as `importlib.util.find_spec` does, but without executing its parent packages."""
     outer, _, _ = name.rpartition(".")
     if not outer:
         return PathFinder.find_spec(name)

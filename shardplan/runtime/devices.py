@@ -57,7 +57,7 @@ def start_devices(slice_name: str, count: int, is_cpu: bool, facts: Mapping[str,
 
 
 def _join_processes(variables: ProcessVariables, is_cpu: bool, facts: Mapping[str, str]) -> None:
-    """Connect the processes of a run, as named by the environment or, on TPUs, by the cluster."""
+    """Connect the processes of a run, as given by the environment or, on TPUs, by the cluster."""
     if variables.address is None and not is_cpu and (cluster := detect_cluster()) is not None:
         variables = ProcessVariables(*cluster)
     if variables.address is not None:
@@ -70,7 +70,7 @@ def is_first_process() -> bool:
 
 
 def slice_from(devices: Sequence[Device]) -> Slice:
-    """Return the hardware whose devices are exactly `devices`: one slice, or several.
+    """Return the slice, or several slices, whose devices are exactly `devices`.
 
     Raises:
         ConfigError: the device kind is unknown.

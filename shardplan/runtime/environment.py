@@ -1,4 +1,4 @@
-"""The environment variables that JAX reads at its start, read and set before its import. Imports no JAX."""
+"""Reads and sets, before JAX is imported, the environment variables that it reads at its start. Imports no JAX."""
 
 import atexit
 import gc
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from shardplan.errors import ConfigError
 
 STARTED = time.monotonic()
-"""When this process began to import this package."""
+"""Time, by the monotonic clock, at which this process began to import this package."""
 PLATFORMS, CPU_DEVICES = "JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES"
 ADDRESS, PROCESS_COUNT, PROCESS_ID = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 MAX_PORT = 65535
@@ -17,17 +17,17 @@ MAX_PORT = 65535
 
 @dataclass(frozen=True)
 class ProcessVariables:
-    """The processes of a run, as the environment of each of them gives them."""
+    """The processes of a run, as each process's environment describes them."""
 
     address: str | None
-    """Host and port of process 0; None if JAX has to find the others, or this process is the only one."""
+    """Host and port of process 0; None if JAX has to find the others, or if this is the only process."""
     count: int
     index: int
-    """Number of this process."""
+    """Number of this process within the run."""
 
 
 def compute_on_cpu() -> None:
-    """Make JAX use only the CPU, whatever the environment says: planning and compiling need no accelerator.
+    """Make JAX use only the CPU, whatever the environment says, because planning and compiling need no accelerator.
 
     Without this JAX looks for a TPU where libtpu is installed, which takes seconds, and fails where there is none.
     Python no longer looks for unreachable objects, neither now nor when it exits: imports and searches make millions of
@@ -39,7 +39,7 @@ def compute_on_cpu() -> None:
 
 
 def check_environment() -> None:
-    """Check the variable that JAX itself reads, and with a traceback refuses, when it is imported.
+    """Check the variable that JAX itself reads when it is imported, and would refuse with a traceback.
 
     Raises:
         ConfigError: it is not a number.
@@ -49,7 +49,7 @@ def check_environment() -> None:
 
 
 def read_process_variables() -> ProcessVariables:
-    """Read the coordinator's address, the number of processes and this one's index from the environment.
+    """Read the coordinator's address, the number of processes and this process's index from the environment.
 
     Raises:
         ConfigError: a variable is missing, or has a value that it cannot have.
@@ -70,7 +70,7 @@ def read_process_variables() -> ProcessVariables:
 
 
 def _number(name: str, minimum: int) -> int:
-    """Return the value of a variable that must be a number."""
+    """Return the value of a variable that must hold a number."""
     text = os.environ.get(name)
     if text is None:
         raise ConfigError(f"{name} is not set; set it to a number in the environment of every process")

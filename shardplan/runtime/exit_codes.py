@@ -1,4 +1,4 @@
-"""From exceptions to exit codes: an expected error becomes one line on stderr."""
+"""Converts exceptions to exit codes: an expected error becomes one line on stderr."""
 
 import contextlib
 import errno
@@ -21,7 +21,7 @@ from shardplan.runtime.signals.interrupts import interrupts_after_imports
 STDOUT, STDERR = 1, 2
 """File descriptors."""
 RAISED_S = 2.0
-"""Seconds in which the main thread raises and reports a problem of another process by itself, if it can."""
+"""Seconds that the main thread gets to raise and report another process's problem by itself."""
 INTERRUPTED = 130
 """Exit code after Ctrl-C; see the table in `shardplan.errors`."""
 
@@ -38,7 +38,7 @@ def run(name: str, main: Callable[[list[str]], None], argv: Sequence[str]) -> in
     is_reported = threading.Event()
 
     def end(problem: ShardplanError) -> None:
-        """End this process, whose main thread may be in a collective that never returns."""
+        """End this process, even if its main thread is in a collective that never returns."""
         if not is_reported.wait(RAISED_S):
             _print_error(name, str(problem))
         _exit(problem.exit_code)
@@ -69,7 +69,7 @@ def run(name: str, main: Callable[[list[str]], None], argv: Sequence[str]) -> in
 
 
 def end_process(problem: ShardplanError) -> NoReturn:
-    """Print a problem as one line, and end this process with its exit code, without waiting for its threads.
+    """Print a problem on one line, and end this process with its exit code, without waiting for its threads.
 
     For programs that hand it to `shardplan.watch`: their main thread may be in a collective that never returns.
     """
@@ -93,7 +93,7 @@ def _print_error(name: str, message: str) -> None:
 
 
 class _Output(io.FileIO):
-    """A file descriptor that ignores what is written once the reader (head, less) has gone.
+    """A file descriptor that ignores what is written to it after the reader (head, less) has closed it.
 
     That ends the output, and neither the work nor what is written elsewhere.
     """
@@ -107,7 +107,7 @@ class _Output(io.FileIO):
 
 @contextlib.contextmanager
 def _separate_streams() -> Iterator[None]:
-    """Reserve stdout for this package's output, in an encoding that can write it; all other output goes to stderr.
+    """Reserve stdout for this package's output, in an encoding that can represent it; other output goes to stderr.
 
     gloo writes a line on file descriptor 1 for every connection, which would be part of the JSON of `--json -`.
     """

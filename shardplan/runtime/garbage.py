@@ -1,4 +1,4 @@
-"""Pauses the collection of garbage while many objects are made that form no cycles."""
+"""Pauses garbage collection while many objects without reference cycles are made."""
 
 import gc
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """Disable garbage collection, which goes through all objects of JAX and a hundred thousand tensors each time."""
+    """Disable garbage collection, each run of which visits all objects of JAX and a hundred thousand tensors."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""Whether the devices of this run are of the generation that a plan is for."""
+"""Checks that the devices of this run are of the generation that a plan is for."""
 
 import jax
 
@@ -8,7 +8,7 @@ from shardplan.hardware.generations import generation_of_device
 
 
 def check_generation(hardware: Slice) -> None:
-    """Check that JAX's devices are of the slice's generation: another has other memory and speed.
+    """Check that JAX's devices are of the slice's generation, because another has other memory and speed.
 
     Devices of a kind that has no hardware data pass.
 

@@ -1,4 +1,4 @@
-"""The private parts of JAX that shardplan uses, and no other module may use.
+"""The private parts of JAX that shardplan uses; only this module may use them.
 
 Their names and parameters are checked when this module is imported, so that another version of JAX fails at once, with
 one line that says what differs, and not in the middle of a run.
@@ -22,9 +22,9 @@ from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info
 from shardplan.errors import ConfigError
 
 DETECTION_S = 300
-"""Most seconds until the name of the first host of a cluster is known."""
+"""Maximum seconds until the name of a cluster's first host is known."""
 TESTED = "0.11.2"
-"""All tests of shardplan pass with this version of JAX."""
+"""Version of JAX with which all tests of shardplan pass."""
 ATTENTION_INPUTS = ("q", "k", "v", "segment_ids", "sinks")
 ATTENTION_GRADIENTS = ("logsumexp", "do", "di")
 SETTINGS = ("is_mqa", "mask_value", "attn_logits_soft_cap", "mask_function", "interpret")
@@ -42,7 +42,7 @@ EXPECTED_PARAMETERS: Mapping[str, tuple[str, ...]] = {
         *SETTINGS, *LAYOUTS,
     ),
 }  # fmt: skip
-"""Function of splash attention -> its parameters: those of the forward pass in order, and of the others the arrays."""
+"""Function of splash attention -> its parameters: for the forward pass all in order, for the others only arrays."""
 
 
 def _check() -> None:
@@ -86,7 +86,7 @@ SplashBlockSizes = splash.BlockSizes
 SplashMaskInfo = MaskInfo
 SplashSegmentIds = splash.SegmentIds
 MASKED_SCORE: float = splash.DEFAULT_MASK_VALUE
-"""Score that the kernels of splash attention give to pairs that the mask excludes."""
+"""Score that the kernels of splash attention give to masked pairs."""
 splash_forward: Callable[..., Any] = splash._splash_attention_forward
 splash_query_gradient: Callable[..., Any] = splash._splash_attention_bwd_dq
 splash_key_value_gradients: Callable[..., Any] = splash._splash_attention_bwd_dkv
@@ -94,14 +94,14 @@ splash_key_value_gradients: Callable[..., Any] = splash._splash_attention_bwd_dk
 
 @contextmanager
 def named_splash_residuals(name: str) -> Iterator[None]:
-    """Let splash attention, by whoever calls it, give its output and its log-sum-exp a name, until the block ends."""
+    """Make splash attention, whoever calls it, name its output and its log-sum-exp within the context."""
     make_named = partial(splash.make_splash_mha, residual_checkpoint_name=name)
     with mock.patch.object(splash, "make_splash_mha", make_named):
         yield
 
 
 def detect_cluster() -> tuple[str, int, int] | None:
-    """Return the cluster's address of process 0, its number of processes, and the index of this one.
+    """Return the cluster's address of process 0, its number of processes, and the index of this process.
 
     Such as Cloud TPU, Slurm or Kubernetes; None if JAX recognises none.
     """
@@ -117,34 +117,34 @@ def count_tpu_chips() -> tuple[int, str]:
 
 
 def process_count() -> int:
-    """Number of processes that `jax.distributed` has connected; 1 if it was not started."""
+    """Return the number of processes that `jax.distributed` has connected; 1 if it was not started."""
     return int(distributed.global_state.num_processes or 1)
 
 
 def coordinator_address() -> str | None:
-    """Address (host:port) of process 0; None if `jax.distributed` was not started."""
+    """Return the address (host:port) of process 0; None if `jax.distributed` was not started."""
     address: str | None = distributed.global_state.coordinator_address
     return address
 
 
 def key_value_store() -> Any:
-    """Client of the key-value store in process 0; None if `jax.distributed` was not started."""
+    """Return the client of the key-value store in process 0; None if `jax.distributed` was not started."""
     return distributed.global_state.client
 
 
 def start_coordination_service(port: int, count: int) -> Any:
-    """Start the service through which JAX connects `count` processes, at a port of all interfaces; returns it."""
+    """Start and return the service through which JAX connects `count` processes, at a port of all interfaces."""
     return _jax.get_distributed_runtime_service(f"[::]:{port}", count)
 
 
 def reached_preemption_sync_point(number: int) -> bool:
-    """Whether all processes must stop at this point, numbered alike by all; False if JAX does not watch."""
+    """Return whether all processes must stop at this point, which all number alike; False if JAX does not watch."""
     manager = distributed.global_state.preemption_sync_manager
     return manager is not None and bool(manager.reached_sync_point(number))
 
 
 def abandon_coordination() -> None:
-    """Make JAX not wait for other processes at exit, because one of them will never reach its end."""
+    """Make JAX skip the wait for other processes at exit, because one of them will never reach its end."""
     state = distributed.global_state
     for each in (state.client, state.preemption_sync_manager):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))  # for ever: their destructors would wait
@@ -152,7 +152,7 @@ def abandon_coordination() -> None:
 
 
 def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
-    """Number of constants and of carried values among the operands of a scan in a jaxpr; what is left is its stacks."""
+    """Return the numbers of constants and carried values among a scan's operands; the other operands are stacks."""
     if "ft_in" in params:  # JAX 0.11
         constants, carry, _ = params["ft_in"].unpack()
         return len(constants), len(carry)

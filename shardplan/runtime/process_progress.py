@@ -1,4 +1,4 @@
-"""Progress of work that the processes of a run share: the first process shows it."""
+"""Progress of work that the processes of a run share, displayed by the first process."""
 
 import contextlib
 import time

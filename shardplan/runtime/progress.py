@@ -20,22 +20,22 @@ FIRST_LINE_S, LINE_INTERVAL_S = 1.0, 5.0
 REFRESHES_PER_SECOND = 4
 BAR_WIDTH = 20
 BYTES = "B"
-"""The unit of a progress that counts bytes."""
+"""The unit of a progress in bytes."""
 
 
 def size_text(*nbytes: int) -> str:
-    """Return numbers of bytes, as in `0.50 of 2.00 GiB`; in MiB if the last is below a tenth of a GiB."""
+    """Format numbers of bytes, as in `0.50 of 2.00 GiB`; in MiB if the last one is below a tenth of a GiB."""
     unit, name = (GIB, "GiB") if nbytes[-1] >= GIB / 10 else (2**20, "MiB")
     return f"{' of '.join(f'{amount / unit:.2f}' for amount in nbytes)} {name}"
 
 
 def rate_text(bytes_per_second: float) -> str:
-    """Return a speed in GB/s, or in MB/s below a tenth of that."""
+    """Format a speed in GB/s, or in MB/s below a tenth of a GB/s."""
     return f"{bytes_per_second / 1e9:.2f} GB/s" if bytes_per_second >= 1e8 else f"{bytes_per_second / 1e6:.2f} MB/s"
 
 
 def print_note(line: str) -> None:
-    """Print a line on stderr, such as where the results are; nothing if only errors are logged (`--quiet`)."""
+    """Print a line on stderr, such as the location of the results; nothing if only errors are logged (`--quiet`)."""
     if not _is_quiet():
         print(line, file=sys.stderr)
 
@@ -46,16 +46,16 @@ def _is_quiet() -> bool:
 
 @dataclass
 class Progress:
-    """The progress of a job, displayed by another thread until the block of `show_progress` ends."""
+    """The progress of a job, displayed by another thread within the context of `show_progress`."""
 
     label: str
-    """What is done."""
+    """Name of the job."""
     unit: str = ""
     total: int = 0
-    """Amount of work in `unit`; 0 for a job that says in `note` how far it is."""
+    """Amount of work in `unit`; 0 for a job whose `note` says how far it is."""
     done: int = 0
     note: str = ""
-    """What is done just now."""
+    """Text on the current step."""
     started: float = field(default_factory=time.perf_counter)
 
     def update(self, amount: int) -> None:
@@ -67,7 +67,7 @@ class Progress:
         self.note = note
 
     def describe(self) -> str:
-        """Work done, rate, time left and note, on one line without the label."""
+        """Format work done, rate, time left and note on one line, without the label."""
         seconds = time.perf_counter() - self.started
         if not self.total:
             return f"{self.note} ({seconds:.0f} s)"
@@ -83,7 +83,7 @@ class Progress:
 
 @contextlib.contextmanager
 def show_progress(progress: Progress, is_shown: bool = True) -> Iterator[Progress]:
-    """Show `progress` on stderr until the block ends, unless only errors are logged (`--quiet`)."""
+    """Show `progress` on stderr within the context, unless only errors are logged (`--quiet`)."""
     if not is_shown or _is_quiet():
         yield progress
         return

@@ -1,4 +1,4 @@
-"""Output files and folders: the check before long work that they can be written, and the writing."""
+"""Output files and folders: checks before long work that they can be written, and writes them."""
 
 import contextlib
 import os
@@ -57,7 +57,7 @@ def write_text(key: str, path: str, text: str) -> None:
 
 @contextlib.contextmanager
 def _errors_named(key: str, path: str) -> Iterator[None]:
-    """Turn an error of the operating system into one that names the configuration key and its path."""
+    """Convert an error of the operating system to one that names the configuration key and its path."""
     try:
         yield
     except OSError as error:

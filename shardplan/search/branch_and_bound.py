@@ -17,7 +17,7 @@ from shardplan.search.subproblem.mesh_subproblem import enumerate_subproblems
 def search_meshes(
     space: Space, meshes: Sequence[dict[str, int]], ranking: Ranking, statistics: SearchStatistics
 ) -> bool:
-    """Add the fastest candidates that fit to `ranking`: a group per mesh and mapping of batch, positions and residual.
+    """Add the fastest candidates that fit to `ranking`, a group per mesh and mapping of batch, positions and residual.
 
     Returns:
         False if every mapping would be too slow for the ranking even with unlimited memory.
@@ -50,7 +50,7 @@ def search_meshes(
 def find_smallest(
     space: Space, meshes: Sequence[dict[str, int]], limit_bytes: float, statistics: SearchStatistics
 ) -> Candidate | None:
-    """The candidate with the smallest peak memory, even if it does not fit; None if no peak is below `limit_bytes`."""
+    """Return the candidate with the smallest peak memory, even if it does not fit; None if none is below the limit."""
     best: Candidate | None = None
     # the one that may be smallest comes first, so that its size excludes most others: no time excludes any here
     for subproblem in sorted(enumerate_subproblems(space, meshes, statistics), key=lambda each: each.min_bytes):

@@ -1,4 +1,4 @@
-"""The batch of most tokens per second, where `workload.batch` is auto.
+"""Chooses the batch with the most tokens per second, if `workload.batch` is auto.
 
 In training the batch decides what is learned as well, so that it is chosen between a floor and a ceiling of tokens per
 step, `step_tokens`. Microbatches and gradient checkpointing are searched anew for every batch, if they are open.
@@ -16,11 +16,10 @@ from shardplan.plan.workload.workload import AUTO_BATCH
 from shardplan.search.search_configuration import search_configuration
 
 MAX_TOKENS = 2**20
-"""Most tokens of a step that are considered where no ceiling is given: beyond, larger steps are hardly faster, and
-results come late."""
+"""Default for the most tokens of a step to consider: larger steps are hardly faster, and results come late."""
 ANY_TOKENS = TokenRange(0, MAX_TOKENS)
 TIE = 0.01
-"""Of batches whose tokens per second differ by no more than this fraction, the smallest is taken."""
+"""Relative difference of tokens per second up to which batches tie; the smallest of tied batches is chosen."""
 
 
 def choose_batch(config: PlanConfig, model: Model, own_attention: bool = False) -> PlanConfig:
@@ -79,7 +78,7 @@ def _empty_range_text(text: str | None, position: int, tokens: TokenRange, devic
 
 
 def batches(devices: int, position: int, tokens: TokenRange = ANY_TOKENS) -> Iterator[int]:
-    """Yield the batches that are considered, in order: powers of two, also times the odd part of the slice.
+    """Yield the batches to consider, in order: powers of two, and these times the odd part of the slice's size.
 
     With a floor, three times these are considered as well, so that a range whose end is twice its beginning has one.
     Without a floor, a batch of one sequence is considered even if it exceeds the ceiling.

@@ -1,4 +1,4 @@
-"""make_plan: searches for the fastest plan of a model and workload that fits on a slice."""
+"""Defines make_plan, which searches for the fastest plan of a model and workload that fits on a slice."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -117,7 +117,7 @@ def model_from_config(config: PlanConfig) -> Model:
 
 
 def model_in_folder(config: PlanConfig, folder: Folder | None) -> Model:
-    """Build the model that the configuration names, without weights, from a folder that is open already.
+    """Build the model that the configuration names, without weights, from an open folder.
 
     >>> from shardplan.config import load_config
     >>> model_in_folder(load_config(model={"config": "pythia-70m"}), None).positions
@@ -161,13 +161,13 @@ def fit_position[C: PlanConfig](config: C, model: Model) -> C:
 
 
 def _has_default_position(config: PlanConfig) -> bool:
-    """Whether the number of positions was left to its default."""
+    """Return whether the number of positions has its default."""
     work = config.workload
     return "workload.position" not in config.given and work.window is None and work.position == Workload.position
 
 
 def _infeasible_error(smallest: RankedCandidate, requested: Workload) -> InfeasibleError:
-    """Return the error that no plan fits, which names the nearest miss and the missing memory.
+    """Return the error for a search without a plan that fits, with the nearest miss and the missing memory.
 
     Args:
         requested: the workload, with what it leaves to the search still open.
@@ -189,7 +189,7 @@ def _infeasible_error(smallest: RankedCandidate, requested: Workload) -> Infeasi
 
 
 def _full_host_error(candidate: Candidate) -> InfeasibleError:
-    """Return the error for hosts without room for the activations that are moved there."""
+    """Return the error for hosts without space for the activations that are moved there."""
     space = candidate.space
     needed, usable = host_bytes(space.step, candidate.assignment) / GIB, space.host_available_bytes / GIB
     return InfeasibleError(
@@ -250,7 +250,7 @@ def _caveats(ranked: RankedCandidate) -> Iterator[Caveat]:
 
 
 def _host_reasons(candidate: Candidate, cost: StepCost) -> Iterator[str]:
-    """Yield what a step keeps in the memory of hosts, if anything."""
+    """Yield reasons on what a step keeps in host memory, if anything."""
     if cost.host_copy_seconds:
         size = host_bytes(candidate.space.step, candidate.assignment)
         yield describe_host_copies(size, cost.host_copy_seconds, cost.exposed_host_copy_seconds)
@@ -262,7 +262,7 @@ def _choice_reasons(
     runner_up: RankedCandidate | None,
     cost: StepCost,
 ) -> list[str]:
-    """Explain why the plan was chosen, and which shardings were impossible; arguments as of `_plan`."""
+    """Explain why the plan was chosen, and which shardings were impossible; takes the arguments of `_plan`."""
     plan, statistics = cost.plan, result.statistics
     space = ranked.candidate.space
     has_kernel = space.step.has_attention and space.requires_kernel
@@ -288,7 +288,7 @@ def _choice_reasons(
 
 
 def _attention_reasons(candidate: Candidate, layers: Mapping[str, str]) -> list[str]:
-    """Explain how attention is computed where the plan chooses it, and compare other methods.
+    """Explain how attention is computed, if the plan chooses it, and compare other methods.
 
     Args:
         layers: name of each kind of attention -> its layers, in words.
@@ -339,14 +339,14 @@ def _expert_reasons(candidate: Candidate, model: Model) -> list[str]:
 
 
 def _form_reasons(ranked: RankedCandidate, model: Model) -> list[str]:
-    """Explain what keeping weights as they are stored would change, or decoding them; empty without codes."""
+    """Explain the effect of keeping weights as stored, or of decoding them; empty without codes."""
     workload = ranked.config.workload.resolve()
     other = estimate_other_form(ranked.candidate, model, workload)
     return [] if other is None else [describe_other_form(ranked.candidate, other, workload.param_dtype)]
 
 
 def _uneven_load(candidate: Candidate, model: Model) -> list[str]:
-    """Explain how a load as uneven as in trained models would change the step, if an even one is assumed."""
+    """Explain how a load as uneven as in trained models would change the step, if an even load is assumed."""
     space = candidate.space
     spread = measured_load_spread(model.is_decoder and has_corrections(model.config.segments))
     even, uneven = [], []

@@ -17,24 +17,23 @@ from shardplan.plan.workload.kinds import LogitBlocks
 from shardplan.plan.workload.workload import Workload
 
 OPEN_CHECKPOINTING_KINDS = (DEFAULT, "nested")
-"""Kinds of gradient checkpointing tried for `auto`: `default` with every choice of what becomes of activations.
+"""Kinds of gradient checkpointing tried for `auto`: `default`, with every option for activations.
 
 `recompute` is the same without a choice, and `save_all` keeps elementwise results as well, which takes longer to write
 and to read than to compute."""
 AUTO_CHECKPOINTING = (DEFAULT, "nested", "recompute", "save_all")
-"""Kinds tried for `auto` where these choices are not known."""
+"""Kinds tried for `auto` if the options for activations are not known."""
 HOST_CHECKPOINTING = ("offload_carries",)
-"""Kinds that are tried on TPUs as well then: they move activations to the memory of the host, which is another one
-there."""
+"""Kinds tried then on TPUs as well, which move activations to the memory of the host."""
 
 
 class OpenNumber(NamedTuple):
-    """A number of consecutive parts of a step that the workload may leave open, such as microbatches."""
+    """A number of consecutive parts of a step, such as microbatches, that the workload may leave open."""
 
     key: str
-    """The field of `Workload`, None where it is open."""
+    """The field of `Workload`; its value is None if the number is open."""
     values: Callable[[Workload, Slice, int], Sequence[int | None]]
-    """Takes the workload, the slice and the number of tokens in the vocabulary; returns what is tried, ascending.
+    """Function of workload, slice and vocabulary size -> numbers to try, ascending.
 
     The only value is None for a workload that has no such parts."""
 
@@ -44,7 +43,7 @@ def _microbatches(workload: Workload, hardware: Slice, vocab: int) -> Sequence[i
 
 
 def _logit_blocks(workload: Workload, hardware: Slice, vocab: int) -> Sequence[int | None]:
-    """Return the one number that bounds the logits of a device; more would read the weights of the head more often.
+    """Return the number that bounds a device's logits; a larger one would only read the head's weights more often.
 
     An evaluation may have all logits at once as well, which takes more memory, and no time for a loop.
     """
@@ -63,17 +62,17 @@ class WorkloadVariant(NamedTuple):
 
     config: PlanConfig
     numbers: tuple[int, ...]
-    """The values of `OPEN_NUMBERS`; 1 where the workload has no such parts."""
+    """Values of `OPEN_NUMBERS`; 1 if the workload has no such parts."""
     keeps_open: bool
-    """Whether what becomes of activations is left to the search, beside the policy of the configuration."""
+    """Whether the search chooses what becomes of activations, beyond the configuration's policy."""
 
     def is_multiple_of(self, numbers: tuple[int, ...]) -> bool:
-        """Whether every number of this variant is a multiple of the one in `numbers`."""
+        """Return whether every number of this variant is a multiple of the one in `numbers`."""
         return all(own % other == 0 for own, other in zip(self.numbers, numbers, strict=True))
 
 
 def enumerate_variants(config: PlanConfig, vocab: int, has_options: bool) -> Iterator[list[WorkloadVariant]]:
-    """Yield the variants of each kind of gradient checkpointing that is tried, in the order of ascending numbers.
+    """Yield the variants for each kind of gradient checkpointing to try, with numbers in ascending order.
 
     >>> from shardplan.config.sections import ModelConfig
     >>> config = PlanConfig(ModelConfig(config="gpt2-large"), workload=Workload("train", batch=4))

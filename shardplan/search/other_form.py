@@ -1,4 +1,4 @@
-"""The cost of a plan with weights in another form on the devices: kept in fp8 as stored, or decoded."""
+"""The cost of a plan with its weights in another form on the devices: kept in fp8 as stored, or decoded."""
 
 import json
 from dataclasses import replace
@@ -16,14 +16,14 @@ from shardplan.search.ranking import Candidate
 
 
 class OtherForm(NamedTuple):
-    """The mesh and the mappings of a plan with weights in another form."""
+    """A plan's mesh and mappings with the weights in another form."""
 
     kept_dtype: str | None
-    """Type in which weights are kept as stored; None if they are numbers."""
+    """Type of weights that are kept as stored; None if they are decoded."""
     seconds: float
-    """Time of a step."""
+    """Seconds of a step."""
     peak_bytes: float
-    """Peak memory of a device."""
+    """Peak bytes per device."""
 
 
 def estimate_other_form(candidate: Candidate, model: Model, workload: Workload) -> OtherForm | None:

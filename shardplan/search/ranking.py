@@ -21,34 +21,34 @@ class Candidate:
     space: Space = field(repr=False)
     mesh: dict[str, int]
     compute: dict[str, MeshAxes]
-    """Logical axis -> mesh axes of the compute sharding."""
+    """Compute mapping: logical axis -> mesh axes."""
     params: dict[str, MeshAxes]
-    """Logical axis -> mesh axes of the stored parameters."""
+    """Mapping of stored parameters: logical axis -> mesh axes."""
     methods: KindMethods | None
     """The method of each kind of attention; None for Levanter's own."""
     seconds: float
-    """Time of a step."""
+    """Seconds of a step."""
     peak_bytes: float
-    """Peak memory of a device."""
+    """Peak bytes per device."""
     experts: ExpertStrategy | None = None
-    """How routed experts are computed; None for a model without."""
+    """How routed experts are computed; None for a model without experts."""
     checkpointing: CheckpointPolicy | None = None
-    """What becomes of activations, where the space leaves it open; None where it is given."""
+    """Policy for activations, if the space leaves it open; else None."""
 
     @property
     def complexity(self) -> tuple[int, int]:
-        """The number of mechanisms with costs that the estimate does not include: host copies, blocks of logits."""
+        """Numbers of mechanisms whose costs the estimate omits: (host copies, blocks of logits)."""
         chosen = 0 if self.checkpointing is None else self.checkpointing.copied
         return chosen or bool(self.space.copy_windows), self.space.logit_blocks
 
     @property
     def assignment(self) -> ShardingAssignment:
-        """The sharding of every array under this candidate."""
+        """Return the sharding of every array under this candidate."""
         return self.space.assignment(self.mesh, self.compute, self.params, self.methods, experts=self.experts)
 
 
 class Ranking:
-    """The best candidates so far, at most one of each group; candidates that tie for fastest are ordered by memory."""
+    """The best candidates so far, at most one per group, ordered by time, and by memory among ties for fastest."""
 
     def __init__(self, keep: int) -> None:
         self.keep = keep
@@ -57,14 +57,14 @@ class Ranking:
 
     @property
     def limit(self) -> float:
-        """Step time in seconds above which further candidates are dropped."""
+        """Seconds of a step above which further candidates are dropped."""
         full = len(self.candidates) == self.keep
         # a candidate that is slower by `LEFT_OUT` may still be the better one, if it is simpler
         return max(c.seconds for c in self.candidates) * (1 + LEFT_OUT) if full else math.inf
 
     @property
     def evaluated(self) -> list[Candidate]:
-        """All candidates that were added, also those that were dropped; the fastest first."""
+        """All candidates that were added, dropped ones included, the fastest first."""
         return sorted((c for each in self._groups for c in each), key=lambda c: (c.seconds, c.peak_bytes))
 
     def add(self, group: list[Candidate]) -> None:
@@ -86,21 +86,21 @@ class Ranking:
 
 
 def _fastest(candidates: Sequence[Candidate]) -> Candidate:
-    """Return the fastest candidate; a simpler one may be slower by `LEFT_OUT`."""
+    """Return the fastest candidate, or a simpler one that is slower by at most `LEFT_OUT`."""
     limit = min(c.seconds for c in candidates) * (1 + LEFT_OUT)
     near = (c for c in candidates if c.seconds <= limit)
     return min(near, key=lambda c: (*c.complexity, c.seconds))
 
 
 def _order(candidate: Candidate, tie_limit: float) -> tuple[bool, int, int, float, float]:
-    """Return a sort key of candidates: by time, and among ties by complexity and memory."""
+    """Return a sort key for candidates: time, and among ties complexity and memory."""
     if candidate.seconds > tie_limit:
         return (True, 0, 0, candidate.seconds, candidate.seconds)
     return (False, *candidate.complexity, candidate.peak_bytes, candidate.seconds)
 
 
 def _smallest(group: list[Candidate], tie_limit: float) -> Candidate:
-    """Return the simplest and then smallest of the candidates that tie.
+    """Return the simplest of the tied candidates, and of equally simple ones the smallest.
 
     That is, take at most `tie_limit` seconds or, if none does, tie with the fastest of the group.
     """
@@ -110,5 +110,5 @@ def _smallest(group: list[Candidate], tie_limit: float) -> Candidate:
 
 
 def _is_equivalent(one: Candidate, other: Candidate) -> bool:
-    """Whether two candidates differ only in names, as when two mesh axes are always mapped together."""
+    """Return whether two candidates differ only in names, as when two mesh axes are always mapped together."""
     return math.isclose(one.seconds, other.seconds) and math.isclose(one.peak_bytes, other.peak_bytes)

@@ -1,4 +1,4 @@
-"""The reasons of a search: why choices are rejected, counted by type, and sentences about the plan that is chosen.
+"""The reasons of a search: rejections of choices, counted by type, and sentences about the chosen plan.
 
 Other code decides by the types (`Rejection`, `Caveat`), never by the sentences, which `SearchInfo.reasons` holds.
 """
@@ -25,7 +25,7 @@ from shardplan.search.tolerances import TIME_RESOLUTION
 
 GIVEN = "mesh and mappings were given, not searched for"
 NEGLIGIBLE = 1e-3
-"""Part of a step's time below which transfers count as fully overlapped."""
+"""Fraction of a step's time below which transfers count as fully overlapped."""
 CAVEATS = {
     Caveat.NO_ATTENTION_KERNEL: "no kernel can run attention here, so its time is a guess: it runs as a loop whose "
     "length the compiler does not report",
@@ -61,11 +61,11 @@ class Rejection(StrEnum):
     """Why a mesh, a mesh subproblem or a choice of mesh axes was rejected."""
 
     BATCH = "batch"
-    """A mesh allows no mapping of batch and positions."""
+    """A mesh has no valid mapping of batch and positions."""
     INDIVISIBLE = "indivisible"
     """The size of a logical axis is not divisible by the devices along its mesh axes."""
     MEMORY = "memory"
-    """Nothing fits into the memory of a device."""
+    """Nothing fits in the memory of a device."""
     SLOWER = "slower"
     """A lower bound of the time exceeds the times of the candidates kept so far."""
     IDLE = "idle"
@@ -85,13 +85,13 @@ class Indivisible(NamedTuple):
 
 
 class ExpertAlternative(NamedTuple):
-    """Another strategy of experts under the mesh and the mappings of a plan."""
+    """Another strategy of experts under a plan's mesh and mappings."""
 
     strategy: ExpertStrategy
     seconds: float
-    """Time of a step."""
+    """Seconds of a step."""
     peak_bytes: float
-    """Peak memory of a device."""
+    """Peak bytes per device."""
 
 
 @dataclass
@@ -99,10 +99,10 @@ class SearchStatistics:
     """Counters of one search."""
 
     evaluated: int = 0
-    """Choices of single components (`shardplan.search.subproblem.component_choices`) that were evaluated."""
+    """Number of choices evaluated for single components (`shardplan.search.subproblem.component_choices`)."""
     rejected: Counter[Rejection] = field(default_factory=Counter)
     indivisible: dict[str, Indivisible] = field(default_factory=dict)
-    """Logical axis -> the first mesh axes that did not divide it."""
+    """Logical axis -> the first mesh axes whose devices did not divide it."""
 
 
 def caveats_of(assignment: ShardingAssignment) -> list[Caveat]:
@@ -117,7 +117,7 @@ def caveats_of(assignment: ShardingAssignment) -> list[Caveat]:
 
 
 def describe_choice(*, fits: bool, evaluated: int, has_kernel: bool) -> str:
-    """Why the search chose the plan.
+    """Explain why the search chose the plan.
 
     >>> describe_choice(fits=False, evaluated=751, has_kernel=True)
     'no plan fits; of 751 candidates this one needs the least memory'
@@ -196,9 +196,9 @@ class AttentionAlternative(NamedTuple):
     kind: AttentionKind
     method: AttentionMethod
     seconds: float
-    """Time of a step."""
+    """Seconds of a step."""
     peak_bytes: float
-    """Peak memory of a device."""
+    """Peak bytes per device."""
 
 
 def describe_attention(
@@ -238,7 +238,7 @@ def describe_attention(
 
 
 def describe_unsharded_heads(axes: Iterable[str]) -> list[str]:
-    """Why axes of Native Sparse Attention are never sharded in computations.
+    """Explain why axes of Native Sparse Attention are never sharded in computations.
 
     >>> describe_unsharded_heads(["q_heads_per_group"])
     ['excluded: q_heads_per_group in computations: the heads of a group select blocks by one sum, on one device']
@@ -250,7 +250,7 @@ def describe_unsharded_heads(axes: Iterable[str]) -> list[str]:
 
 
 def describe_sparse_obstacles(obstacles: Iterable[str]) -> list[str]:
-    """Why no kernels compute Native Sparse Attention, one sentence for each reason.
+    """Explain why no kernels compute Native Sparse Attention, one sentence per reason.
 
     >>> describe_sparse_obstacles(["they are for TPUs", "they are for TPUs"])
     ['excluded: kernels of native sparse attention: they are for TPUs']
@@ -259,7 +259,7 @@ def describe_sparse_obstacles(obstacles: Iterable[str]) -> list[str]:
 
 
 def describe_training_order(is_training: bool, shards_positions: bool, kinds: Iterable[AttentionKind]) -> list[str]:
-    """Explain why Native Sparse Attention trains with positions in one order only; empty for all other steps.
+    """Explain why Native Sparse Attention trains with one order of positions only; empty for all other steps.
 
     >>> from shardplan.decoder.parts.attention.sparse.config import NativeSparseConfig
     >>> sparse = AttentionKind(sparse=NativeSparseConfig(2560, 4, 16, 192, 128, 32, 16, 64, 16, 512))
@@ -298,7 +298,7 @@ def describe_experts(best: Candidate, alternatives: Iterable[ExpertAlternative])
 
 
 def describe_uneven_load(best: Candidate, spread: float, seconds: float) -> str:
-    """Describe how a load of experts with a spread would change a step of `seconds`.
+    """Describe how a given spread of expert loads would change a step of `seconds`.
 
     >>> from types import SimpleNamespace
     >>> describe_uneven_load(SimpleNamespace(seconds=1.0, peak_bytes=8 * GIB), spread=0.5, seconds=1.2)
@@ -325,7 +325,7 @@ def describe_other_form(best: Candidate, other: OtherForm, param_dtype: str) -> 
 
 
 def describe_indivisible(example: Indivisible) -> str:
-    """Say why a logical axis cannot be sharded over mesh axes.
+    """Explain why a logical axis cannot be sharded over mesh axes.
 
     >>> describe_indivisible(Indivisible("kv_head", 8, ("model",), 16))
     'kv_head (8) is not divisible by model = 16'
@@ -335,7 +335,7 @@ def describe_indivisible(example: Indivisible) -> str:
 
 
 def describe_unknown_axis(axis: str, known: Iterable[str]) -> str:
-    """Say that a given mapping has a logical axis that the model does not have.
+    """Explain that a given mapping has a logical axis that the model lacks.
 
     >>> describe_unknown_axis("mpl", ["embed", "mlp"])
     "the model has no axis 'mpl', so that mapping it does nothing; did you mean 'mlp'?"
@@ -363,14 +363,14 @@ def describe_trace(step: Step) -> list[str]:
 
 
 def _changes_text(title: str, before: AxisMapping, after: AxisMapping) -> str:
-    """The logical axes that `after` shards otherwise than `before`; empty if there are none."""
+    """Describe the logical axes that `after` shards differently from `before`; empty if there are none."""
     changed = (axis for axis in {**before, **after} if before.get(axis, ()) != after.get(axis, ()))
     text = ", ".join(f"{axis} -> {' x '.join(after.get(axis, ())) or 'none'}" for axis in changed)
     return f"{title} {text}" if text else ""
 
 
 def _difference_text(best: Candidate, seconds: float, peak_bytes: float) -> str:
-    """Compare a step of `seconds` with `peak_bytes` with the best candidate."""
+    """Format the differences of a step of `seconds` and `peak_bytes` from the best candidate."""
     # memory is compared as it is shown, so that no difference of +0.00 is named
     time, memory = seconds / best.seconds - 1, f"{(peak_bytes - best.peak_bytes) / GIB:+.2f}"
     return (

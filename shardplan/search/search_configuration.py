@@ -33,18 +33,17 @@ from shardplan.search.reasons import SearchStatistics, describe_indivisible
 from shardplan.search.space import Space, mesh_shapes
 
 UNSHARDED_POSITIONS: tuple[MeshAxes, ...] = ((),)
-"""The choice of mesh axes for positions where they stay on one device, as those of packed windows."""
+"""The choice of no mesh axes for positions, as packed windows require."""
 RELAXATIONS: tuple[dict[str, Any], ...] = (
     {"allows_idle": True},
     {"allows_idle": True, "requires_kernel": False, "position_choices": POSITION_CHOICES},
 )
-"""What the space allows in addition while nothing fits, in this order: idle mesh axes, then also attention without a
-kernel."""
+"""Relaxations of the space, tried in order while nothing fits: idle mesh axes, then also attention without a kernel."""
 
 
 @dataclass(frozen=True)
 class RankedCandidate:
-    """A candidate, and the configuration that it is for."""
+    """A candidate, and the configuration for which it is."""
 
     config: PlanConfig
     """The configuration, with nothing left open."""
@@ -56,13 +55,13 @@ class SearchResult:
     """The result of the search for a configuration."""
 
     ranked: list[RankedCandidate]
-    """The fastest first; if nothing fits, only the candidate with the smallest peak memory."""
+    """Candidates, the fastest first; if nothing fits, only the candidate with the smallest peak memory."""
     fits: bool
     is_exhaustive: bool
-    """Whether only candidates were left out that a bound excludes: not multiples of a number that is too slow."""
+    """Whether bounds justify everything that was left out; False if multiples of a too slow number were skipped."""
     statistics: SearchStatistics
     seconds: float
-    """Duration of the search, without tracing."""
+    """Seconds of the search, without tracing."""
     evaluated: list[Candidate]
     """Every candidate that fits and that no bound excluded, the fastest first."""
 
@@ -130,7 +129,7 @@ def search_configuration(config: PlanConfig, model: Model, keep: int, own_attent
 
 
 def _kept_activations(variant: WorkloadVariant, model: Model, hardware: Slice) -> KeptActivations | None:
-    """Return what can become of activations.
+    """Return the options for a step's activations; None if there are none to choose.
 
     With several microbatches nothing is copied to the host: the compiler hides copies in a loop over layers less well
     where this is itself in a loop (docs/log.md).
@@ -140,7 +139,7 @@ def _kept_activations(variant: WorkloadVariant, model: Model, hardware: Slice) -
 
 
 def _has_options(config: PlanConfig, model: Model) -> bool:
-    """Whether the options for a training step's activations are known, where they are open."""
+    """Return whether a training step's activations are open and their options known."""
     work = config.workload
     if not work.is_training or work.gradient_checkpointing != OPEN_CHECKPOINTING:
         return False
@@ -149,7 +148,7 @@ def _has_options(config: PlanConfig, model: Model) -> bool:
 
 
 def _with_chosen_policy(model: Model, config: PlanConfig, candidate: Candidate) -> RankedCandidate:
-    """Return a candidate in the space of the policy that it chooses, if its space leaves that open.
+    """Return a candidate in the space of the policy that it chooses, if its space leaves the policy open.
 
     It takes the same time and memory there: options about activations add up (`tests/unit/test_kept_activations.py`).
     """
@@ -161,7 +160,7 @@ def _with_chosen_policy(model: Model, config: PlanConfig, candidate: Candidate) 
 
 
 def _pinned_sizes(config: PlanConfig, rules: Rules) -> dict[str, int | None]:
-    """Mesh axis -> size by `mesh` or by a pin, None if it is open."""
+    """Return mesh axis -> size by `mesh` or by a pin; None if it is open."""
     sizes = vars(config.mesh)
     for axis, size in rules.sizes.items():
         if sizes[axis] not in (None, size):
@@ -174,7 +173,7 @@ def _pinned_sizes(config: PlanConfig, rules: Rules) -> dict[str, int | None]:
 def _unsatisfiable_error(
     config: PlanConfig, rules: Rules, meshes: list[dict[str, int]], statistics: SearchStatistics
 ) -> InfeasibleError:
-    """Return the error that no mapping satisfies the user's requirements, and list these."""
+    """Return the error that no mapping satisfies the user's requirements, with a list of them."""
     given = [f"{key} {' '.join(texts)}" for key, texts in (("pin", config.pin), ("forbid", config.forbid)) if texts]
     required = " and ".join(given)
     obstacles = _unsatisfiable(rules, meshes)
@@ -188,7 +187,7 @@ def _unsatisfiable_error(
 
 
 def _unsatisfiable(rules: Rules, meshes: list[dict[str, int]]) -> list[str]:
-    """The requirements that no mesh satisfies, in words."""
+    """Describe the requirements that no mesh satisfies."""
     if not meshes:
         return ["no mesh is left"]
     return [
@@ -256,7 +255,7 @@ def _position_choices(workload: Workload, hardware: Slice, kinds: Collection[Att
 def attention_methods(
     model: Model, kinds: Collection[AttentionKind], is_training: bool = False, own_attention: bool = False
 ) -> tuple[AttentionMethod, ...]:
-    """Return the methods of attention that a plan can give a model where positions are sharded.
+    """Return the methods of attention that a plan can use for a model if positions are sharded.
 
     Trainings have positions in the order of the sequence, because Levanter's loss has the next token as the target of
     each.

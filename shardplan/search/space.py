@@ -1,4 +1,4 @@
-"""The search space: meshes, and the mesh axes that each logical axis may be mapped to.
+"""The search space: meshes, and the mesh axes to which each logical axis may be mapped.
 
 It holds every factorisation of the devices into (replica, data, model) and, for each of these meshes, the choices in
 `shardplan.hardware.mesh_axes`:
@@ -59,11 +59,11 @@ from shardplan.search.components.keeping import Keeping
 from shardplan.search.components.shared_costs import SharedCosts
 
 MINOR_PART = 0.01
-"""Part of the bytes of a model's parameters below which those with a logical axis are small."""
+"""Fraction of a model's parameter bytes below which an axis's parameters count as small."""
 
 MAX_KERNEL_WAIT = 0.5
-"""Part of the transfers of tokens that devices wait for, above which tokens are gathered all at once: kernels for parts
-of the tokens take longer, and more than the rest of the transfers gains."""
+"""Waited fraction of token transfers above which tokens are gathered all at once, because kernels for parts of the
+tokens take longer than the remaining overlap gains."""
 
 
 @dataclass(frozen=True)
@@ -83,21 +83,21 @@ class Space:
     available_bytes: float
     """Bytes per device that a plan may use."""
     rules: Rules
-    """What the user pins or forbids."""
+    """The user's pins and prohibitions."""
     host_available_bytes: float = math.inf
-    """Bytes of the host's memory that a plan may use for each device."""
+    """Bytes of host memory that a plan may use per device."""
     logit_blocks: int = 1
-    """Parts of the positions whose logits are in memory one after the other."""
+    """Number of blocks of positions whose logits are in memory one after the other."""
     position_choices: tuple[MeshAxes, ...] = POSITION_CHOICES
-    """Mesh axes that positions may be mapped to, unless they are pinned."""
+    """Mesh axes to which positions may be mapped, unless they are pinned."""
     requires_kernel: bool = True
     """Whether the space holds only plans under which a kernel can run attention."""
     allows_idle: bool = False
-    """Whether the space also holds plans in which devices along a mesh axis repeat the same work."""
+    """Whether the space includes plans in which devices along a mesh axis repeat the same work."""
     methods: tuple[AttentionMethod, ...] = METHODS
     """Attention methods for sharded positions; if empty, Levanter's own attention, which gathers keys and values."""
     kept: KeptActivations | None = None
-    """What the space chooses of activations; the step is that of the default policy then. None if it is given."""
+    """Options for activations, relative to the step under the default policy; None if the policy is given."""
 
     @cached_property
     def points(self) -> tuple[ProgramPoint, ...]:
@@ -111,7 +111,7 @@ class Space:
 
     @cached_property
     def keeping(self) -> Keeping:
-        """The combinations of `options`, and what hides copies to and from the host."""
+        """The combinations of `options`, and what hides host copies."""
         loops, flops = tuple(zip(*self.copy_windows, strict=True)) or ((), ())
         saved = [option.saved_flops for option in self.options]
         beside = seconds_beside(1.0, self.hardware, self.calibration)
@@ -125,7 +125,7 @@ class Space:
 
     @cached_property
     def copy_windows(self) -> tuple[CopyWindow, ...]:
-        """What copies to and from the host can hide behind; those of one loop follow each other, the shortest first."""
+        """Windows behind which host copies can hide; windows of one loop are adjacent, the shortest first."""
         if self.kept is not None:
             return self.kept.windows
         windows = {copy_window(task) for task in self.step.tasks}
@@ -133,7 +133,7 @@ class Space:
 
     @cached_property
     def host_rows(self) -> tuple[int, ...]:
-        """Points of the program where buffers are in the memory of the host; of equal ones the first."""
+        """Points of the program with buffers in host memory; of points with equal buffers the first."""
         rows: dict[object, int] = {}
         for i, point in enumerate(self.points):
             by_option = [option.buffers[i].items() for option in self.options]
@@ -144,11 +144,11 @@ class Space:
 
     @cached_property
     def limits(self) -> np.ndarray:
-        """Bytes that a plan may use at every point of the program, and then on the host at every one of `host_rows`."""
+        """Bytes that a plan may use at every point of the program, and then in host memory at each of `host_rows`."""
         return self._limits(self.available_bytes, self.host_available_bytes)
 
     def device_limits(self, available_bytes: float) -> np.ndarray:
-        """Return `limits` for devices with `available_bytes`, and hosts with memory without end."""
+        """Return `limits` for devices with `available_bytes`, and hosts with unlimited memory."""
         return self._limits(available_bytes, math.inf)
 
     def _limits(self, device_bytes: float, host_bytes: float) -> np.ndarray:
@@ -156,7 +156,7 @@ class Space:
 
     @cached_property
     def sizes(self) -> dict[str, int]:
-        """Logical axis of parameters, of the batch and of positions -> size where it occurs first.
+        """Logical axis of parameters, batch and positions -> size where it occurs first.
 
         Parameters define their axes; later a reshape may leave a part of an axis. Of an axis with several sizes in
         parameters, as that of MLPs beside shared experts, it is the greatest common divisor of these.
@@ -191,7 +191,7 @@ class Space:
 
     @cached_property
     def minor_axes(self) -> frozenset[str]:
-        """Logical axes whose parameters are less than `MINOR_PART` of the bytes of a model together.
+        """Logical axes whose parameters together have less than `MINOR_PART` of a model's bytes.
 
         Only models with experts or with Native Sparse Attention have such axes. They stay unsharded unless they are
         pinned, so that what is small does not multiply the choices: these parameters are sharded along their other
@@ -209,11 +209,11 @@ class Space:
 
     @cached_property
     def block_axes(self) -> frozenset[str]:
-        """Logical axes of experts and of their hidden states, which any mesh axis can shard in computations."""
+        """Logical axes of experts and their hidden states, which any mesh axis can shard in computations."""
         return frozenset(axis for block in self.step.expert_blocks for axis in (block.experts, block.mlp))
 
     def expert_strategies(self, token_axes: Container[str], expert_axes: MeshAxes) -> tuple[ExpertStrategy, ...]:
-        """Possible strategies of experts.
+        """Return the possible strategies of experts.
 
         Args:
             token_axes: mesh axes that shard tokens.
@@ -226,7 +226,7 @@ class Space:
 
     @cached_property
     def components(self) -> tuple[tuple[str, ...], ...]:
-        """Connected components of `tensor_axes`, where two axes are connected if they occur in the same task."""
+        """Connected components of `tensor_axes`; two axes are connected if they occur in the same task."""
         groups: list[set[str]] = [{axis} for axis in self.tensor_axes]
         for task in self.step.tasks:
             names = axis_names((*task.operands, *task.results)) & set(self.tensor_axes)
@@ -237,7 +237,7 @@ class Space:
 
     @cached_property
     def component_costs(self) -> tuple["ComponentCost", ...]:
-        """The tasks and buffers that depend on each of `components`."""
+        """Tasks and buffers that depend on each of `components`."""
         return tuple(component_cost(self._program_costs, component) for component in self.components)
 
     @cached_property
@@ -248,7 +248,7 @@ class Space:
 
     @cached_property
     def base_cost(self) -> "ComponentCost":
-        """The tasks and buffers that depend on no component."""
+        """Tasks and buffers that depend on no component."""
         return component_cost(self._program_costs, ())
 
     @cached_property
@@ -260,7 +260,7 @@ class Space:
 
     @cached_property
     def shared_costs(self) -> SharedCosts:
-        """The costs of components that meshes share."""
+        """Costs of components that several meshes share."""
         return SharedCosts()
 
     @cached_property
@@ -269,7 +269,7 @@ class Space:
         return sum(cost.min_stored_bytes for cost in self.component_costs)
 
     def compute_limits(self, limits: np.ndarray) -> np.ndarray:
-        """Return the part of `limits` that is left for buffers whose sizes the compute mapping determines.
+        """Return the part of `limits` that remains for buffers whose sizes the compute mapping determines.
 
         All other buffers take at least the parameters and their optimizer state, sharded over all devices. That does
         not hold at a row where several options leave out the same buffer, so that the search counts it as less than
@@ -282,7 +282,7 @@ class Space:
 
     @cached_property
     def min_matmul_seconds(self) -> float:
-        """Time of all unbatched matmuls on a single device, if every one of them filled the matrix unit.
+        """Seconds of all unbatched matmuls on a single device, if each filled the matrix unit.
 
         Those that are left out if activations are kept do not count.
         """
@@ -299,7 +299,7 @@ class Space:
 
     @cached_property
     def sparse_obstacles(self) -> list[str]:
-        """Why kernels cannot compute kinds of Native Sparse Attention."""
+        """Reasons why kernels cannot compute kinds of Native Sparse Attention."""
         configs = [kind.sparse for kind in self.step.attention_kinds if kind.sparse is not None]
         obstacles = (kernel_obstacle(config, self.quirks) for config in configs)
         return [obstacle for obstacle in obstacles if obstacle is not None]
@@ -324,7 +324,7 @@ class Space:
         shard_counts: dict[MajorAxes, int] | None = None,
         experts: ExpertStrategy | None = None,
     ) -> ShardingAssignment:
-        """The sharding under a mesh, a compute mapping, one of stored parameters, and methods of attention and experts.
+        """Return the sharding under a mesh, both mappings, and methods of attention and experts.
 
         Args:
             shard_counts: the counts of an assignment with the same mesh and compute mapping, if there is one.
@@ -342,12 +342,12 @@ class Space:
         )  # fmt: skip
 
     def _expert_method(self, strategy: ExpertStrategy | None) -> ExpertMethod:
-        """Return the method for a strategy, in chunks only where the compiler overlaps their transfers."""
+        """Return the method for a strategy, in chunks only if the compiler overlaps their transfers."""
         method = ExpertMethod() if strategy is None else ExpertMethod(strategy)
         return replace(method, token_chunks=1) if self.calibration.kernel_wait > MAX_KERNEL_WAIT else method
 
     def methods_for(self, mesh: MeshShape, position_axes: MeshAxes) -> list[KindMethods | None]:
-        """Possible methods of each kind of attention if positions are sharded over the mesh axes `position_axes`.
+        """Return the possible methods of each kind of attention if `position_axes` shard the positions.
 
         None, Levanter's own attention, is the only one where they are not sharded.
 
@@ -372,7 +372,7 @@ class Space:
         return result
 
     def _orders(self, mesh: MeshShape, position_axes: MeshAxes) -> list[SequenceOrder]:
-        """Return the orders of sharded positions; only a contiguous one lets a window leave out hops of the ring."""
+        """Return the orders of sharded positions; only with the contiguous one can a window skip hops of the ring."""
         # zigzag gives every device a part of both halves of the sequence
         is_even = self.sizes[self.position] % (2 * mesh_size(mesh, position_axes)) == 0
         kinds = self.step.attention_kinds
@@ -380,7 +380,7 @@ class Space:
         return [SequenceOrder.CONTIGUOUS, *([SequenceOrder.ZIGZAG] if is_even and has_full_attention else [])]
 
     def _methods_with_sparse(self, mesh: MeshShape, position_axes: MeshAxes) -> list[KindMethods | None]:
-        """Return the methods of each kind of attention, where some are Native Sparse Attention.
+        """Return the methods of each kind of attention, if some kinds are Native Sparse Attention.
 
         Other kinds gather keys and values as well, where positions are sharded. There are none where every order would
         divide a selection block, or where Levanter's own attention computes the other kinds.
@@ -417,7 +417,7 @@ def _attention_plan(kinds: tuple[str, ...], methods: KindMethods, sizes: tuple[i
 
 
 def mesh_shapes(hardware: Slice, pinned: dict[str, int | None]) -> list[dict[str, int]]:
-    """Every mesh with the pinned sizes whose product is the number of devices.
+    """Return every mesh with the pinned sizes whose product is the number of devices.
 
     >>> from shardplan.hardware import parse_slice
     >>> [tuple(shape.values()) for shape in mesh_shapes(parse_slice("v5e-4"), {"replica": 1})]

@@ -1,4 +1,4 @@
-"""The gradient checkpointing of a workload, as Levanter's models take it."""
+"""Converts the gradient checkpointing of a workload to the form that Levanter's models take."""
 
 from haliax.nn.scan import ScanCheckpointPolicy
 

@@ -13,7 +13,7 @@ from shardplan.model.registry import Model
 
 
 def equal_windows(position: Axis, window: int | None) -> NamedArray | None:
-    """Return where each position's window begins, if windows have `window` tokens each; None for one window.
+    """Return the position at which each position's window begins, for windows of `window` tokens; None for one window.
 
     >>> equal_windows(Axis("position", 6), window=3).array.tolist()
     [0, 0, 0, 3, 3, 3]
@@ -63,7 +63,7 @@ class Forward(Protocol):
     """Runs the layers of a model, with positions in any order; results are in the order of the sequence."""
 
     def in_layer_order(self, is_token: NamedArray) -> NamedArray:
-        """Return bool[batch, position] in the order in which layers have positions; False for their padding."""
+        """Reorder bool[batch, position] to the order of positions in the layers; False for their padding."""
 
     def activations(
         self, model: Model, module: Any, tokens: NamedArray, window_starts: NamedArray | None

@@ -24,16 +24,16 @@ class StepRun:
     model: Model
     workload: Workload
     forward: Forward
-    """Runs the layers of the model."""
+    """The forward pass of the model's layers."""
     vocab_shards: int = 1
-    """Devices that share the vocabulary in computations."""
+    """Number of devices that share the vocabulary in computations."""
     store: Callable[[Any], Any] = lambda tree: tree
-    """Gives the arrays of a pytree their stored sharding."""
+    """Constrains the arrays of a pytree to their stored sharding."""
     prepare: Callable[[Any], Any] = lambda module: module
-    """Replaces parts of the module before its layers run, by parts that compute the same."""
+    """Replaces parts of the module, before its layers run, by parts that compute the same."""
 
     def for_compute(self, module: Any) -> Any:
-        """Return the module with its weights in the compute type, as the layers take it."""
+        """Return the module for the layers, with its weights in the compute type."""
         return cast_for_compute(self.prepare(module), self.workload.compute_dtype)
 
 
@@ -41,9 +41,9 @@ class StepKind(Protocol):
     """A kind of step."""
 
     name: str
-    """The value of `workload.kind`."""
+    """The value of `workload.kind` that selects this step."""
     donates: bool
-    """Whether the results may be in the memory of the model and the state."""
+    """Whether the step donates the model and the state, so that its results may be in their memory."""
 
     def state(self, workload: Workload, parameters: Any) -> tuple[Any, ...]:
         """Return the abstract state that is stored beside the model, a pytree or none.

@@ -8,7 +8,7 @@ from shardplan.steps.score import ScoreStep
 from shardplan.steps.train import TrainStep
 
 STEP_KINDS: dict[str, StepKind] = {kind.name: kind for kind in (LossStep(), PrefillStep(), ScoreStep(), TrainStep())}
-"""Value of `workload.kind` -> its step."""
+"""Value of `workload.kind` -> the step of this kind."""
 
 
 def step_of(workload: Workload) -> StepKind:

@@ -12,7 +12,7 @@ from shardplan.steps.kind import StepRun
 
 
 class LossStep:
-    """(module, tokens, predicted) -> losses in nats of every next token, float32[batch, position].
+    """Computes (module, tokens, predicted) -> the loss in nats of every next token, float32[batch, position].
 
     `tokens` is int32[batch, position], `predicted` bool[batch, position]; the loss is 0 where not `predicted`. With
     packed windows there is a further input, `window_starts`, int32[batch, position], as for

@@ -59,7 +59,7 @@ def make_optimizer(name: str) -> optax.GradientTransformation:
 
 
 def with_average(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Add to `optimizer`'s state a moving average of the parameters after each update.
+    """Extend the state of `optimizer` by a moving average of the parameters after each update.
 
     >>> import numpy as np
     >>> optimizer = with_average(optax.sgd(1.0))
@@ -81,7 +81,7 @@ def with_average(optimizer: optax.GradientTransformation) -> optax.GradientTrans
 
 
 def _is_optimizer(name: str, function: Any) -> bool:
-    """Whether `function` makes an optimizer from a learning rate alone."""
+    """Return whether `function` makes an optimizer from a learning rate alone."""
     # `scale_by_learning_rate` and others take a learning rate, and are only parts of an optimizer
     if name.startswith(("_", "scale")) or not inspect.isfunction(function):
         return False

@@ -12,7 +12,7 @@ from shardplan.steps.kind import StepRun
 
 
 class PrefillStep:
-    """(module, tokens int32[batch, position]) -> logits float32[batch, vocab] of the token after each prompt.
+    """Computes (module, tokens int32[batch, position]) -> logits float32[batch, vocab] of the token after each prompt.
 
     It keeps no keys and values, because it runs Levanter's training path, which has no cache.
     """
@@ -21,7 +21,7 @@ class PrefillStep:
     donates = False
 
     def state(self, workload: Workload, parameters: Any) -> tuple[Any, ...]:
-        """Return no state: there is no cache."""
+        """Return nothing: a prefill keeps no cache."""
         return ()
 
     def inputs(self, model: Model, workload: Workload, is_packed: bool = False) -> tuple[NamedArray, ...]:

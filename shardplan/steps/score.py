@@ -14,7 +14,7 @@ from shardplan.steps.kind import StepRun
 
 
 class ScoreStep:
-    """(module, tokens) -> `TokenScores`, whose arrays have the axes and the sharding of int32[batch, position] tokens.
+    """Computes (module, tokens) -> `TokenScores`, arrays with the axes and the sharding of the int32 tokens.
 
     The last score of a window or sequence has no meaning: the next token belongs to another one. Windows of several
     lengths need a further input, `window_starts`, as for `LossStep`; windows of equal length need none.

@@ -16,7 +16,7 @@ from shardplan.steps.optimizer import abstract_optimizer_state, make_optimizer
 
 
 class TrainStep:
-    """(module, state, tokens, predicted) -> (module, state, mean loss in nats).
+    """Computes (module, state, tokens, predicted) -> (module, state, mean loss in nats).
 
     Module and optimizer state are updated in place. Parameters, gradients and optimizer state are stored in the stored
     sharding and type; the loss is Levanter's own, in the compute type. The model's `gradient_checkpointing` decides

@@ -25,7 +25,7 @@ OBJECT_SCHEMES = ("gs", "s3", "az", "http", "https")
 
 
 def open_adapter(ref: str | None) -> Folder | None:
-    """Return the folder of an adapter that `ref` names; None for None.
+    """Return the folder of the adapter that `ref` names; None if `ref` is None.
 
     Raises:
         ConfigError: see `open_folder`.

@@ -1,4 +1,4 @@
-"""A file whose small reads take their neighbours with them, as scales of many tensors lie side by side."""
+"""A file that reads complete blocks for small reads, because the scales of many tensors are adjacent."""
 
 import threading
 from collections import OrderedDict
@@ -7,13 +7,13 @@ from shardplan.storage.checksums import Checksum
 from shardplan.storage.folder import File
 
 BLOCK_BYTES = 64 * 1024
-"""Bytes that are read at a time: more cost less than another request (as `GAP_BYTES` of `byte_ranges`)."""
+"""Bytes that are read at a time: more bytes cost less than another request (as `GAP_BYTES` of `byte_ranges`)."""
 BLOCKS = 4
-"""Blocks of a file that are kept; threads read a few places of a file at the same time."""
+"""Number of blocks of a file that are kept, because threads read a few places of a file at the same time."""
 
 
 class BufferedFile:
-    """A file that reads whole blocks, and keeps the last ones."""
+    """A file that reads complete blocks, and keeps the last ones."""
 
     def __init__(self, file: File) -> None:
         self.file = file

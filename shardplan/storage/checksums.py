@@ -1,4 +1,4 @@
-"""Checksums of files: those recorded by a store, and CRCs combined from parts of a file.
+"""Checksums of files: recorded by a store, or combined from the CRCs of a file's parts.
 
 A CRC is a remainder of polynomials over GF(2). Therefore the CRC of a file follows from the CRCs of its parts, in
 whatever order and by whichever process these were read; a SHA does not. The method is that of zlib's crc32_combine
@@ -38,7 +38,7 @@ _CRCS: Mapping[ChecksumAlgorithm, Callable[[memoryview], int]] = {
     ChecksumAlgorithm.CRC32: zlib.crc32,
 }
 REQUEST_TIMEOUT_S = 60.0
-"""Seconds that a server has for its response."""
+"""Seconds within which a server must respond."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Checksum:
 
     @property
     def is_crc(self) -> bool:
-        """Whether checksums of parts can be combined to this one."""
+        """Whether checksums of parts can be combined to a checksum of this kind."""
         return self.algorithm in POLYNOMIALS
 
     def __str__(self) -> str:
@@ -142,7 +142,7 @@ def fetch_checksum(url: str) -> Checksum | None:
 
 
 def checksum_from_properties(properties: Mapping[str, Any]) -> Checksum | None:
-    """Return the checksum in fsspec's properties: Google's crc32c, or the hub's SHA-256 of a large file; else None."""
+    """Return the checksum in fsspec's properties (Google's crc32c, or the hub's SHA-256 of a large file); else None."""
     if properties.get("crc32c"):
         return Checksum.from_base64(ChecksumAlgorithm.CRC32C, properties["crc32c"])
     digest = getattr(properties.get("lfs"), "sha256", None)

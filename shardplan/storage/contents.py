@@ -21,14 +21,14 @@ BEGINNINGS = (
     (b"\x1f\x8b", "compressed with gzip; unpack it"),
     (bytes(64), "filled with zeros, as an unfinished download leaves it; download it again"),
 )  # fmt: skip
-"""How a file of another kind begins, in lower case and without leading white space, and what it is."""
+"""Beginning of a file of another kind, in lower case without leading white space -> name of the kind."""
 
 UNFINISHED = ("*.incomplete", "*.part", "*.crdownload", "*.aria2", "*.download")
-"""Names of files that a download has not finished."""
+"""Patterns for the names of files that a download has not finished."""
 DOWNLOAD_FOLDERS = (".cache/huggingface/download", "../../blobs")
-"""Where huggingface_hub keeps unfinished files: of a download to a local folder, and of its cache."""
+"""Folders in which huggingface_hub keeps unfinished files: of downloads to a local folder, and of its cache."""
 ADAPTER = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
-"""Files of an adapter that PEFT has saved."""
+"""Names of an adapter's files, as PEFT saves them."""
 OTHER_FORMATS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("*.bin", "*.pt", "*.pth"), "its weights are PyTorch files ({}); save them as safetensors: "
      "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"),
@@ -44,7 +44,7 @@ OTHER_FORMATS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("checkpoint-*/", "step-*/", "epoch-*/"), "its checkpoints are in subfolders ({}); name one of them"),
     (("*.safetensors",), "it holds other files ({}); name the folder of the checkpoint"),
 )  # fmt: skip
-"""Patterns of file names (of folders with a slash at the end), and what a folder with such files is."""
+"""Pattern of file names (with a final slash for folders) -> name of the kind of a folder that has such files."""
 
 
 def describe_contents(start: bytes | bytearray) -> str | None:
@@ -61,7 +61,7 @@ def describe_contents(start: bytes | bytearray) -> str | None:
 
 
 def describe_folder(ref: str, folder: Folder) -> str | None:
-    """Identify a folder without checkpoint files, and suggest what to name instead; None if it is unknown.
+    """Identify a folder without checkpoint files, and suggest what to use instead; None if it is unknown.
 
     Args:
         ref: the folder, as the user named it or with its revision.
@@ -90,7 +90,7 @@ def describe_folder(ref: str, folder: Folder) -> str | None:
 
 
 def find_unfinished(ref: str, names: Iterable[str] | None = None) -> list[str]:
-    """Return the names of files of a folder, or of its download cache, that a download has not finished."""
+    """Return the names of unfinished downloads in a folder or in its download cache."""
     found = _matching(list_names(ref) or () if names is None else names, UNFINISHED)
     if "://" not in ref:
         for place in DOWNLOAD_FOLDERS:

@@ -1,4 +1,4 @@
-"""Files that fsspec reads: all schemes that have no reader of their own."""
+"""Files that fsspec reads, for all schemes without a reader of their own."""
 
 from typing import Any
 

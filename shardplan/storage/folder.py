@@ -21,37 +21,37 @@ class ReadTuning:
 
 
 MAX_SMALL_FILE_BYTES = 256 * 2**20
-"""Size of a file that is read at once, at most: the largest tokenizers have some 30 MiB, indices a few."""
+"""Maximum size of a file that is read at once: the largest tokenizers have some 30 MiB, indices a few."""
 REMOTE = ReadTuning(16 * 2**20, 32)
-"""Long ranges and many of them: the latency of a request is high, and one connection is slower than the network."""
+"""Tuning for long, concurrent reads: a request has high latency, and one connection is slower than the network."""
 
 
 class RefKey(StrEnum):
-    """The key of a configuration that names a folder, for messages."""
+    """The configuration key that names a folder, for messages."""
 
     MODEL = "model.ref"
     ADAPTER = "model.adapter"
 
     @property
     def noun(self) -> str:
-        """The kind of content of the folder."""
+        """Noun for the kind of content of the folder."""
         return "checkpoint" if self is RefKey.MODEL else "adapter"
 
 
 class File(Protocol):
-    """A file that several threads can read at any offset at the same time."""
+    """A file that several threads can read at the same time, at any offset."""
 
     name: str
     size: int
-    """Bytes."""
+    """Size of the file in bytes."""
     version: str
-    """Identifies the content under this name; equal on every host that sees the same content."""
+    """Identifier of the content under this name, equal on every host that sees the same content."""
     tuning: ReadTuning
     is_shared: bool
     """Whether all hosts read the same copy of the file, rather than each its own."""
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` with the bytes from `offset` on.
+        """Fill `buffer` with the bytes of the file from `offset` on.
 
         Raises:
             CheckpointError: the file ends before the buffer is full, cannot be read, or has changed since it was
@@ -91,7 +91,7 @@ def open_or_none(name: str, make: Callable[[], File]) -> File | None:
 
 
 def query_checksum(file: File, query: Callable[[], Checksum | None]) -> Checksum | None:
-    """Return the result of `query`, the request to the store for the checksum of `file`.
+    """Return the result of `query`, which requests the checksum of `file` from its store.
 
     Raises:
         CheckpointError: the request failed.

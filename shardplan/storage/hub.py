@@ -20,14 +20,14 @@ from shardplan.storage.local import LocalFile
 from shardplan.storage.objects import ObjectFile, open_store
 
 STREAMED_SUFFIX = ".safetensors"
-"""Suffix of files of which only ranges are fetched."""
+"""Suffix of files that are never downloaded completely, only read by ranges."""
 WITHOUT_CHECKPOINT = "plan from a config.json or bundled model with model.config"
-"""What to do without the files of a model."""
+"""Advice for a folder without the files of a model."""
 
 
 @cache
 def _is_reachable() -> bool:
-    """Whether the hub answers. Asked first, and once: huggingface_hub itself retries for half a minute."""
+    """Return whether the hub answers, asked once, because huggingface_hub retries for half a minute."""
     try:
         huggingface_hub.utils.get_session().head(
             huggingface_hub.constants.ENDPOINT, timeout=huggingface_hub.constants.HF_HUB_ETAG_TIMEOUT
@@ -38,7 +38,7 @@ def _is_reachable() -> bool:
 
 
 class HubFile(ObjectFile):
-    """A file of a repository at a commit, read by ranges."""
+    """A file of a repository at a given commit, read by ranges."""
 
     def __init__(self, repository: str, commit: str, name: str):
         folder = huggingface_hub.hf_hub_url(repository, name, revision=commit).removesuffix(f"/{name}")
@@ -58,7 +58,7 @@ class HubFile(ObjectFile):
 
 
 class HubFolder:
-    """A model repository on the Hugging Face hub, at one commit."""
+    """A model repository on the Hugging Face hub, at a given commit."""
 
     def __init__(self, ref: str, key: RefKey = RefKey.MODEL):
         self._repository, _, revision = ref.partition("@")

@@ -1,4 +1,4 @@
-"""The names of the files in a folder; checkpoints need none, for their index names them."""
+"""The names of the files in a folder; checkpoints need no listing, because their index names their files."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ WEB = ("http", "https")
 
 
 def list_names(ref: str) -> list[str] | None:
-    """Return the names of the files and folders (with a slash at the end) in a folder, in order; None if not known.
+    """Return the sorted names of files and folders (with a final slash) in a folder; None if they cannot be listed.
 
     Subfolders are those of local folders and of object stores alone; `ref` may be a repository of the hub.
     """

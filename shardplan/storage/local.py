@@ -11,7 +11,7 @@ from shardplan.storage.checksums import Checksum, ChecksumAlgorithm
 from shardplan.storage.folder import File, ReadTuning, changed_error, truncated_error
 
 LOCAL = ReadTuning(4 * 2**20, 2 * (os.cpu_count() or 1))
-"""Data stays in a core's cache until it is copied, and some threads read while others copy."""
+"""Tuning such that data stays in a core's cache until it is copied, and some threads read while others copy."""
 SAMPLES, SAMPLE_BYTES = 16, 4096
 """Number and size of the samples whose hash is a file's version: copies on several hosts differ in their times."""
 

@@ -29,22 +29,22 @@ from shardplan.storage.folder import (
 )
 
 TIMEOUT = timedelta(seconds=60)
-"""Timeout of one request, including its body; obstore's 30 s are too short for 16 MiB on a busy link."""
+"""Timeout of one request, body included; obstore's 30 s are too short for 16 MiB on a busy link."""
 PROGRESS_BYTES = 64 * 1024
 """Bytes that a request must deliver within the timeout to count as progress; data is kept in portions of this size."""
 ATTEMPTS = 8
-"""Consecutive attempts without progress after which a read fails: half a minute."""
+"""Consecutive attempts without progress after which a read fails, about half a minute."""
 ATTEMPTS_TO_OPEN = 4
-"""Attempts to open an object, 2 seconds: a wrong address fails like a server that is busy."""
+"""Attempts to open an object, about 2 seconds: a wrong address fails in the same way as a busy server."""
 FIRST_RETRY_DELAY_S, MAX_RETRY_DELAY_S = 0.2, 10.0
 """Seconds between attempts: doubled each time, minus up to half at random, so that hosts do not retry in step."""
 UNKNOWN = "unknown"
-"""Version of a file for which a web server sends no ETag or date."""
+"""Version of a file for which a web server sends neither ETag nor date."""
 PERMANENT_ERRORS = (
     exceptions.NotSupportedError, exceptions.PermissionDeniedError, exceptions.UnauthenticatedError,
     exceptions.InvalidPathError, exceptions.UnknownConfigurationKeyError,
 )  # fmt: skip
-"""Errors for which another attempt is useless."""
+"""Errors after which another attempt is useless."""
 
 
 class ObjectFile:
@@ -114,7 +114,7 @@ class ObjectFile:
 
 
 def _head(store: Any, path: str) -> Any:
-    """Return the properties of an object; requests that fail are repeated."""
+    """Return the properties of an object, repeating failed requests."""
     for failures in range(1, ATTEMPTS_TO_OPEN):
         try:
             return obstore.head(store, path)

@@ -1,4 +1,4 @@
-"""The files that hold texts, known by their endings."""
+"""The files that hold texts, recognised by their endings."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ ENDINGS = (*PLAIN_TEXT, *JSON_LINES, *PARQUET)
 
 
 def open_text_files(path: str) -> list[tuple[str, File]]:
-    """Open the file that `path` names, or those with known endings in the folder; returns name and file of each.
+    """Open the file that `path` names, or the folder's files with known endings; return name and file of each.
 
     Raises:
         ConfigError: no such file or folder, or one without texts, or with a link to a file that does not exist.

@@ -21,11 +21,11 @@ from shardplan.storage.objects import ObjectFolder, open_store
 
 WRITABLE_STORES = ("gs", "s3", "az")
 PARTIAL_SUFFIX = ".partial"
-"""End of the name of a local file that is being written."""
+"""Ending of the name of a local file while it is written."""
 
 
 class Writer(Protocol):
-    """A file that is open for writing."""
+    """A file opened for writing."""
 
     def write(self, data: bytes | memoryview, /) -> int:
         """Append `data`; return the number of bytes."""
@@ -56,7 +56,7 @@ class OutputFolder:
             raise self._unusable_error(error) from error
 
     def open_for_reading(self) -> Folder:
-        """Return the same folder for reading."""
+        """Return the same folder, opened for reading."""
         if self._store is not None:
             return ObjectFolder(self.ref)
         return LocalFolder(self.ref) if self._is_local else FilesystemFolder(self.ref)
@@ -79,7 +79,7 @@ class OutputFolder:
 
     @contextmanager
     def create(self, name: str) -> Iterator[Writer]:
-        """Open a new file that replaces any file `name`; it is complete when the block ends.
+        """Open a new file that replaces any file `name`; it is complete when the context ends.
 
         Raises:
             ConfigError: the file cannot be written.
@@ -98,7 +98,7 @@ class OutputFolder:
             raise self._unusable_error(error) from error
 
     def remove(self, name: str) -> None:
-        """Remove a file, with what was written of it so far, or a folder, if it exists.
+        """Remove a file, even if partly written, or a folder, if it exists.
 
         Args:
             name: of a folder with `/` at its end.
@@ -123,12 +123,12 @@ class OutputFolder:
             raise self._unusable_error(error) from error
 
     def remove_partial_files(self) -> None:
-        """Remove partial files of killed writers from a local folder; other storage shows none."""
+        """Remove the partial files that killed writers left in a local folder; other storage shows no partial files."""
         for partial in Path(self.ref).rglob(f"*{PARTIAL_SUFFIX}") if self._is_local else ():
             partial.unlink(missing_ok=True)
 
     def _check_local(self) -> None:
-        """Check that files can be created in a local folder, or the folder itself; OSError if not."""
+        """Check that a local folder, and files in it, can be created; raise OSError if not."""
         existing = next(path for path in (Path(self.ref), *Path(self.ref).parents) if path.exists())
         if not existing.is_dir():
             raise NotADirectoryError(f"{existing} is a file, not a folder")
@@ -137,7 +137,7 @@ class OutputFolder:
 
     @contextmanager
     def _create_local(self, path: Path) -> Iterator[Writer]:
-        """Open a local file that has a temporary name until the block ends, and is removed if the block fails."""
+        """Open a local file that has a temporary name until the context ends, and is removed if it fails."""
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(path.name + PARTIAL_SUFFIX)
         try:

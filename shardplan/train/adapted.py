@@ -1,4 +1,4 @@
-"""A model that is trained with a LoRA adapter, as the plan knows it: without the adapter."""
+"""The model of a training with a LoRA adapter as the plan describes it, without the adapter."""
 
 from dataclasses import replace
 from typing import Any
@@ -21,6 +21,6 @@ def without_adapter(model: Any) -> Any:
 
 
 def with_frozen_parameters(plan: Plan) -> Plan:
-    """Return the plan with parameters that are not trained: Levanter keeps them in the type of computations."""
+    """Return the plan for parameters that are not trained, which Levanter keeps in the compute type."""
     dtype = plan.workload.compute_dtype
     return replace(plan, parameters=[replace(parameter, dtype=dtype) for parameter in plan.parameters])

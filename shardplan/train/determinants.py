@@ -1,4 +1,4 @@
-"""The determinants of a training's losses; a run resumes in an output folder only if all of them are equal.
+"""The determinants of a training's losses; a run resumes in an output folder only if all are equal.
 
 The mesh and the number of microbatches are no part: a run may go on on another slice, with another plan.
 """
@@ -19,7 +19,7 @@ from shardplan.train.selection import METHODS, SELECTION
 PLAN_FILE, LEVANTER_FILE, SUMMARY = "plan.json", "levanter.yaml", "summary.json"
 SETTINGS = ("z_loss_weight", "adapter", "initialize_from_checkpoint_path", "initialize_model_from_checkpoint_path")
 TRAINER_SETTINGS = ("num_train_steps", "quantization", "model_averaging", "initialize_from")
-"""Keys of the trainer section that change losses; the learning rate follows the number of steps."""
+"""Keys of the trainer section that change losses; the number of steps does by the learning rate."""
 
 
 class TrainingFolder(RunFolder):
@@ -37,7 +37,7 @@ class TrainingFolder(RunFolder):
         self._write(RUN, json_bytes({**self._read_run(), **records}))
 
     def read_summary(self) -> dict[str, Any]:
-        """Return the summary of a training that has come to its end."""
+        """Return the summary of a completed training."""
         summary: dict[str, Any] = json.loads(read_bytes(self._folder.open_for_reading(), SUMMARY) or b"{}")
         return summary
 

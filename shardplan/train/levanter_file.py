@@ -46,7 +46,7 @@ class TrainingFiles:
     folder: str
     """The folder with config.json and tokenizer, see `shardplan.train.reference_folder`."""
     reference: str
-    """The checkpoint, or this folder, from which Levanter makes its converter."""
+    """The checkpoint, or `folder`, from which Levanter makes its converter."""
     run_id: str
 
 
@@ -85,12 +85,12 @@ def initial_checkpoint(config: TrainCommand) -> str | None:
 
 
 def is_synthetic(config: TrainCommand) -> bool:
-    """Whether the configuration names no data to train on."""
+    """Return whether the configuration names no data to train on."""
     return not any(name.startswith("data.") for name in config.levanter)
 
 
 def check_sections(sections: Mapping[str, Any], program: LevanterProgram, target: type) -> None:
-    """Check that Levanter's parser takes the sections.
+    """Check that Levanter's parser accepts the sections.
 
     Raises:
         ConfigError: it does not; the line names the first key or value, and the nearest valid one.
@@ -114,7 +114,7 @@ def _describe(problem: Problem) -> str:
 
 
 def _other_start(config: TrainCommand) -> bool:
-    """Whether the weights come from a checkpoint of Levanter."""
+    """Return whether the weights come from a checkpoint of Levanter."""
     starts = ("initialize_from_checkpoint_path", "initialize_model_from_checkpoint_path", "trainer.initialize_from")
     return any(config.levanter.get(name) is not None for name in starts)
 
@@ -134,7 +134,7 @@ def _trainer_defaults(config: TrainCommand, plan: Plan, files: TrainingFiles) ->
 
 
 def _tracker(config: TrainCommand, files: TrainingFiles) -> dict[str, Any]:
-    """Return the section of Levanter's tracker that `tracker` names; by default the one of lines of JSON."""
+    """Return the section of Levanter's tracker that `tracker` names; by default of the JSON lines tracker."""
     tracker = config.tracker
     match tracker.kind:
         case TrackerKind.WANDB:
@@ -146,7 +146,7 @@ def _tracker(config: TrainCommand, files: TrainingFiles) -> dict[str, Any]:
 
 
 def _model_section(config: TrainCommand, plan: Plan, model: Model, files: TrainingFiles) -> dict[str, Any]:
-    """Return the model as a section of Levanter, with what the plan decides of it.
+    """Return Levanter's section for the model, with the settings that the plan decides.
 
     Raises:
         ConfigError: its class has no `type` in Levanter's files, or it has no selected blocks to measure.
@@ -180,7 +180,7 @@ def _model_section(config: TrainCommand, plan: Plan, model: Model, files: Traini
 
 
 def _needs_flash(plan: Plan) -> bool:
-    """Whether Levanter's default attention on TPUs would be wrong, because an axis of its kernel is sharded."""
+    """Return whether Levanter's default attention on TPUs would be wrong, because an axis of its kernel is sharded."""
     if parse_slice(plan.hardware.slice).is_cpu:
         return False
     axes = [mesh_axis for axis in plan.model.unsharded_in_kernels for mesh_axis in plan.compute_mapping.get(axis, ())]
@@ -232,7 +232,7 @@ def _merge(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, A
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as YAML holds it."""
+    """Convert a value to one that YAML can hold."""
     match value:
         case enum.Enum():
             return value.value

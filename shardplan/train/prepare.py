@@ -34,7 +34,7 @@ class TrainingModel:
 
     @property
     def digest_text(self) -> str:
-        """The content of its config.json and the class that computes it, as text to compare."""
+        """Content of the model's config.json, and the class that computes it, as text for comparisons."""
         return json.dumps({"class": self.model.class_name, **self.hf_config}, sort_keys=True, default=str)
 
 
@@ -48,7 +48,7 @@ def build_training_model(config: TrainCommand) -> TrainingModel:
 
 
 def make_training_plan(config: TrainCommand, model: Model) -> Plan:
-    """Return the plan of a training; its attention is the model's own, which Levanter's Trainer runs."""
+    """Make the plan of a training; Levanter's Trainer runs the model's own attention."""
     return make_plan(config, model, own_attention=True)
 
 
@@ -78,7 +78,7 @@ def prepare_training(config: TrainCommand, plan: Plan | None, deadline_s: float)
 
 
 def check_training_plan(plan: Plan, model: Model) -> None:
-    """Check that a plan can be trained with.
+    """Check that a plan can be used for training.
 
     Raises:
         ConfigError: it is for another model, or not for training, or has attention that Levanter's Trainer lacks.
@@ -122,7 +122,7 @@ def training_extras(config: TrainCommand) -> TrainingExtras:
 
 
 def unplanned_notes(config: TrainCommand) -> list[str]:
-    """Return what a plan does not know of a training, a line each."""
+    """Return lines on parts of a training that its plan ignores."""
     extras = training_extras(config)
     notes = []
     if extras.optimizer != DEFAULT_OPTIMIZER and extras.optimizer not in OPTIMIZERS:

@@ -1,4 +1,4 @@
-"""A folder with config.json and tokenizer, for trainings whose model or data has no checkpoint to take these from.
+"""Writes a folder with config.json and tokenizer, for trainings whose model or data has no checkpoint with these.
 
 Levanter makes its converter, which exports checkpoints, from such files, even if no weights are loaded. The tokens of
 synthetic data are words too: the word 17 is token 17.
@@ -15,9 +15,9 @@ from shardplan.errors import ConfigError, one_line
 from shardplan.plan.serialization import json_bytes
 
 FOLDER = "model"
-"""Name of the folder in the output folder."""
+"""Name of this folder within the output folder."""
 CACHE = "~/.cache/shardplan/train"
-"""Where the folder is on every host if the output folder is remote: transformers reads local files."""
+"""Location of this folder on every host if the output folder is remote, because transformers reads local files."""
 
 
 def reference_path(output: str) -> str:
@@ -28,7 +28,7 @@ def reference_path(output: str) -> str:
 
 
 def write_reference(path: str, hf_config: dict[str, Any], vocab_size: int, tokenizer: str | None) -> None:
-    """Write the folder.
+    """Write the folder with config.json and tokenizer.
 
     Args:
         hf_config: content of config.json.

@@ -1,4 +1,4 @@
-"""A training from start to end: plan, Levanter's file, Levanter's `train_lm` with both, watched.
+"""Runs a training from start to end: plan, Levanter's file, Levanter's `train_lm` with both, watched.
 
 A run goes on where an earlier one with the same output folder ended, on the same slice or on another one. On the same
 mesh its losses are equal to the bit to those of a run without a break; on another mesh they differ as floating-point
@@ -69,31 +69,31 @@ from shardplan.train.trainer import planned_trainer
 from shardplan.train.watch import TrainingWatch
 
 METRICS = "metrics.jsonl"
-"""File of the metrics in the output folder."""
+"""Name of the metrics file in the output folder."""
 LOG = "levanter.log"
-"""File of Levanter's own log there."""
+"""Name of Levanter's own log in the output folder."""
 
 
 @dataclass(frozen=True)
 class PreparedTraining:
-    """All that a training is started with."""
+    """Everything that a training is started with."""
 
     config: TrainCommand
     training: TrainingModel
     plan: Plan
     files: TrainingFiles
     sections: dict[str, Any]
-    """The content of levanter.yaml."""
+    """Content of levanter.yaml."""
 
     @property
     def steps(self) -> int:
-        """Steps of the whole training."""
+        """Number of steps of the complete training."""
         default = train_lm.TrainLmConfig().trainer.num_train_steps
         return int(self.sections["trainer"].get("num_train_steps", default))
 
 
 def prepare_files(config: TrainCommand, training: TrainingModel, plan: Plan) -> PreparedTraining:
-    """Make what is written to the output folder before a training starts.
+    """Make the files that are written to the output folder before a training starts.
 
     Raises:
         ConfigError: Levanter does not take a key or a value.
@@ -129,7 +129,7 @@ def write_reference_folder(prepared: PreparedTraining) -> None:
 
 
 def check_training(config: TrainCommand) -> TrainCommand:
-    """Check Levanter's keys before anything is planned, and return the configuration with the optimizer to plan for.
+    """Check Levanter's keys before planning, and return the configuration with the optimizer to plan for.
 
     Raises:
         ConfigError: Levanter does not take a key or a value, or two keys contradict each other.
@@ -205,7 +205,7 @@ def run_training(
 
 
 def _claim(prepared: PreparedTraining, folder: TrainingFolder, processes: ProcessGroup) -> None:
-    """Take the output folder for this run, and write what it starts with."""
+    """Claim the output folder for this run, and write the files that it starts with."""
     config, plan, training, files = prepared.config, prepared.plan, prepared.training, prepared.files
     determinants = training_determinants(config, plan, training, prepared.sections, files)
 
@@ -233,7 +233,7 @@ def _print_notes(prepared: PreparedTraining) -> None:
 
 
 def _run_levanter(prepared: PreparedTraining, watch: TrainingWatch, processes: ProcessGroup) -> None:
-    """Run `levanter.main.train_lm` with the plan, until its end or until it is stopped."""
+    """Run `levanter.main.train_lm` with the plan, until it ends or is stopped."""
     # draccus removes keys from what it decodes, and the sections are read again below
     levanter_config = draccus.decode(train_lm.TrainLmConfig, copy.deepcopy(prepared.sections))
     # the processes are connected already
@@ -264,7 +264,7 @@ def _selection_records(config: TrainCommand, watch: TrainingWatch) -> dict[str, 
 
 @contextlib.contextmanager
 def _log_to_files(prepared: PreparedTraining) -> Iterator[None]:
-    """Write metrics and Levanter's log to files of the output folder, where that is local, until the block ends.
+    """Write metrics and Levanter's log to files of a local output folder within the context.
 
     Levanter would set up logging anew, and write everything to stderr.
     """

@@ -1,4 +1,4 @@
-"""Records of Native Sparse Attention in a training: how each layer computed it, and which blocks were selected.
+"""Records of Native Sparse Attention in a training: each layer's method, and the selected blocks.
 
 | where | what |
 |---|---|
@@ -22,12 +22,12 @@ from shardplan.plan.plan import Plan
 METHODS, SELECTION = "selected_methods", "selection"
 """Elements of run.json."""
 PREFIX = "train/nsa/"
-"""Start of the names that Levanter's Trainer gives the metrics of `shardplan.decoder.layers.selection_metrics`."""
+"""Prefix that Levanter's Trainer gives the metrics of `shardplan.decoder.layers.selection_metrics`."""
 OF_LAYER, OF_BLOCK = re.compile(r"layer_(\d+)/(\w+)"), re.compile(r"block_(\d+)_load")
 
 
 def selected_methods(model: Any, plan: Plan) -> dict[str, list[int]]:
-    """Map each method of attention to selected blocks to its layers; empty for other models.
+    """Return method of attention to selected blocks -> its layers; empty for other models.
 
     Raises:
         ConfigError: a layer uses another method than the plan has.
@@ -48,7 +48,7 @@ def selected_methods(model: Any, plan: Plan) -> dict[str, list[int]]:
 
 
 def describe_methods(methods: Mapping[str, list[int]], num_layers: int) -> str:
-    """Return lines about methods that are as planned, for audit.txt.
+    """Return lines on the methods that agree with the plan, for audit.txt.
 
     >>> describe_methods({"dense_mask": [0, 1]}, 2)
     'selected blocks of all 2 layers: dense_mask, as planned\\n'
@@ -64,7 +64,7 @@ def describe_methods(methods: Mapping[str, list[int]], num_layers: int) -> str:
 
 
 def model_figures(metrics: Mapping[str, jax.Array]) -> dict[str, float]:
-    """Return the figures of all layers together, from the metrics of a step; empty if there are none."""
+    """Return the figures of all layers together from a step's metrics; empty if there are none."""
     names = [name.removeprefix(PREFIX) for name in metrics if name.startswith(PREFIX)]
     arrays = {name: metrics[PREFIX + name] for name in names if "/" not in name}
     return {name: float(value) for name, value in jax.device_get(arrays).items()}

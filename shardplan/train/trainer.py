@@ -1,4 +1,4 @@
-"""Levanter's Trainer with a plan: its methods are watched, and what it computes is unchanged.
+"""Levanter's Trainer with a plan: its methods are watched, and its computations are unchanged.
 
 `levanter.main.train_lm` makes its Trainer by the name `Trainer` of its module. `planned_trainer` puts a subclass in
 place of this name while a training runs. The subclass extends methods that are public, but for three: the two cached
@@ -27,7 +27,7 @@ class PlannedTrainer(Trainer):
     """Levanter's Trainer, watched."""
 
     def __init__(self, watch: TrainingWatch, compiler_options: Mapping[str, Any], *arguments: Any, **settings: Any):
-        """Make the Trainer of `arguments` and `settings`.
+        """Make the Trainer from `arguments` and `settings`.
 
         Args:
             compiler_options: those of the plan.
@@ -46,14 +46,14 @@ class PlannedTrainer(Trainer):
         self._checkpointer.save_checkpoint = watched_save
 
     def initial_state(self, *arguments: Any, **settings: Any) -> Any:
-        """Make or load the state as Levanter does, and check that it is as planned."""
+        """Make or load the state as Levanter does, and check that it agrees with the plan."""
         with self._watch.loading():
             state = super().initial_state(*arguments, **settings)
             self._watch.check_state(state)
             return state
 
     def training_steps(self, state: Any, train_loader: Iterable[Any]) -> Iterator[StepInfo[Any]]:
-        """Yield steps until the last one, or until the training is to stop."""
+        """Yield steps until the last one, or until the training must stop."""
         with self._watch.training(int(state.step)):
             for info in super().training_steps(state, train_loader):
                 yield info
@@ -73,7 +73,7 @@ class PlannedTrainer(Trainer):
                 super().run_hooks(info, force=True)
 
     def _save_and_wait(self, info: StepInfo[Any]) -> None:
-        """Save a temporary checkpoint of this step, unless it has one."""
+        """Save a temporary checkpoint of this step, unless there is one."""
         assert self._checkpointer is not None
         self._checkpointer.request_checkpoint(CheckpointRetention.TEMPORARY)
         self._checkpointer.on_step(tree=info.state.saveable_state, step=info.step)
@@ -99,7 +99,7 @@ class PlannedTrainer(Trainer):
 
 
 class _WatchedProgram:
-    """A program whose first run, which compiles it, is watched as a phase of its own."""
+    """A program whose first run, which compiles it, is watched as a separate phase."""
 
     def __init__(self, program: Any, watch: TrainingWatch):
         self._program, self._watch = program, watch
@@ -121,7 +121,7 @@ class _WatchedProgram:
 
 @contextlib.contextmanager
 def planned_trainer(watch: TrainingWatch, compiler_options: Mapping[str, Any], vocab_size: int) -> Iterator[None]:
-    """Have `levanter.main.train_lm` use the watched Trainer until the block ends.
+    """Make `levanter.main.train_lm` use the watched Trainer within the context.
 
     Its model has `vocab_size` tokens, as planned. Levanter would take the length of the tokenizer, which has fewer
     tokens than some checkpoints, such as those of Qwen: such a training could not be resumed.

@@ -1,4 +1,4 @@
-"""Reports of a running training: its phases, the times of its steps, and whether it continues."""
+"""Watches a running training: its phases, the times of its steps, and whether it continues."""
 
 import contextlib
 import threading
@@ -25,7 +25,7 @@ from shardplan.train.selection import describe_methods, model_figures, selected_
 STEP_FUNCTION = "train_step"
 """Part of the name of the function that JAX compiles for a step."""
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
-"""What JAX reports when a program has been compiled."""
+"""Name of JAX's event for a compiled program."""
 
 
 class TrainingWatch:
@@ -40,7 +40,7 @@ class TrainingWatch:
         total: int,
         stops: threading.Event,
     ):
-        """Begin with no step.
+        """Begin to watch a training.
 
         Args:
             total: steps of the whole training.
@@ -67,12 +67,12 @@ class TrainingWatch:
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
-        """Make, load or resume the state until the block ends."""
+        """Watch the making, loading or resuming of the state, within the context."""
         with self._processes.phase("loading", self._deadlines.loading):
             yield
 
     def check_state(self, state: Any) -> None:
-        """Record that the parameters and the state of the optimizer are as planned, and their memory.
+        """Check that the parameters and the optimizer's state agree with the plan, and record this and their memory.
 
         Raises:
             ConfigError: an array is not.
@@ -88,7 +88,7 @@ class TrainingWatch:
 
     @contextlib.contextmanager
     def training(self, first_step: int) -> Iterator[None]:
-        """Compute steps until the block ends."""
+        """Watch the computation of steps, within the context."""
         self._progress = Progress("training", "steps", self._total - first_step)
         if first_step and is_first_process():
             print_note(f"going on after step {first_step}")
@@ -102,7 +102,7 @@ class TrainingWatch:
 
     @contextlib.contextmanager
     def other_work(self, phase: str) -> Iterator[None]:
-        """Compile, evaluate, save or export until the block ends, which is not the time of a step."""
+        """Exclude compiling, evaluating, saving or exporting, within the context, from the time of steps."""
         started = time.perf_counter()
         try:
             with self._processes.phase(phase, self._deadlines.compiling):
@@ -116,7 +116,7 @@ class TrainingWatch:
 
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:
-        """Run a program of a step for the first time; the phase ends when JAX has compiled it."""
+        """Watch the first run of a step's program; the phase ends when JAX has compiled it."""
         measured: list[MemoryUse] = []
         with contextlib.ExitStack() as phase:
             phase.enter_context(self.other_work("compiling"))
@@ -136,7 +136,7 @@ class TrainingWatch:
             self._monitor.record_memory(COMPILED, measured[0] if measured else None)
 
     def finish_step(self, info: StepInfo[Any]) -> None:
-        """Record a step, and decide whether the training goes on: in all processes the same."""
+        """Record a step, and decide whether the training continues, the same in all processes."""
         work = self._plan.workload
         self._timer.add(Count(work.batch, work.tokens), self.step_clock())
         self.last_loss, self.last_step = info.loss, info.next_step
@@ -150,7 +150,7 @@ class TrainingWatch:
 
 
 class EventTimes(Callback[Any]):
-    """Measures from Levanter's events how long devices compute and wait, and watches evaluations."""
+    """Measures, from Levanter's events, how long devices compute and wait; watches evaluations."""
 
     def __init__(self, watch: TrainingWatch):
         """Add the times to the statistics of `watch`."""
@@ -160,14 +160,14 @@ class EventTimes(Callback[Any]):
         self._evaluation = contextlib.ExitStack()
 
     def on_step(self, info: StepInfo[Any], force: bool = False) -> None:
-        """Do nothing."""
+        """Do nothing: the events give all times."""
 
     def end_step(self) -> None:
-        """Note that all hooks of a step have run: what follows is the wait for the next batch."""
+        """Record that all hooks of a step have run, so that the wait for the next batch begins."""
         self._ended = self._watch.step_clock()
 
     def on_event(self, event: ProgressEvent) -> None:
-        """Take an event of Levanter's Trainer."""
+        """Handle an event of Levanter's Trainer."""
         now, statistics = self._watch.step_clock(), self._watch.statistics
         match event:
             case ProgressEvent.TRAIN_STEP_STARTED:

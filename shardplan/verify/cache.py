@@ -27,19 +27,19 @@ SEQUENCE_CODE = (
     "attention/**/*", "positions/*", "model/attention/chunked_mask", "model/attention/mask_pattern",
     "program/marked/attention_kind", "program/marked/marked_attention",
 )  # fmt: skip
-"""Further such modules, used if the plan shards positions, and always by the decoder."""
+"""Additional modules if the plan shards positions, and always for the decoder."""
 DECODER_CODE = (
     "decoder/**/*", "model/huggingface/kept_codes", "model/huggingface/quantization",
     "model/huggingface/read_quantization", "model/kept_selection", "model/kept_weights", "model/parameter_dtypes",
 )  # fmt: skip
-"""Further such modules, used by the decoder."""
+"""Additional modules for the decoder."""
 EXPERT_CODE = ("experts/**/*",)
-"""Further such modules, used if the plan has a method of experts, and always by the decoder."""
+"""Additional modules if the plan has a method of experts, and always for the decoder."""
 FACTS_CODE = (
     "cost/*", "decoder/**/*", "experts/**/*", "model/**/*", "positions/*", "program/**/*", "steps/*",
     "verify/model_facts",
 )  # fmt: skip
-"""Modules that make the facts about a model, see `shardplan.verify.model_facts`."""
+"""Modules that compute the facts about a model, see `shardplan.verify.model_facts`."""
 
 
 def digest(case: Case) -> str:
@@ -80,7 +80,7 @@ def facts_digest(case: Case) -> str:
 
 
 def _program_code(case: Case) -> tuple[str, ...]:
-    """Glob patterns of the modules that make the program of a case."""
+    """Return the glob patterns of the modules that make the program of a case."""
     is_decoder = class_of(case.hf_config) == DECODER
     uses_own_attention = is_decoder or case.plan.attention.is_sequence_parallel
     uses_own_experts = is_decoder or case.plan.experts is not None
@@ -93,13 +93,13 @@ def _program_code(case: Case) -> tuple[str, ...]:
 
 
 def _model(case: Case) -> dict[str, Any]:
-    """The inputs that determine the model: its config.json, and the code of a user's own model."""
+    """Return the inputs that determine the model: its config.json, and the code of a user's own model."""
     code = own_code(case.hf_config)
     return {"hf_config": case.hf_config, **({} if code is None else {"own_code": code})}
 
 
 def _experts(plan: Plan) -> dict[str, Any]:
-    """The plan's method for routed experts; nothing for a model without experts."""
+    """Return the plan's method for routed experts; nothing for a model without experts."""
     return {} if plan.experts is None else {"experts": dataclasses.asdict(plan.experts)}
 
 
@@ -109,7 +109,7 @@ def _sha256(values: dict[str, Any]) -> str:
 
 @cache
 def code_digest(patterns: tuple[str, ...]) -> str:
-    """SHA-256 of modules of shardplan, without comments, docstrings and imports.
+    """Return the SHA-256 of modules of shardplan, without comments, docstrings and imports.
 
     Args:
         patterns: glob patterns of the modules' paths without suffix.
@@ -122,7 +122,7 @@ def code_digest(patterns: tuple[str, ...]) -> str:
 
 
 def normalize_code(code: str) -> str:
-    """The syntax tree of a module, without comments, docstrings and imports.
+    """Return the syntax tree of a module, without comments, docstrings and imports.
 
     >>> normalize_code("x = 1  # one") == normalize_code("x=1")
     True
@@ -140,7 +140,7 @@ def _is_ignored(statement: ast.stmt) -> bool:
 
 
 def cache_path(case: Case, folder: str | None, memory_only: bool = False) -> Path | None:
-    """The file that keeps the result of `case`; None without a cache folder.
+    """Return the file that caches the result of `case`; None without a cache folder.
 
     Args:
         memory_only: whether the result may be without cycles; if there is one with them, it is returned.
@@ -152,12 +152,12 @@ def cache_path(case: Case, folder: str | None, memory_only: bool = False) -> Pat
 
 
 def facts_path(case: Case, folder: str | None) -> Path | None:
-    """The file that keeps the facts about the model of `case`; None without a cache folder."""
+    """Return the file that caches the facts about the model of `case`; None without a cache folder."""
     return None if folder is None else Path(folder).expanduser() / f"{facts_digest(case)[:32]}.json"
 
 
 def store(value: Compiled | ModelFacts, path: Path) -> None:
-    """Write `value` to `path` in one step, so that no reader sees half of it.
+    """Write `value` to `path` atomically, so that no reader sees half of it.
 
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     path = Path(folder, "facts.json")

@@ -9,12 +9,12 @@ from shardplan.plan.plan import Plan
 
 @dataclass(frozen=True)
 class Case:
-    """One program to compile."""
+    """One program to compile, with all inputs that determine it."""
 
     label: str
     plan: Plan
     hf_config: dict[str, Any]
-    """The config.json of the model."""
+    """The model's config.json."""
     program: CompiledProgram = CompiledProgram.STEP
     options: dict[str, str] = field(default_factory=dict)
     """Compiler options."""

@@ -1,4 +1,4 @@
-"""The facts of a model that a verdict needs, cached because building a model takes seconds."""
+"""The facts about a model that a verdict needs, cached because building a model takes seconds."""
 
 import dataclasses
 import json
@@ -22,11 +22,11 @@ class ModelFacts:
     """Numbers of the model and the workload that the compiled program does not contain."""
 
     flops: float
-    """FLOPs of one step over all devices that the model needs; 0 for the assembly of a loaded model."""
+    """FLOPs that the model needs for one step over all devices; 0 for the assembly of a loaded model."""
     attended_fraction: float
     """Fraction of its query x key blocks that the attention kernel computes on the slowest device."""
     routed_rows: float | None
-    """Rows of a grouped matmul of experts that hold a token, per device on average; None without experts."""
+    """Mean number of rows per device of a grouped matmul of experts that hold a token; None without experts."""
 
     def save(self, path: Path) -> None:
         """Write the facts as JSON to the file `path`."""
@@ -42,7 +42,7 @@ class ModelFacts:
 
 
 def compute_facts(case: Case) -> ModelFacts:
-    """Build the model of a case, and compute the numbers that a verdict on the case needs of it.
+    """Build the model of a case, and compute the facts that a verdict on the case needs.
 
     Raises:
         ConfigError: the plan is for another model.
@@ -66,7 +66,7 @@ def compute_facts(case: Case) -> ModelFacts:
 
 
 def _attended_fraction(plan: Plan, model: "Model") -> float:
-    """The fraction of their blocks that attention kernels compute, over all kinds of attention; 1 without attention."""
+    """Return the fraction of their blocks that attention kernels compute, over all kinds; 1 without attention."""
     from shardplan.positions.sequence_layout import attended_fraction
     from shardplan.program.step_trace import plan_step
 
@@ -81,7 +81,7 @@ def _attended_fraction(plan: Plan, model: "Model") -> float:
 
 
 def _rows_of_blocks(plan: Plan, model: "Model") -> float | None:
-    """Return the rows of a block of experts on a device, if experts get equally many; None without such blocks."""
+    """Return the rows of an expert block on a device if experts get equally many; None without such blocks."""
     from shardplan.cost.experts import work_of
     from shardplan.program.step_trace import plan_step
     from shardplan.search.given_plan import assignment_of

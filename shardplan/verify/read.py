@@ -29,15 +29,15 @@ from shardplan.verify.verdict import (
 )
 
 MAX_ROWS = 12
-"""Number of buffers and of operations that a verdict lists."""
+"""Maximum number of buffers and of operations that a verdict lists."""
 MAX_NAMED_BUFFERS = 3
-"""Number of buffers that the reason of a verdict names."""
+"""Maximum number of buffers that the reason of a verdict names."""
 
 
 def read_verdict(
     compiled: Compiled, plan: Plan, facts: ModelFacts, program: str, options: Mapping[str, str]
 ) -> Verdict:
-    """The verdict on `compiled`, one program of `plan`."""
+    """Return the verdict on `compiled`, one program of `plan`."""
     available = int(plan.hardware.hbm_gib * GIB)
     values: dict[str, Any] = {}
     try:
@@ -74,7 +74,7 @@ def read_verdict(
 def _failure_fields(
     compiled: Compiled, module: Module | None, buffers: list[Buffer], live: list[LiveBytes], available: int
 ) -> dict[str, Any]:
-    """Fields of the verdict on a program that did not compile: it needs too much memory, or was refused."""
+    """Return the fields of the verdict on a program that did not compile: out of memory, or refused."""
     if not compiled.is_out_of_hbm:
         return {"outcome": Outcome.REFUSED, "reason": CompileError(compiled.error)}
     peak = hbm_bytes(compiled.usage)
@@ -89,7 +89,7 @@ def _failure_fields(
 
 
 def _reported_sizes(module: Module, usage: str) -> dict[str, int]:
-    """Field of `CompiledMemory` -> bytes, of a program without code, from the compiler's report.
+    """Return field of `CompiledMemory` -> bytes, for a program without code, from the compiler's report.
 
     The report does not tell output from temporaries.
     """
@@ -102,7 +102,7 @@ def _reported_sizes(module: Module, usage: str) -> dict[str, int]:
 
 
 def _time_fields(module: Module, compiled: Compiled, plan: Plan, facts: ModelFacts) -> dict[str, Any]:
-    """Fields of the verdict on a program that fits: its collectives, and its modelled time if there are cycles."""
+    """Return the fields of the verdict on a program that fits: collectives, and modelled time if there are cycles."""
     hardware = parse_slice(plan.hardware.slice)
     network = Network(plan.mesh, hardware, compiled.slices)
     try:
@@ -128,7 +128,7 @@ def _time_fields(module: Module, compiled: Compiled, plan: Plan, facts: ModelFac
 
 
 def _sum_collectives(timing: Timing) -> list[CompiledCollective]:
-    """The uses of collectives, summed by kind, mesh axes, form and operation, most bytes first."""
+    """Return the uses of collectives, summed by kind, mesh axes, form and operation, most bytes first."""
     sums: dict[tuple[str, tuple[str, ...], CollectiveForm, str], list[float]] = {}
     for use in timing.uses:
         transfer = use.transfer

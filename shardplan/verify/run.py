@@ -29,7 +29,7 @@ def verify(
     on_verdict: Callable[[Case, Verdict], None] = lambda *_: None,
     on_compile: Callable[[Case], None] = lambda _: None,
 ) -> list[Verdict]:
-    """Return the compiler's verdict on every case, in their order.
+    """Return the compiler's verdict on every case, in the order of the cases.
 
     Args:
         compiler: limits, the number of compiles at a time, the cache folder.
@@ -67,7 +67,7 @@ def verify(
 
 
 def _find_facts(cases: Sequence[Case], folder: str | None) -> list[ModelFacts]:
-    """Return the facts about the model of every case, computed once for cases with the same model and workload.
+    """Return the facts about the model of every case, computed once per model and workload.
 
     Args:
         folder: the cache.
@@ -96,7 +96,7 @@ def _judge(
     stop: threading.Event,
     on_compile: Callable[[Case], None],
 ) -> Verdict:
-    """Return the verdict on a case, which is compiled unless its plan is refused or its cache file exists.
+    """Return the verdict on a case, compiling it unless its plan is refused or its result is cached.
 
     Args:
         model: the facts about its model.

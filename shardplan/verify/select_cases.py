@@ -25,13 +25,13 @@ from shardplan.verify.case import Case
 ASSUMED_MEANING = {
     FindingKind.LIST, FindingKind.MESH_SIZE, FindingKind.UNKNOWN_KEY, FindingKind.UNKNOWN_MESH_AXIS, FindingKind.VALUE,
 }  # fmt: skip
-"""Kinds of findings on keys for which the lint assumes what was meant."""
+"""Kinds of findings on keys whose intended meaning the lint assumes."""
 
 
 def build_cases(
     config: CompilingConfig, options: OptionSets = OptionSets.PLAN, against: Sequence[str] = ()
 ) -> list[Case]:
-    """The configuration's own plan with every set of compiler options to try, then the plans to compare it with.
+    """Return the cases of the configuration's own plan, one per set of compiler options, then of the plans to compare.
 
     Args:
         against: paths of plans, configurations or Levanter configurations.
@@ -52,7 +52,7 @@ def build_cases(
 
 
 def build_case(config: CompilingConfig, plan: Plan, label: str = "this plan") -> Case:
-    """The case of `plan`, with the model that `config` names."""
+    """Return the case of `plan`, with the model that `config` names."""
     return Case(label, plan, _hf_config(config, plan), config.compiler.program, dict(plan.compiler_options))
 
 
@@ -67,7 +67,7 @@ def _own_case(config: CompilingConfig, label: str) -> Case:
 
 
 def _other_case(path: str, config: CompilingConfig) -> Case:
-    """Return the case of a plan, a Levanter configuration or a configuration of shardplan, by the file's content."""
+    """Return the case of a plan, a Levanter configuration or a shardplan configuration, by the file's content."""
     values = _read(path)
     if values.get("schema_version") == SCHEMA_VERSION:
         # slice and workload come from the plan; the model must be the same for a comparison
@@ -79,7 +79,7 @@ def _other_case(path: str, config: CompilingConfig) -> Case:
 
 
 def _levanter_case(path: str, config: CompilingConfig) -> Case:
-    """Return the case of the mesh and mappings of a Levanter configuration, as the lint estimates them.
+    """Return the case of a Levanter configuration's mesh and mappings, as the lint estimates them.
 
     Raises:
         ConfigError: it trains otherwise than a Plan, or its layout is only what the lint takes it to mean.
@@ -100,7 +100,7 @@ def _levanter_case(path: str, config: CompilingConfig) -> Case:
 
 
 def _hf_config(config: CompilingConfig, plan: Plan) -> dict[str, Any]:
-    """The contents of the model's config.json, with the class that computes the model, and how weights stay."""
+    """Return the content of the model's config.json, with the class that computes it and how its weights are stored."""
     folder = open_folder(config.model.ref) if config.model.config is None else None
     return read_config(config.model.config, folder, plan.model.class_name, plan.model.kept_dtype is not None)
 

@@ -16,7 +16,7 @@ class Outcome(StrEnum):
     DOES_NOT_FIT = "does not fit"
     REFUSED = "refused"
     UNDECIDED = "undecided"
-    """A limit of time or memory of this machine was reached first."""
+    """A time or memory limit of this machine was reached first."""
 
 
 class CollectiveForm(StrEnum):
@@ -25,7 +25,7 @@ class CollectiveForm(StrEnum):
     SYNC = "sync"
     ASYNC = "async"
     WINDOWED = "windowed"
-    """As permutes in the loop of a decomposed matmul."""
+    """The collective runs as permutes in the loop of a decomposed matmul."""
 
 
 @dataclass(frozen=True)
@@ -43,27 +43,27 @@ class LiveBytes:
     """The bytes in HBM while some instructions run."""
 
     op: str
-    """The operation of the traced program that the first of them belongs to."""
+    """Operation of the traced program to which the first of these instructions belongs."""
     bytes: int
-    """Bytes per device, without padding."""
+    """Bytes per device, padding excluded."""
 
 
 @dataclass(frozen=True)
 class CompiledMemory:
-    """HBM in bytes per device, and memory of the host, as the compiler assigned it."""
+    """HBM in bytes per device, and host memory, as the compiler assigned them."""
 
     peak: int
     arguments: int
     temporaries: int
     output: int
-    """Results that do not replace a donated argument."""
+    """Bytes of results that do not replace a donated argument."""
     available: int
     buffers: list[Buffer]
     """The largest buffers that are live at the peak."""
     live: list[LiveBytes] = field(default_factory=list)
-    """What is live over the step, in scheduled order, for people to look at; a loop's body is run through once."""
+    """Live bytes over the step, in scheduled order, for people; a loop's body appears once."""
     host: int = 0
-    """Bytes of the host's memory for one device, such as of activations that are kept there."""
+    """Bytes of host memory per device, such as for activations kept there."""
 
 
 @dataclass(frozen=True)
@@ -79,15 +79,15 @@ class CompiledTime:
 
     step_seconds: float
     compute_seconds: float
-    """Time that the core computes; for the rest of the step it waits for transfers."""
+    """Seconds that the core computes; in the rest of the step it waits for transfers."""
     kernel_seconds: float
-    """The part of `compute_seconds` modelled from FLOPs and HBM: kernels for which the compiler gives no cycles."""
+    """Part of `compute_seconds` modelled from FLOPs and HBM, for kernels without the compiler's cycles."""
     masked_dense_seconds: float
-    """The part of `compute_seconds` of grouped matmuls that the compiler makes of dense ones over all experts."""
+    """Part of `compute_seconds` for grouped matmuls that the compiler computes as dense ones over all experts."""
     model_flops: float
-    """FLOPs of one step over all devices that the model needs, recomputation and masked attention not counted."""
+    """FLOPs that the model needs for one step over all devices, recomputation and masked attention excluded."""
     mfu: float
-    """Model FLOP/s utilisation: `model_flops` divided by the peak FLOPs of all devices during the step."""
+    """Model FLOP/s utilisation: `model_flops` / (step seconds * peak FLOP/s of all devices)."""
     ops: dict[str, float]
     """Operation of the traced program -> compute seconds, the longest first."""
 
@@ -97,7 +97,7 @@ class OutOfMemory:
     """The program needs more HBM than a device has."""
 
     excess: int
-    """Bytes per device beyond what is available."""
+    """Bytes per device beyond the available ones."""
     largest: list[Buffer]
     """The largest buffers that are live at the peak."""
 
@@ -107,7 +107,7 @@ class CompileError:
     """JAX or the compiler raised an error."""
 
     message: str
-    """The error's own text, on one line."""
+    """The error's message, on one line."""
 
 
 @dataclass(frozen=True)
@@ -135,11 +135,11 @@ class MemoryLimit:
 
 @dataclass(frozen=True)
 class CompilerCrash:
-    """The process that compiled ended without a result."""
+    """The compiling process ended without a result."""
 
     exit_code: int
     last_line: str
-    """The end of its output."""
+    """Last line of the process's output."""
 
 
 @dataclass(frozen=True)
@@ -152,31 +152,31 @@ Reason = OutOfMemory | CompileError | DuplicateMeshAxis | TimeLimit | MemoryLimi
 
 
 class OmissionKind(StrEnum):
-    """Parts of compiled modules that their reader does not understand, and ignores or approximates."""
+    """Parts of compiled modules that the reader does not understand, and ignores or approximates."""
 
     MODULE_TEXT = "module text"
-    """The text could not be parsed; `detail` is the error."""
+    """The module's text could not be parsed; `detail` is the error."""
     MODULE_STRUCTURE = "module structure"
-    """The schedule could not be simulated; `detail` is the error."""
+    """The module's schedule could not be simulated; `detail` is the error."""
     INSTRUCTION = "instruction"
-    """`subject` is its opcode, `detail` the error."""
+    """An instruction could not be read: `subject` is its opcode, `detail` the error."""
     NO_CYCLES = "no cycles"
-    """An instruction, `subject`, without estimated cycles, timed as reading and writing its result."""
+    """An instruction, `subject`, has no estimated cycles, and is timed as reading and writing its result."""
     SCATTER = "scatter"
-    """A scatter without estimated cycles, timed as reading its updates, and reading and writing as many rows."""
+    """A scatter has no estimated cycles, and is timed as reading its updates, and reading and writing as many rows."""
     TRIP_COUNT = "trip count"
-    """A loop of unknown length, counted once."""
+    """A loop has an unknown length, and is counted once."""
     CONDITIONAL = "conditional"
-    """Every branch is counted, the longest timed."""
+    """A conditional: all its branches are counted, and the longest is timed."""
     ASYNC_CALL = "async call"
-    """An asynchronous call without a collective."""
+    """An asynchronous call runs no collective."""
     REPLICA_GROUPS = "replica groups"
-    """`subject` is the collective's opcode, `detail` its groups."""
+    """Replica groups are not understood: `subject` is the collective's opcode, `detail` its groups."""
 
 
 @dataclass(frozen=True)
 class Omission:
-    """One thing that the reader of compiled modules left out or approximated."""
+    """Something that the reader of compiled modules left out or approximated."""
 
     kind: OmissionKind
     subject: str = ""
@@ -189,9 +189,9 @@ class Verdict(Displayed):
 
     outcome: Outcome
     reason: Reason | None
-    """None if the program fits."""
+    """Why the program does not fit; None if it does."""
     program: str
-    """The kind of workload whose step was compiled, or `load` for the assembly of the model from its state dict."""
+    """Kind of workload whose step was compiled, or `load` for the assembly of the model from its state dict."""
     slice: str
     mesh: dict[str, int]
     options: dict[str, str]
@@ -203,18 +203,18 @@ class Verdict(Displayed):
     versions: dict[str, str]
     memory: CompiledMemory | None = None
     time: CompiledTime | None = None
-    """None if the program does not fit, or memory alone was judged."""
+    """Modelled time; None if the program does not fit, or only memory was judged."""
     collectives: list[CompiledCollective] = field(default_factory=list)
     not_understood: dict[Omission, int] = field(default_factory=dict)
-    """Omission -> number of times that it occurs in the module."""
+    """Omission -> number of its occurrences in the module."""
 
     @property
     def fits(self) -> bool:
-        """Whether the program compiled and fits into the available memory."""
+        """Whether the program compiled and fits in the available memory."""
         return self.outcome == Outcome.FITS
 
     def rank(self, workload: Workload) -> tuple[int, float]:
-        """Sort key: programs that fit, by time per token; then programs that do not, by memory; then the rest."""
+        """Sort key: programs that fit, by time per token; then programs that do not, by memory; then all others."""
         order = list(Outcome).index(self.outcome)
         if self.time is not None:
             return order, self.time.step_seconds / workload.tokens

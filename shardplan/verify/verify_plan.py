@@ -1,4 +1,4 @@
-"""verify_plan: the verdict on one plan, for programs and notebooks."""
+"""Defines verify_plan, which returns the verdict on one plan, for programs and notebooks."""
 
 from shardplan.config.plan_config import CompilingConfig
 from shardplan.config.sections import CompilerConfig, ModelConfig
@@ -11,7 +11,7 @@ from shardplan.verify.verdict import Verdict
 
 
 def verify_plan(plan: Plan, compiler: CompilerConfig | None = None) -> Verdict:
-    """Have the TPU compiler judge the step of a plan; this needs libtpu, no TPU, and from seconds to minutes.
+    """Have the TPU compiler judge the step of a plan, which needs libtpu but no TPU, and takes seconds to minutes.
 
     Args:
         plan: the plan. The config.json of its model is read again.

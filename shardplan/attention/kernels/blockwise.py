@@ -132,7 +132,7 @@ class BlockwiseKernel:
 
 
 def _scores(config: KernelConfig, q: Array, k: Array, is_allowed: Array) -> tuple[Array, Array | float]:
-    """Return scores float32[B, N, G, S, T], -inf (`NEG_INF`) where masked, and their derivative by the uncapped scores.
+    """Return the scores float32[B, N, G, S, T], `NEG_INF` where masked, and their derivative by the uncapped scores.
 
     B batch, N key heads, G query heads per key head, S and T queries and keys of the pair of blocks.
 

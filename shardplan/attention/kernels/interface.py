@@ -19,11 +19,11 @@ class MaskInputs(NamedTuple):
     """Per-position inputs of the mask, for one shard of queries or keys."""
 
     positions: Array
-    """int32[S]; `PADDING` for padding."""
+    """Position of each query or key, int32[S]; `PADDING` for padding."""
     segments: Array | None = None
     """Document ids, int32[B or 1, S]; None if the mask has no documents."""
     max_key_position: Array | None = None
-    """Queries only: the last key position each may attend to, int32[B or 1, S]; None if the pattern is static."""
+    """Last key position each query may attend to, int32[B or 1, S]; None for keys, and if the pattern is static."""
 
 
 @dataclass(frozen=True)
@@ -43,15 +43,15 @@ class Hop(NamedTuple):
     query_shard: Array
     """Index of the shard whose positions the queries have, int32[]."""
     distance: int
-    """Ring indices between the queries' device and the device the keys came from."""
+    """Number of ring indices between the queries' device and the device that the keys came from."""
     queries: MaskInputs
     keys: MaskInputs
     explicit: Array | None
-    """bool[B or 1, N or 1, G or 1, S, T]: a further mask, true where attention is allowed."""
+    """Additional mask bool[B or 1, N or 1, G or 1, S, T], true where attention is allowed."""
 
 
 class OutputGradient(NamedTuple):
-    """What the backward pass needs for each query, in float32: totals over the keys of all hops."""
+    """Inputs of the backward pass for each query, in float32, summed over the keys of all hops."""
 
     lse: Array
     """Log-sum-exp of the scores, [B, N, G, S]."""

@@ -29,9 +29,9 @@ from shardplan.runtime import private_jax
 from shardplan.runtime.private_jax import MASKED_SCORE
 
 INTERPRET = False
-"""Whether JAX's interpreter runs the kernels, as tests on CPUs need."""
+"""Whether JAX's interpreter runs the kernels; tests on CPUs set it."""
 MAX_BLOCKS = 2**17
-"""Limit of blocks in one kernel call: a few bytes of each are in scalar memory, which has 1 MiB."""
+"""Maximum number of blocks in one kernel call: scalar memory, of 1 MiB, holds a few bytes of each."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,7 +128,7 @@ class SplashKernel:
         return self._map_batch(attend, (self._scale(q), k, v), hop)
 
     def _has_keys_for_all(self, hop: Hop) -> bool:
-        """Whether every query is known to attend to a key, already while tracing."""
+        """Return whether every query is known to attend to a key, already while tracing."""
         return self._includes_own_keys and hop.queries.segments is None
 
     @cached_property
@@ -173,7 +173,7 @@ class SplashKernel:
         return make_block_grids(self.config.pattern, self.positions, sizes.block_q, sizes.block_kv)
 
     def _mask_info(self, hop: Hop, by_keys: bool = False) -> Any:
-        """The blocks of a hop as kernels take them.
+        """Return the blocks of a hop in the form that JAX's splash kernels take.
 
         Args:
             by_keys: for the kernel of the gradients of keys and values, which goes along queries.
@@ -197,7 +197,7 @@ class SplashKernel:
         return jax.lax.cond((info.block_mask != EMPTY).any(), run, skip)
 
     def _may_share_documents(self, queries: Array, keys: Array) -> Array:
-        """Whether any sequence may have one document in both blocks, bool[q block, k block].
+        """Return whether any sequence may have one document in both blocks, bool[q block, k block].
 
         Args:
             queries: document ids int32[B or 1, S]; keys: document ids int32[B or 1, T].

@@ -22,14 +22,14 @@ EMPTY, PARTIAL, FULL = range(3)
 
 @dataclass(frozen=True, eq=False)
 class HopPositions:
-    """The positions of queries and keys that meet at the hops of a ring."""
+    """The query and key positions that meet at the hops of a ring."""
 
     queries: np.ndarray
-    """int[query shard, S]: the query positions of every shard."""
+    """Query positions of every shard, int[query shard, S]."""
     keys: np.ndarray
-    """int[ring, T]: the key positions of every ring index."""
+    """Key positions of every ring index, int[ring, T]."""
     distances: tuple[int, ...]
-    """Ring indices back that keys come from, one per hop; see `shardplan.attention.strategies.ring.Ring`."""
+    """Distance of each hop, in ring indices back; see `shardplan.attention.strategies.ring.Ring`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,17 +37,17 @@ class BlockGrids:
     """The grids of blocks of all query shards at all hops; equal grids and equal masks are stored once."""
 
     grid: np.ndarray
-    """int32[query shard, distance]: the index of the grid that each hop uses."""
+    """Index of the grid that each hop uses, int32[query shard, distance]."""
     kinds: np.ndarray
-    """int8[grid, q block, k block]: EMPTY, PARTIAL or FULL."""
+    """Kind of each block, EMPTY, PARTIAL or FULL, int8[grid, q block, k block]."""
     mask_next: np.ndarray
-    """int[grid, q block, k block]: index of a partial block's mask; of other blocks the mask loaded already."""
+    """Index of a partial block's mask, and for other blocks the last index loaded, int[grid, q block, k block]."""
     keys_next: np.ndarray
-    """int[grid, q block, k block]: block of keys to load; of an empty block the one loaded already."""
+    """Block of keys to load, and for an empty block the block loaded last, int[grid, q block, k block]."""
     queries_next: np.ndarray
-    """int[grid, q block, k block]: block of queries to load, for a kernel that goes along queries."""
+    """Block of queries to load if the kernel's inner loop runs over queries, int[grid, q block, k block]."""
     partial_masks: np.ndarray
-    """bool[mask, q position, k position] of one block each."""
+    """Masks of partial blocks, bool[mask, q position, k position]."""
 
 
 def block_size(length: int) -> int:
@@ -139,7 +139,7 @@ def _classify(
 
 
 def _bound_kinds(pattern: Pattern, queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """Kinds int8[q block, k block] by the bounds of positions: PARTIAL includes blocks that may be EMPTY or FULL."""
+    """Return kinds int8[q block, k block] by bounds of positions: PARTIAL includes blocks that may be EMPTY or FULL."""
     (q_min, q_max, q_full), (k_min, k_max, k_full) = (_bounds(blocks) for blocks in (queries, keys))
     every, some = pattern.allows_block(q_min[:, None], q_max[:, None], k_min, k_max)
     kinds = np.where(some, np.where(every & q_full[:, None] & k_full, FULL, PARTIAL), EMPTY)
@@ -147,7 +147,7 @@ def _bound_kinds(pattern: Pattern, queries: np.ndarray, keys: np.ndarray) -> np.
 
 
 def _bounds(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The first and the last position of every block, and whether it is free of padding."""
+    """Return the first and the last position of every block, and whether it is free of padding."""
     is_padding = blocks == PADDING
     high = np.int64(np.iinfo(np.int64).max // 4)  # numpy 2.5 gives a Python integer the type of `blocks`, int32
     return np.where(is_padding, high, blocks).min(1), np.where(is_padding, -high, blocks).max(1), ~is_padding.any(1)

@@ -25,7 +25,7 @@ class DeviceAttention:
     position_mesh_axes: tuple[str, ...]
     """Mesh axes that shard positions, major to minor."""
     gathers_keys: bool
-    """Whether keys and values are all-gathered first; otherwise they go round a ring (of one index for Ulysses)."""
+    """Whether keys and values are all-gathered first; otherwise a ring sends them round (one index for Ulysses)."""
     ring: Ring
     query_layout: SequenceLayout
 
@@ -82,7 +82,7 @@ class DeviceAttention:
 
 
 def _exchange_explicit(explicit: Array, exchange: UlyssesExchange) -> Array:
-    """Give an explicit mask bool[B or 1, N or 1, G or 1, S, T] the rows and heads that queries have after Ulysses."""
+    """Reshard an explicit mask bool[B or 1, N or 1, G or 1, S, T] to the rows and heads of queries after Ulysses."""
     if explicit.shape[1:3] == (1, 1):
         return exchange.all_gather(explicit, 3)
     b, _, _, *rest = explicit.shape

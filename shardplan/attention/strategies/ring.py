@@ -1,4 +1,4 @@
-"""Ring attention: queries stay on their device; keys and values, and in the backward pass their gradients, go round.
+"""Ring attention: queries stay on their device; keys, values and, in the backward pass, their gradients are sent round.
 
 Runs inside `jax.shard_map`. Every hop receives the keys and values of another ring index while the device attends to
 those it has; the outputs of all hops are combined in float32, and the backward pass makes the same hops
@@ -32,9 +32,9 @@ class Ring:
     stride: int
     """Neighbouring devices along `axes` that share one ring index."""
     keys: np.ndarray
-    """int[ring, T]: the key positions of each ring index."""
+    """Number of neighbouring devices along `axes` that share one ring index."""
     distances: tuple[int, ...] = (0,)
-    """Ring indices back from which keys are needed, one per hop; the first is 0."""
+    """Distance of each hop in ring indices: how far back the keys come from; the first is 0."""
     save_lse: bool = False
     """Whether the caller uses the log-sum-exp, as attention sinks do."""
 
@@ -44,11 +44,11 @@ class Ring:
         return len(self.keys)
 
     def index(self) -> Array:
-        """The ring index of this device."""
+        """Return the ring index of this device."""
         return jax.lax.axis_index(self.axes) // self.stride if self.size > 1 else jnp.int32(0)
 
     def permute(self, tree: Any, hops: int) -> Any:
-        """Send `tree` forward by `hops` ring indices; return the tree of the device that many indices back."""
+        """Send `tree` forward by `hops` ring indices; return the tree received from that many indices back."""
         if hops % self.size == 0:
             return tree
         count = self.size * self.stride
@@ -75,7 +75,7 @@ class DeviceMask(NamedTuple):
     key_segments: Array | None
     """Document ids of the device's keys, int32[B or 1, T]."""
     explicit: Array | None
-    """A further mask, bool[B or 1, N or 1, G or 1, S, ring x T]."""
+    """Additional mask bool[B or 1, N or 1, G or 1, S, ring x T]."""
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -163,13 +163,13 @@ ring_attention.defvjp(_forward, _backward)
 
 
 def _hop_steps(ring: Ring) -> list[tuple[int, int]]:
-    """The distance of every hop, and the ring indices from it to the next hop; 0 after the last."""
+    """Return each hop's distance, and the number of ring indices from it to the next hop (0 after the last)."""
     following = (*ring.distances[1:], ring.distances[-1])
     return [(distance, after - distance) for distance, after in zip(ring.distances, following, strict=True)]
 
 
 def _finish_hop(ring: Ring, tree: Any) -> Any:
-    """Return `tree`, and make the compiler finish all of it before anything that depends on it.
+    """Return `tree` behind a barrier, so that the compiler finishes all of it before anything that depends on it.
 
     Without this barrier the compiler may combine all hops at the end, with the output of every hop in memory. After an
     only hop it would write in float32 what can be cast first.
@@ -178,7 +178,7 @@ def _finish_hop(ring: Ring, tree: Any) -> Any:
 
 
 def _make_hop(ring: Ring, distance: int, mask: DeviceMask, key_segments: Array | None) -> Hop:
-    """The mask inputs of the hop whose keys, with these document ids, come from `distance` ring indices back."""
+    """Return the mask inputs of the hop whose keys, with these document ids, come from `distance` ring indices back."""
     source = (ring.index() - distance) % ring.size
     explicit = mask.explicit
     if explicit is not None:

@@ -1,4 +1,4 @@
-"""The Ulysses strategy: all-to-alls turn shards of the sequence with all heads into the sequence with a few heads.
+"""The Ulysses strategy: all-to-alls exchange a shard of the sequence with all heads for all positions of a few heads.
 
 Runs inside `jax.shard_map`; DeepSpeed-Ulysses, https://arxiv.org/abs/2309.14509. `shardplan.positions.heads` says which
 device gets which heads.
@@ -26,7 +26,7 @@ class UlyssesExchange(HeadSharding):
     axes: tuple[str, ...]
     """Mesh axes that shard the sequence, major to minor."""
     groups: int
-    """Groups of devices along `axes`."""
+    """Number of groups of devices along `axes`."""
 
     def all_gather(self, x: Array, axis: int) -> Array:
         """Concatenate the shards of the devices of a group along `axis`."""
@@ -68,11 +68,11 @@ class UlyssesExchange(HeadSharding):
         return result.reshape(b, self.key_heads, self.queries_per_key_head, *result.shape[2:])
 
     def _to_heads(self, x: Array) -> Array:
-        """x[B, degree x heads, S, ...] -> [B, heads, degree x S, ...]."""
+        """Exchange heads for positions: x[B, degree x heads, S, ...] -> [B, heads, degree x S, ...]."""
         return self._all_to_all(x, 1, 2)
 
     def _to_positions(self, x: Array) -> Array:
-        """The inverse of `_to_heads`."""
+        """Exchange positions for heads, the inverse of `_to_heads`."""
         return self._all_to_all(x, 2, 1)
 
     def _all_to_all(self, x: Array, split: int, concat: int) -> Array:
@@ -83,7 +83,7 @@ class UlyssesExchange(HeadSharding):
 
     @cached_property
     def _group_members(self) -> list[list[int]] | None:
-        """Device indices along `axes` of each group; None if all devices are one group."""
+        """Return the device indices along `axes` of each group; None if all devices are one group."""
         if self.groups == 1:
             return None
         return np.arange(self.groups * self.degree).reshape(self.groups, -1).tolist()
@@ -91,7 +91,7 @@ class UlyssesExchange(HeadSharding):
 
 @jax.custom_vjp
 def _take_heads(x: Array, index: Array) -> Array:
-    """x[B, N, ...] -> [B, index, ...]; the gradients of several copies of a head are added in float32."""
+    """Take heads: x[B, N, ...] -> [B, index, ...]; gradients of several copies of a head are added in float32."""
     return jnp.take(x, index, axis=1)
 
 

@@ -12,7 +12,7 @@ from shardplan.checkpoint.mapping.pieces import StridedPiece
 from shardplan.checkpoint.mapping.views import Shape, View, row_major_strides
 
 Digits = tuple[Shape, Shape]
-"""How far a step along each dimension of codes moves in the rows, and in the columns, of the numbers."""
+"""For each dimension of codes: how many rows, and how many columns, of the numbers one step along it moves."""
 
 
 class AdaptedTensor(ComputedTensor, frozen=True, gc=False, kw_only=True):
@@ -22,7 +22,7 @@ class AdaptedTensor(ComputedTensor, frozen=True, gc=False, kw_only=True):
     """The matrix without the adapter."""
     factors: Factors
     digits: Digits | None = None
-    """Where each code is among the numbers; None if both are in the same order."""
+    """Row and column steps of each dimension of the codes; None if the numbers are in the order of the codes."""
 
     @property
     def dims(self) -> Shape:
@@ -31,16 +31,16 @@ class AdaptedTensor(ComputedTensor, frozen=True, gc=False, kw_only=True):
 
     @property
     def all_bytes(self) -> int:
-        """Length of the base with its parts; both matrices of the adapter are read once, for all parts of it."""
+        """Bytes of the base with its scales and other parts; both adapter matrices are read once for all of it."""
         return self.base.all_bytes
 
     @property
     def value_dtype(self) -> np.dtype:
-        """The base tensor's dtype of numbers, used where a model keeps the checkpoint's dtypes."""
+        """Type of the base matrix's numbers, for models that keep the checkpoint's types."""
         return self.base.value_dtype
 
     def view(self, name: str) -> View | None:
-        """Return the numbers as a view of the elements of a tensor `name`; None if they are in the same order."""
+        """Return the numbers as a view of the elements of a tensor `name`; None if both are in the same order."""
         return self.base.view(name) if isinstance(self.base, ComputedTensor) else None
 
     def number_slabs(self, stored: np.ndarray, piece: StridedPiece) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
@@ -90,7 +90,7 @@ def adapt_tensor(base: Tensor, factors: Factors, digits: Digits | None) -> Adapt
 
 
 def find_digits(layout: View, dims: Shape) -> Digits:
-    """Return how far one step along each dimension of the stored codes moves in rows, and in columns, of the matrix.
+    """Return the row and the column steps of the matrix for one step along each dimension of the stored codes.
 
     The row of a code is the sum of its indices times the steps along their dimensions, and so is its column: layouts
     only divide, permute and join dimensions. So the codes with one index of 1, and 0 otherwise, show all steps.
@@ -111,7 +111,7 @@ def find_digits(layout: View, dims: Shape) -> Digits:
 
 
 def _index_of(layout: View, element: int) -> tuple[int, int]:
-    """Return the index of the number whose code is this element."""
+    """Return the index of the number whose code is element `element` of the stored codes."""
     for piece in layout.pieces:
         low, high = piece.span
         if not low <= element < high:

@@ -1,4 +1,4 @@
-"""An adapter as PEFT has saved it: its configuration, and which of its tensors belong together.
+"""Reads an adapter as PEFT has saved it: its configuration, and which of its tensors belong together.
 
 | tensors of a module, after `base_model.model.` | what they are |
 |---|---|
@@ -29,9 +29,9 @@ from shardplan.storage.contents import ADAPTER
 CONFIG, SINGLE, PICKLE = ADAPTER
 FILES = WeightFiles(SINGLE, f"{SINGLE}.index.json")
 PREFIX = "base_model.model."
-"""What PEFT puts before the names of the model that it adapts."""
+"""Prefix that PEFT puts before the tensor names of the model that it adapts."""
 PART_OF_RUN = "adapter/"
-"""What is put before the paths of an adapter's files, which are compared together with those of the checkpoint."""
+"""Prefix of the paths of an adapter's files where they are compared together with the checkpoint's files."""
 MATRIX = re.compile(r"(.+)\.lora_(embedding_)?([AB])(\.default)?(\.weight)?")
 WHOLE = re.compile(r"(.+?)(\.base_layer|\.modules_to_save(\.default)?)?\.([^.]+)")
 FOREIGN: Mapping[str, str] = {
@@ -41,14 +41,14 @@ FOREIGN: Mapping[str, str] = {
     "trainable_tokens": "an embedding of which some tokens were trained",
     "original_module": "a copy of what was trained",
 }
-"""Part of the name of a tensor that is refused -> what it belongs to; the first one that fits."""
+"""Part of the name of a refused tensor -> what the tensor belongs to; the first entry that matches counts."""
 CACHE_PARTS = 8
-"""The matrices that are kept take at most the memory of a load divided by this."""
+"""Divisor of the host memory of a load that gives the most memory for cached matrices."""
 
 
 @dataclass(frozen=True)
 class MatrixPair:
-    """The two matrices of a weight."""
+    """The two matrices of an adapted weight."""
 
     a: Tensor
     b: Tensor
@@ -58,7 +58,7 @@ class MatrixPair:
 
     @property
     def rank(self) -> int:
-        """Their common dimension."""
+        """The common dimension of the two matrices."""
         return self.a.shape[0]
 
 
@@ -67,20 +67,20 @@ class Adapter:
     """The parts of an adapter; weights have the names of the adapted model."""
 
     where: str
-    """Name of its folder, for messages."""
+    """Name of the adapter's folder, for messages."""
     config: AdapterConfig
     pairs: Mapping[str, MatrixPair]
     """Name of a weight -> its two matrices."""
     saved: Mapping[str, Tensor]
-    """Name -> tensor of the parameters that were saved whole."""
+    """Name -> tensor of the parameters that the adapter saves whole."""
     stored: tuple[Tensor, ...]
-    """All tensors of its files."""
+    """All tensors in the adapter's files."""
     config_digest: str
     cache: MatrixCache
 
     @property
     def versions(self) -> dict[str, str]:
-        """Path of each of its files -> version of its content."""
+        """Path of each of the adapter's files -> version of its content."""
         return {f"{PART_OF_RUN}{CONFIG}": self.config_digest} | {
             tensor.file_name: tensor.file.version for tensor in self.stored
         }

@@ -26,7 +26,7 @@ WITHOUT_EFFECT = (
     "auto_mapping", "base_model_name_or_path", "inference_mode", "lora_dropout", "megatron_core", "merge_weights",
     "peft_version", "qalora_group_size", "revision", "runtime_config",
 )  # fmt: skip
-"""Keys that say how an adapter was trained or is run by PEFT; no merged weight depends on them."""
+"""Keys on how an adapter was trained or how PEFT runs it; no merged weight depends on them."""
 REFUSED: Mapping[str, str] = {
     "use_dora": "DoRA",
     "use_qalora": "QALoRA",
@@ -47,15 +47,15 @@ REFUSED: Mapping[str, str] = {
     "monteclora_config": "MonteCLoRA",
     "velora_config": "VeLoRA",
 }
-"""Key -> what a value that is set stands for."""
+"""Refused key -> the feature that the key turns on."""
 PLAIN_STARTS = (True, False, "gaussian", "orthogonal")
-"""Values of `init_lora_weights` that leave the base model as it is."""
+"""Values of `init_lora_weights` that leave the base model unchanged."""
 OTHER_STARTS: Mapping[str, str] = {
     "eva": "EVA leaves out layers, as a damaged file would",
     "mica": "MiCA is not supported",
     **dict.fromkeys(("pissa", "olora", "corda", "loftq", "lora_ga"), "it is for other base weights than the model has"),
 }
-"""How other values begin -> why they are refused."""
+"""Beginning of other values of `init_lora_weights` -> why they are refused."""
 
 
 class BiasKind(StrEnum):
@@ -64,7 +64,7 @@ class BiasKind(StrEnum):
     NONE = "none"
     ALL = "all"
     ADAPTED = "lora_only"
-    """Those of modules that have an adapter."""
+    """The biases of modules that have an adapter."""
 
 
 @dataclass(frozen=True)
@@ -76,19 +76,19 @@ class AdapterConfig:
     rank: int
     alpha: float
     rank_pattern: Mapping[str, int]
-    """Regular expression for the end of a module's name -> its rank; the first one that fits."""
+    """Regular expression for the end of a module's name -> the module's rank; the first one that matches counts."""
     alpha_pattern: Mapping[str, float]
     is_rank_stabilized: bool
     """Whether the scaling is alpha / sqrt(rank), in place of alpha / rank."""
     is_transposed: bool
-    """Whether weights are said to be stored as {inputs, outputs}."""
+    """Whether the adapter's configuration says that weights are stored as {inputs, outputs}."""
     targets: str | tuple[str, ...]
     """Adapted modules: the ends of their names, or a regular expression for a name."""
     excluded: str | tuple[str, ...]
     layers: tuple[int, ...]
-    """Numbers of the adapted layers; all if there are none."""
+    """Numbers of the adapted layers; empty for all layers."""
     layer_lists: tuple[str, ...]
-    """Regular expressions for the modules that list layers; any if there are none."""
+    """Regular expressions for the names of the lists of layers; empty for any list."""
     saved_modules: tuple[str, ...]
     """Ends of the names of modules that were saved whole."""
     bias: BiasKind
@@ -100,7 +100,7 @@ class AdapterConfig:
         return _by_pattern(self.rank_pattern, module, self.rank)
 
     def scaling_of(self, module: str) -> float:
-        """Return the factor of the product of both matrices of a module."""
+        """Return the factor by which a module's matrix product is scaled."""
         rank, alpha = self.rank_of(module), _by_pattern(self.alpha_pattern, module, self.alpha)
         return alpha / math.sqrt(rank) if self.is_rank_stabilized else alpha / rank
 
@@ -126,12 +126,12 @@ class AdapterConfig:
 
 
 def _by_pattern[T](patterns: Mapping[str, T], module: str, default: T) -> T:
-    """Return the value of the first pattern that fits the end of a module's name."""
+    """Return the value of the first pattern that matches the end of a module's name."""
     return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default)
 
 
 def _is_named(module: str, names: str | tuple[str, ...]) -> bool:
-    """Return whether a module has one of these ends, or fits a regular expression."""
+    """Return whether a module's name ends with one of these ends, or matches the regular expression."""
     if isinstance(names, str):
         return re.fullmatch(names, module) is not None
     return any(module == name or module.endswith(f".{name}") for name in names)
@@ -190,7 +190,7 @@ def parse_adapter_config(data: bytes, where: str) -> AdapterConfig:
 
 
 def _check_start(keys: CheckedKeys) -> None:
-    """Check that an adapter is for the base model as it was before the training."""
+    """Check that an adapter does not require changed base weights."""
     start = keys.take("init_lora_weights", True)
     if start in PLAIN_STARTS and type(start) in (bool, str):
         return
@@ -228,7 +228,7 @@ def _patterns(keys: CheckedKeys, name: str) -> Iterable[tuple[str, Any]]:
 
 
 def _modules(keys: CheckedKeys, name: str) -> str | tuple[str, ...]:
-    """Return a value that is a regular expression, or lists names of modules."""
+    """Return a value that is a regular expression or a list of module names."""
     if not isinstance(keys.values.get(name), str):
         return tuple(keys.names(name))
     pattern: str = keys.take(name, "")

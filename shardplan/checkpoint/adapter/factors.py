@@ -17,7 +17,7 @@ from shardplan.checkpoint.mapping.views import Shape
 from shardplan.errors import CheckpointError
 
 CHUNK = 2**16
-"""Elements that are computed at a time where they are in no box of rows and columns."""
+"""Number of elements that are computed at a time if they form no box of rows and columns."""
 
 
 @dataclass(frozen=True)
@@ -25,14 +25,14 @@ class Matrices:
     """Both matrices in float32: the change of a weight is `scaling * left @ right`."""
 
     left: np.ndarray
-    """{rows, rank}."""
+    """Left factor of the change, {rows, rank}."""
     right: np.ndarray
-    """{rank, columns}."""
+    """Right factor of the change, {rank, columns}."""
     scaling: float
 
     @property
     def nbytes(self) -> int:
-        """Memory of both."""
+        """Bytes of both matrices."""
         return self.left.nbytes + self.right.nbytes
 
     def change(self, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
@@ -64,14 +64,14 @@ class Matrices:
 
 @dataclass
 class _KeptMatrices:
-    """Matrices that are kept, and the lock of whoever reads them."""
+    """Cached matrices, and the lock that a thread holds while it reads them."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     matrices: Matrices | None = None
 
 
 class MatrixCache:
-    """Keeps the matrices that were used last, up to a number of bytes."""
+    """Keeps the most recently used matrices, up to a number of bytes."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -102,14 +102,14 @@ class MatrixCache:
 
 @dataclass(frozen=True, eq=False)
 class Factors:
-    """The two matrices of a weight, where they are stored."""
+    """The two matrices of a weight, not yet read."""
 
     name: str
     """Name of the weight in the adapter."""
     a: Tensor
-    """{rank, inputs}."""
+    """The adapter's matrix A, {rank, inputs}."""
     b: Tensor
-    """{outputs, rank}."""
+    """The adapter's matrix B, {outputs, rank}."""
     a_name: str
     b_name: str
     scaling: float
@@ -147,6 +147,6 @@ class Factors:
         return Matrices(left, right, self.scaling)
 
     def changes_nothing(self) -> bool:
-        """Return whether one of both matrices is zero, as before any training."""
+        """Return whether one of the two matrices is zero, as before any training."""
         matrices = self.matrices()
         return not matrices.left.any() or not matrices.right.any()

@@ -24,7 +24,7 @@ EXPERTS = ".experts."
 
 @dataclass(frozen=True)
 class _Shaped:
-    """A stand-in for a tensor of the adapted model, with nothing but its shape."""
+    """A stand-in for a tensor of the adapted model that has only a shape."""
 
     shape: Shape
 
@@ -34,13 +34,13 @@ class AdapterChanges:
     """The tensors that replace tensors of the checkpoint, by name."""
 
     adapted: Mapping[str, AdaptedTensor]
-    """Matrices plus a change; their base may be a tensor that was saved whole."""
+    """Name -> matrix with its change by the adapter; the base matrix may be one that the adapter saves whole."""
     saved: Mapping[str, Tensor]
-    """Tensors that were saved whole, among them an output head that the checkpoint of a tied model does not have."""
+    """Name -> tensor that the adapter saves whole; may include an output head that a tied checkpoint does not have."""
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
-        """Name -> tensor of both."""
+        """Name -> tensor, of adapted and of saved tensors."""
         return {**self.saved, **self.adapted}
 
 
@@ -139,7 +139,7 @@ def _check_shape(adapter: Adapter, name: str, shape: Shape, expected: Shape, whe
 
 
 def _check_complete(adapter: Adapter, names: StoredNames, expected: Mapping[str, Shape]) -> None:
-    """Check that no tensor is missing that adapter_config.json says was trained.
+    """Check that every tensor is present that was trained according to adapter_config.json.
 
     Raises:
         CheckpointError: one is.
@@ -175,7 +175,7 @@ def _check_complete(adapter: Adapter, names: StoredNames, expected: Mapping[str,
 
 
 def _is_within(name: str, entry: str) -> bool:
-    """Whether a parameter is in a module whose name ends as an entry of `modules_to_save` says."""
+    """Return whether a parameter is in a module whose name ends with an entry of `modules_to_save`."""
     return any(module.endswith(entry) for module in _modules_around(name))
 
 
@@ -194,7 +194,7 @@ def _kinds(names: Iterable[str]) -> set[str]:
 
 
 def _digits(base: Tensor, known: dict[tuple[Shape, Shape], Digits]) -> Digits | None:
-    """Return where the codes of a matrix are among its numbers; None if both are in the same order.
+    """Return the row and column steps of a matrix's codes; None if the numbers are in the order of the codes.
 
     Args:
         known: those of other matrices by dimensions, because a checkpoint has its codes in one order.
@@ -263,7 +263,7 @@ def unused_changes(changes: AdapterChanges, read: Collection[str], where: str) -
 
 
 def check_changes(adapted: Collection[AdaptedTensor], where: str) -> None:
-    """Check that at least one weight is changed; reads the adapter's matrices up to the first that is not zero.
+    """Check that an adapter changes at least one weight; reads its matrices up to the first one that is not zero.
 
     Raises:
         CheckpointError: all changes are zero, or matrices are damaged.

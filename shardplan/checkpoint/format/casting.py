@@ -16,7 +16,7 @@ from shardplan.plan.workload.dtypes import DTYPE_SYNONYMS, DTYPES
 
 
 def float_dtype(function: str, dtype: Any) -> np.dtype | None:
-    """Return the floating-point type that a caller names, as a name such as bf16, or as a type; None for None.
+    """Return the floating-point type that a caller names: a name such as bf16, a type, or None for None.
 
     >>> float_dtype("load_pretrained", "bf16")
     dtype(bfloat16)
@@ -72,7 +72,7 @@ def copy_cast(target: np.ndarray, values: np.ndarray, piece: StridedPiece, shape
 
 
 def _fits(values: np.ndarray, target: np.ndarray) -> bool:
-    """Return True if all values are known to stay finite in `target`; False if they must be checked one by one."""
+    """Return True if all values certainly stay finite in `target`; False if each value has to be checked."""
     if values.dtype == target.dtype or not values.size:
         return True
     limit = float(ml_dtypes.finfo(target.dtype).max)
@@ -86,7 +86,7 @@ def _fits(values: np.ndarray, target: np.ndarray) -> bool:
 def _overflow_error(
     values: np.ndarray, dtype: np.dtype, at: np.ndarray, piece: StridedPiece, shape: Shape
 ) -> ConfigError:
-    """Return the error for the element `at` of `values`."""
+    """Return the error for the element of `values` at index `at`."""
     element = piece.offset + sum(int(i) * k for i, k in zip(at, piece.strides, strict=True))
     index: Any = [int(i) for i in np.unravel_index(element, shape)] if shape else []
     limit = float(ml_dtypes.finfo(dtype).max)

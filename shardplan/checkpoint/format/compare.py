@@ -1,4 +1,4 @@
-"""Whether two stored tensors hold the same values, read in chunks, and only up to the first difference."""
+"""Compares the values of two stored tensors, in chunks, up to the first difference."""
 
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +10,7 @@ from shardplan.checkpoint.format.header import Tensor
 CHUNK_ELEMENTS = 2**20
 """Elements of each tensor that are read at once."""
 CONCURRENT_CHUNKS = 8
-"""Chunks that are read at the same time: some 64 MiB of both tensors in float32."""
+"""Number of chunks that are read at the same time: some 64 MiB of both tensors in float32."""
 
 
 def hold_the_same(pairs: Iterable[tuple[Tensor, Tensor]]) -> bool:
@@ -60,7 +60,7 @@ def _read(tensor: Tensor, start: int, stop: int) -> np.ndarray:
 
 
 def _equal(first: np.ndarray, second: np.ndarray) -> bool:
-    """Return whether all values are equal; two NaN are."""
+    """Return whether all values are equal; NaN equals NaN."""
     if first.dtype == second.dtype and first.tobytes() == second.tobytes():
         return True
     if not all(np.can_cast(values.dtype, np.float64, "safe") or values.dtype.kind == "V" for values in (first, second)):

@@ -21,9 +21,9 @@ from shardplan.storage.contents import describe_contents
 
 MAX_HEADER_BYTES = 100_000_000
 FIRST_READ_BYTES = 256 * 1024
-"""Bytes of a file that are read at once to have its header: nearly every header is shorter."""
+"""Bytes that are read first from a file, to get its header: nearly every header is shorter."""
 INTEGER_LIMIT = 2**64
-"""Upper bound (exclusive) of dimensions, and of the bytes of every leading part of a shape."""
+"""Upper bound (exclusive) of a dimension, and of the bytes of any leading dimensions of a shape."""
 DTYPES: Mapping[str, np.dtype] = {
     name: np.dtype(kind)
     for name, kind in {
@@ -36,7 +36,7 @@ DTYPES: Mapping[str, np.dtype] = {
 """safetensors type name -> numpy type."""
 UINT4, E2M1 = np.dtype(ml_dtypes.uint4), np.dtype(ml_dtypes.float4_e2m1fn)
 HALF_BYTES = frozenset((UINT4, E2M1))
-"""Types of four bits. Files have them within tensors of other types; of two in a byte, the first is in the low half."""
+"""Types of four bits, two elements to a byte, low half first; files store them in tensors of other types."""
 
 
 class Tensor(Struct, frozen=True, gc=False):  # made in a tenth of a dataclass's time, a hundred thousand times
@@ -44,13 +44,13 @@ class Tensor(Struct, frozen=True, gc=False):  # made in a tenth of a dataclass's
 
     file: File
     offset: int
-    """Byte of the file where its data starts."""
+    """Byte of the file where the tensor's data starts."""
     shape: Shape
     dtype: np.dtype
     path: str = ""
-    """Path of its file in the folder of the checkpoint, if that is not the last part of the file's name."""
+    """Path of the tensor's file in the checkpoint's folder; empty if it is the last part of the file's name."""
     is_listed: bool = True
-    """Whether the index lists it in this file, or there is no index."""
+    """Whether the index lists the tensor in this file, or there is no index."""
 
     @property
     def file_name(self) -> str:
@@ -59,7 +59,7 @@ class Tensor(Struct, frozen=True, gc=False):  # made in a tenth of a dataclass's
 
     @property
     def nbytes(self) -> int:
-        """Length of its data."""
+        """Bytes of the tensor's data."""
         return bytes_of(math.prod(self.shape) * self.bits)
 
     @property
@@ -69,17 +69,17 @@ class Tensor(Struct, frozen=True, gc=False):  # made in a tenth of a dataclass's
 
     @property
     def bits(self) -> int:
-        """Stored bits of an element."""
+        """Stored bits per element."""
         return 4 if self.dtype in HALF_BYTES else 8 * self.dtype.itemsize
 
     @property
     def value_dtype(self) -> np.dtype:
-        """Type of its numbers."""
+        """Type of the tensor's numbers."""
         return self.dtype
 
 
 class ArrayType(NamedTuple):
-    """Shape, type and bytes, which many tensors have in common."""
+    """Shape, type and bytes of a tensor, shared by tensors that have the same."""
 
     shape: Shape
     dtype: np.dtype
@@ -87,7 +87,7 @@ class ArrayType(NamedTuple):
 
 
 def bytes_of(bits: int) -> int:
-    """Return the bytes that hold a number of bits.
+    """Return the number of bytes that hold a number of bits.
 
     >>> bytes_of(12)
     2
@@ -96,7 +96,7 @@ def bytes_of(bits: int) -> int:
 
 
 def header_end(start: bytes | bytearray | memoryview) -> int:
-    """Return the byte at which the header of a file ends, from the first 8 or more bytes of the file.
+    """Return the byte at which the header of a file ends, given at least the first 8 bytes of the file.
 
     >>> header_end((512).to_bytes(8, "little") + b"{")
     520
@@ -174,7 +174,7 @@ def _array_type(type_name: str, shape: Shape) -> ArrayType:
 
 
 def _find_tensor(file: File, path: str, data_start: int, name: str, entry: HeaderEntry) -> Tensor:
-    """Return the tensor of a header entry.
+    """Make the tensor that a header entry describes.
 
     Args:
         data_start: byte of the file where the data of all tensors starts.

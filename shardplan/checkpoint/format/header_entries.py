@@ -1,4 +1,4 @@
-"""The JSON text of a safetensors header, which says the type, the shape and the place of each tensor.
+"""Parses the JSON text of a safetensors header: type, shape and location of each tensor.
 
 A giant's checkpoint has a hundred thousand tensors: `msgspec` parses their entries and checks the types of what is in
 them in C, in a tenth of the time that Python takes.
@@ -20,10 +20,10 @@ class HeaderEntry(msgspec.Struct, frozen=True):
     """The header's entry of a tensor."""
 
     dtype: str
-    """Name of its type, as safetensors has it."""
+    """Name of the tensor's type in safetensors."""
     shape: tuple[NonNegative, ...]
     data_offsets: tuple[NonNegative, NonNegative]
-    """Where its data begins and ends, bytes from the end of the header."""
+    """Start and end of the tensor's data, in bytes after the end of the header."""
 
 
 HEADER = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -67,7 +67,7 @@ def _parse_entry(name: str, text: msgspec.Raw) -> HeaderEntry:
 
 
 def _problem_of_entry(entry: Any) -> str:
-    """Return what is wrong with the entry of a tensor, in the words that follow its name."""
+    """Describe what is wrong with the entry of a tensor, as the text that follows its name."""
     missing = [key for key in HeaderEntry.__struct_fields__ if not isinstance(entry, dict) or key not in entry]
     if missing:
         return f"has no {' and no '.join(missing)}"

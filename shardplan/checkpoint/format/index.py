@@ -30,12 +30,12 @@ from shardplan.storage.contents import describe_contents, describe_folder, find_
 
 @dataclass(frozen=True)
 class WeightFiles:
-    """Names of the files with weights in a folder."""
+    """Names of the weight files in a folder."""
 
     single: str
     """The file that has all tensors."""
     index: str
-    """The file that says which other file has each tensor."""
+    """The index, which lists the file of each tensor."""
 
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -48,26 +48,25 @@ WITHOUT_HEAD = (
 SHOWN = 3
 """Most names of tensors in a message."""
 CONCURRENT_FILES = 64
-"""Files that are opened at the same time: each takes two requests to a remote store, for its size and its header."""
+"""Number of files that are opened at the same time; each takes two requests to a remote store, for size and header."""
 
 
 @dataclass(frozen=True)
 class TensorIndex:
-    """The tensors of a checkpoint, and in what its index and its files differ."""
+    """The tensors of a checkpoint, and the differences between its index and its files."""
 
     tensors: Mapping[str, Tensor]
     """Tensor name -> tensor."""
     single: Mapping[str, Tensor] = field(default_factory=dict)
-    """The tensors of `model.safetensors`, if it is not among the files of the index; these are in `tensors` too where
-    no file of the index holds them."""
+    """Tensors of a `model.safetensors` outside of the index; those in no file of the index are in `tensors` too."""
     missing_files: tuple[str, ...] = ()
-    """Files that the index names and that do not exist."""
+    """Files that the index names and the folder lacks."""
     absent: tuple[str, ...] = ()
     """Tensors that the index lists and no file holds."""
     is_stale: bool = False
     """Whether no file of the index exists, so that all tensors are from `model.safetensors`."""
     rivals: tuple[tuple[str, Tensor], ...] = ()
-    """Name and tensor of further files that hold a tensor of that name, where the index lists none of the files."""
+    """Name and tensor of each further copy of a tensor, if several files hold it and the index lists none of them."""
 
 
 def read_index(folder: Folder, files: WeightFiles = MODEL_FILES) -> dict[str, Tensor]:
@@ -186,7 +185,7 @@ def missing_files_text(index: TensorIndex, where: str) -> str:
 
 
 def _no_weights_text(folder: Folder, files: WeightFiles) -> str:
-    """Return the message for a folder without safetensors files of the names that are read."""
+    """Return the message for a folder that has no safetensors files with names that are read."""
     kind = describe_folder(folder.ref, folder)
     text = f"{folder.ref} has neither {files.index} nor {files.single}"
     return f"{text}: {kind}" if kind else f"{text}; is it a safetensors checkpoint?"

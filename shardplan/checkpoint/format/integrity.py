@@ -1,4 +1,4 @@
-"""Compare a checkpoint's files with the checksums that their store recorded, in the same pass that loads them.
+"""Compares a checkpoint's files with the checksums that their store recorded, in the same pass that loads them.
 
 Every read updates a CRC of the bytes it returned. Afterwards the CRC of each file is combined from those of all
 processes, and only bytes that no process needed are read in addition. A SHA cannot be combined from parts: it needs a
@@ -20,7 +20,7 @@ from shardplan.storage.folder import ReadTuning
 TENSORS_SUFFIX = ".safetensors"
 """Ending of the names of the files that are checked."""
 RangeChecksum = tuple[int, int, int]
-"""First byte of a range of a file, one past its last, and the CRC of the bytes between."""
+"""Checksum of a range of a file: (first byte, one past the last byte, CRC of the bytes)."""
 
 
 class CheckedFile:
@@ -95,7 +95,7 @@ def check_files(tensors: Iterable[Tensor], processes: ProcessGroup) -> None:
 
 
 def _summary(files: list[CheckedFile]) -> str:
-    """Return one line with the number of files that match, per algorithm, and of files without a recorded checksum."""
+    """Return one line that counts, per algorithm, the files that match, and the files without a recorded checksum."""
     by_algorithm: defaultdict[ChecksumAlgorithm | None, list[str]] = defaultdict(list)
     for file in files:
         by_algorithm[file.recorded.algorithm if file.recorded else None].append(file.name)

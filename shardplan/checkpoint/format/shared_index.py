@@ -26,7 +26,7 @@ class DeferredFile:
     is_shared = True
 
     def __init__(self, folder: Folder, name: str, size: int, version: str, tuning: ReadTuning):
-        """Describe the file `name` of `folder`, which is not asked for it."""
+        """Describe the file `name` of `folder` without access to the store."""
         self._folder, self._name = folder, name
         self.name = f"{folder.ref}/{name}"
         self.size, self.version, self.tuning = size, version, tuning
@@ -90,7 +90,7 @@ def read_shared_index(folder: Folder, processes: ProcessGroup) -> TensorIndex:
 
 
 def pack_index(index: TensorIndex) -> str:
-    """Describe tensors and their files in compressed JSON, which process 0 sends to thousands of hosts.
+    """Pack tensors and their files into compressed JSON, which process 0 sends to thousands of hosts.
 
     >>> from types import SimpleNamespace
     >>> file = SimpleNamespace(size=64, version="1", tuning=ReadTuning(2**24, 32))
@@ -126,7 +126,7 @@ def _pack_tensor(tensor: Tensor) -> list[Any]:
 
 @without_garbage_collection()
 def unpack_index(folder: Folder, text: str) -> TensorIndex:
-    """Return the inverse of `pack_index`; files are opened when they are first read from.
+    """Unpack the result of `pack_index`; files are opened when they are first read.
 
     >>> from types import SimpleNamespace
     >>> file = SimpleNamespace(size=64, version="1", tuning=ReadTuning(2**24, 32))

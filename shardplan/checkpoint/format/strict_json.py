@@ -1,4 +1,4 @@
-"""JSON in which no key occurs twice, and every key is text that can be written again."""
+"""JSON in which no key occurs twice, and every key can be written as text again."""
 
 import json
 from collections import Counter
@@ -23,14 +23,14 @@ def parse_json(text: str) -> Any:
 
 
 def _count_keys(value: Any) -> int:
-    """Return the number of keys of an object and of its values that are objects; headers are no deeper."""
+    """Return the number of keys of an object and of the objects among its values; headers are no deeper."""
     if not isinstance(value, dict):
         return 0
     return len(value) + sum(len(each) for each in value.values() if type(each) is dict)
 
 
 def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build a JSON object, as `object_pairs_hook`; ValueError for a key that occurs twice or is not valid Unicode."""
+    """Build a JSON object, as `object_pairs_hook`; raise ValueError for a key that is repeated or not valid Unicode."""
     entries = dict(pairs)
     if len(entries) < len(pairs):
         counts = Counter(name for name, _ in pairs)

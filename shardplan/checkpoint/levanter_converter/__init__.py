@@ -1,1 +1,1 @@
-"""The drop-in for Levanter's converter: its side that saves."""
+"""Drop-in replacement for the saving half of Levanter's converter."""

@@ -22,7 +22,7 @@ SIZE_KEYS = (
     "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "num_local_experts", "n_embd", "n_layer", "n_head",
 )  # fmt: skip
-"""Keys of a config.json that two checkpoints of one architecture have in common."""
+"""Keys of config.json that are equal for two checkpoints of one architecture."""
 
 
 def make_hf_config(converter: Any, model: Any) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def make_hf_config(converter: Any, model: Any) -> dict[str, Any]:
 
 
 def _to_json(values: dict[str, Any]) -> dict[str, Any]:
-    """Return values as JSON would give them back."""
+    """Return values after a round trip through JSON."""
 
     def encode(value: Any) -> str:
         if isinstance(value, Enum):  # an activation function of Levanter
@@ -65,7 +65,7 @@ def _to_json(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_reference(converter: Any) -> tuple[dict[str, Any], Any]:
-    """Return the config.json of the reference checkpoint, and Levanter's configuration of it.
+    """Return the config.json of the reference checkpoint, and Levanter's configuration made from it.
 
     The latter is None without a reference of a type that shardplan knows, which the model cannot be compared with.
     """
@@ -85,7 +85,7 @@ def _read_reference(converter: Any) -> tuple[dict[str, Any], Any]:
 
 
 def _left_out(own: dict[str, Any], model: Any) -> dict[str, Any]:
-    """Return the keys that describe a Levanter model, and that `to_hf_config` of its configuration leaves out."""
+    """Return the keys that describe a Levanter model but are missing from `to_hf_config` of its configuration."""
     config = model.config
     result: dict[str, Any] = {"tie_word_embeddings": True} if is_tied(model) else {}
     if hasattr(config, "attention_config") and "hidden_size" in own:
@@ -97,7 +97,7 @@ def _left_out(own: dict[str, Any], model: Any) -> dict[str, Any]:
 
 
 def _rope_keys(own: dict[str, Any], config: Any) -> dict[str, Any]:
-    """Return the keys of rotary embeddings: of Mistral and Mixtral, `to_hf_config` leaves out how they are scaled."""
+    """Return the keys of rotary embeddings; `to_hf_config` omits their scaling for Mistral and Mixtral."""
     rope = own.get("rope_parameters")
     if not getattr(config, "rope", None) or (rope is not None and "rope_theta" not in rope):
         return {}  # none, or one for each kind of layer

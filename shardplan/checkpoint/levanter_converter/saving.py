@@ -23,9 +23,9 @@ from shardplan.errors import ConfigError, one_line
 from shardplan.runtime.processes.group import open_process_group
 
 MAX_SHARD_BYTES = 5 * 10**9
-"""Levanter's default for the bytes of a file."""
+"""Maximum bytes of a file, Levanter's default."""
 WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
-"""Endings of files that are not copied from a reference checkpoint: its weights."""
+"""Endings of weight files, which are not copied from a reference checkpoint."""
 
 
 class SavingConverter(LevanterConverter):
@@ -95,7 +95,7 @@ class SavingConverter(LevanterConverter):
 
 
 def _collect_files(write: Callable[[str], None], generation_config: Mapping[str, Any] | None) -> dict[str, bytes]:
-    """Return the files beside the weights, name -> content; empty in all processes but the first.
+    """Return the files beside the weights, name -> content; empty in all processes except process 0.
 
     Args:
         write: writes them into a folder.

@@ -1,4 +1,4 @@
-"""Upload a checkpoint that was written to the Hugging Face hub, as Levanter's converter does."""
+"""Uploads a checkpoint to the Hugging Face hub after it was written, as Levanter's converter does."""
 
 import tempfile
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from shardplan.storage import File
 from shardplan.storage.writing import OutputFolder
 
 UPLOAD_MESSAGE = "Upload checkpoint from Levanter"
-"""Commit message, unless the caller has one."""
+"""Commit message if the caller passes none."""
 
 
 def find_repository(converter: Any, upload_to_hf: bool | str | RepoRef | None) -> RepoRef | None:
@@ -39,7 +39,7 @@ def find_repository(converter: Any, upload_to_hf: bool | str | RepoRef | None) -
 
 
 def make_repository(repository: RepoRef, token: Any) -> None:
-    """Make the repository on the hub, private, unless it exists: before the weights are written, which takes long."""
+    """Make a private repository on the hub, unless it exists; done before the weights are written, which takes long."""
 
     def make() -> None:
         if processes.process_index != 0:
@@ -58,7 +58,7 @@ def make_repository(repository: RepoRef, token: Any) -> None:
 def upload_checkpoint(
     ref: str, names: list[str], repository: RepoRef, nbytes: int, settings: Mapping[str, Any]
 ) -> None:
-    """Upload a checkpoint to the hub, from the first process.
+    """Upload a checkpoint to the hub from process 0.
 
     Args:
         ref: its folder.

@@ -1,4 +1,4 @@
-"""Arrays of codes, and of their scales: which elements of tensors make them. Pure arithmetic.
+"""Computes which tensor elements make up an array of codes, and an array of their scales. Pure arithmetic.
 
 A view says which element of a tensor is at each index of a weight. The codes are these elements. All codes of a block
 have one scale, so that the scale of its first code is read for the block.
@@ -18,7 +18,7 @@ from shardplan.checkpoint.mapping.pieces import PieceGroup, join_alike
 from shardplan.checkpoint.mapping.views import Shape, View, row_major_strides
 
 MAX_BOXES = 1024
-"""Most boxes of scales that are looked for, of a piece of codes: each is a read."""
+"""Maximum number of boxes of scales for a piece of codes; each box is a read."""
 
 
 class Scales(NamedTuple):
@@ -27,13 +27,13 @@ class Scales(NamedTuple):
     shape: Shape
     """Dimensions of the tensor of codes."""
     group: Shape
-    """Codes that share a scale, along each of them."""
+    """Number of codes that share a scale, along each dimension of the codes."""
     strides: Shape
-    """Elements between neighbouring scales, along each of them."""
+    """Elements between neighbouring scales, along each dimension of the codes."""
 
 
 def find_blocks(view: View, scales: Mapping[str, Scales]) -> Shape | None:
-    """Return how many codes share a scale along each dimension of a view, in blocks as large as all its pieces allow.
+    """Return the sizes of the largest blocks of a view whose codes share a scale, along each dimension.
 
     >>> from shardplan.checkpoint.mapping.views import tensor_view
     >>> find_blocks(tensor_view("w", (256, 512)), {"w": Scales((256, 512), (128, 128), (4, 1))})
@@ -57,13 +57,13 @@ def find_blocks(view: View, scales: Mapping[str, Scales]) -> Shape | None:
 
 
 def _codes_of_pieces(part: PieceGroup, scales: Mapping[str, Scales]) -> Iterator[tuple[int, Scales]]:
-    """Yield what the scales of each piece depend on: its first code, and where the scales of its tensor are."""
+    """Yield, for each piece, its first code and the layout of its tensor's scales, which determine its scales."""
     return zip(part.offsets.tolist(), map(scales.__getitem__, part.tensors), strict=True)
 
 
 @lru_cache(maxsize=4096)  # the tensors of all layers have the same
 def _blocks_of_piece(offset: int, shape: Shape, strides: Shape, scales: Scales) -> Shape | None:
-    """Return the blocks of a piece; see `find_blocks`."""
+    """Return the sizes of a piece's blocks; see `find_blocks`."""
     moves = _moves(shape, strides, scales.shape)
     blocks = list(shape)
     for d, start in enumerate(map(int, np.unravel_index(offset, scales.shape))):
@@ -106,7 +106,7 @@ def first_of_blocks(view: View, counts: Shape) -> View:
 
 
 def _first_of_divided_blocks(view: View, blocks: Shape) -> View:
-    """Return the first element of each block, where blocks may be in several pieces."""
+    """Return the first element of each block if blocks may span several pieces."""
     divided: list[int] = []
     ends: list[int] = []
     for n, size in zip(view.shape, blocks, strict=True):
@@ -117,7 +117,7 @@ def _first_of_divided_blocks(view: View, blocks: Shape) -> View:
 
 
 def view_of_scales(view: View, scales: Mapping[str, Scales], max_pieces: float = math.inf) -> View | None:
-    """Return the scale of every element of a view of codes, with the names of the tensors of codes.
+    """Return a view of the scale of every code in a view of codes; it names the tensors of codes.
 
     >>> from shardplan.checkpoint.mapping.views import tensor_view
     >>> scales = view_of_scales(tensor_view("w", (256, 128)), {"w": Scales((256, 128), (128, 128), (1, 1))})
@@ -149,12 +149,12 @@ def view_of_scales(view: View, scales: Mapping[str, Scales], max_pieces: float =
 
 
 Box = tuple[Shape, Shape, int, Shape]
-"""Start and shape of a box in a piece, the first scale of it, and the scales between neighbours."""
+"""A box of scales: start and shape in the piece, the first scale, and the elements between neighbouring scales."""
 
 
 @lru_cache(maxsize=4096)  # the tensors of all layers have the same
 def _boxes_of_scales(offset: int, shape: Shape, strides: Shape, scales: Scales) -> tuple[Box, ...] | None:
-    """Return the scales of a piece's elements as boxes of constant strides; None if there would be too many."""
+    """Return the scales of a piece's elements as boxes of constant strides; None if there would be too many boxes."""
     moves = _moves(shape, strides, scales.shape)
     first_scale, steps = 0, [0] * len(shape)
     for d, start in enumerate(np.unravel_index(offset, scales.shape)):
@@ -181,7 +181,7 @@ def _boxes_of_scales(offset: int, shape: Shape, strides: Shape, scales: Scales) 
 
 
 def _moves(shape: Shape, strides: Shape, tensor: Shape) -> dict[int, tuple[int, int]]:
-    """Return dimension of a piece of several elements -> dimension of the tensor that it moves along, and the step."""
+    """Return dimension of the piece -> (dimension of the tensor, step), for dimensions of several elements."""
     weights = row_major_strides(tensor)
     moves = {}
     for i, (count, stride) in enumerate(zip(shape, strides, strict=True)):
@@ -192,7 +192,7 @@ def _moves(shape: Shape, strides: Shape, tensor: Shape) -> dict[int, tuple[int, 
 
 
 def _groups(start: int, along: Mapping[int, int], shape: Shape) -> np.ndarray:
-    """Return the index along one dimension of a tensor of every element, in an array with a dimension for each move."""
+    """Return the index of every element along one dimension of a tensor, with an array dimension for each move."""
     index = np.full([1] * len(along), start)
     for place, (i, step) in enumerate(along.items()):
         index = index + _along(np.arange(shape[i]) * step, place, len(along))
@@ -211,7 +211,7 @@ def _first_of_runs(groups: np.ndarray) -> list[int]:
 def _divided(
     offset: int, shape: Shape, strides: Shape, scales: Scales, outer: int, cuts: Sequence[int]
 ) -> tuple[Box, ...] | None:
-    """Return the boxes of parts of a piece along one dimension; None if they are too many.
+    """Divide a piece along one dimension, and return the boxes of its parts; None if they are too many.
 
     Args:
         outer: the dimension.

@@ -15,13 +15,13 @@ from shardplan.checkpoint.mapping.views import Shape
 from shardplan.errors import CheckpointError
 
 HEADS = ("lm_head.", "embed_out.")
-"""How the names of an output head begin, in the module that holds it; the second is that of GPT-NeoX."""
+"""Beginnings of the names of an output head within its module; the second one is GPT-NeoX's."""
 WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"})
-"""Modules that torch.compile, FSDP, activation checkpointing and Lightning put around others, at any depth."""
+"""Modules that torch.compile, FSDP, activation checkpointing and Lightning wrap around others, at any depth."""
 
 
 class StoredShape(Protocol):
-    """Anything with the shape of a stored tensor."""
+    """Any object that has the shape of a stored tensor."""
 
     @property
     def shape(self) -> Shape:
@@ -33,15 +33,15 @@ class StoredNames:
     """A checkpoint's names of the tensors that a model expects."""
 
     names: Mapping[str, str]
-    """Expected name -> name in the checkpoint; without the expected tensors that it does not have."""
+    """Expected name -> name in the checkpoint, for the tensors that the checkpoint has."""
     prefixed: Mapping[str, str]
-    """Expected name -> the name that the checkpoint would give the tensor, which it may not have."""
+    """Expected name -> the name that the checkpoint has, or would have, for the tensor."""
     canonical: Mapping[str, str]
-    """Name in the checkpoint -> the name that the model would give the tensor."""
+    """Name in the checkpoint -> the name by which the model would call the tensor."""
     head_module: str
-    """The module that the checkpoint has, or would have, its output head in."""
+    """The module in which the checkpoint has, or would have, its output head."""
     head: str | None
-    """Name in the checkpoint of the weight of an output head, if it has one."""
+    """Name in the checkpoint of the output head's weight; None if it has none."""
 
 
 def find_stored_names(expected: Mapping[str, Shape], stored: Mapping[str, StoredShape], where: str) -> StoredNames:
@@ -102,7 +102,7 @@ def _base_prefix(expected: Mapping[str, Shape]) -> str:
 def _find_prefix(
     inner: Mapping[str, str], expected: Mapping[str, Shape], shapes: Mapping[str, Shape], base: str, where: str
 ) -> str:
-    """Return what the checkpoint puts before the names of `inner`: where most of them are found, with their shapes.
+    """Return the checkpoint's prefix for the names of `inner`: the one with most tensors of the expected shapes.
 
     Args:
         inner: name without the prefix `base` -> expected name.

@@ -26,11 +26,11 @@ class StridedPiece(NamedTuple):  # quicker to make than a frozen dataclass; a lo
     """Extent of the box, per dimension."""
     tensor: str
     offset: int
-    """Element of the tensor that is at index `start` of the view."""
+    """Index of the tensor element at `start` of the view."""
     strides: Shape
-    """Elements of the tensor between neighbours along each dimension; 0 repeats an element."""
+    """Tensor elements between neighbours along each dimension; 0 repeats an element."""
     scale: float = 1.0
-    """Factor that the elements are multiplied by."""
+    """Factor by which the elements are multiplied."""
 
     def intersect(self, start: Shape, stop: Shape) -> "StridedPiece | None":
         """Return the part of this piece inside the box `[start, stop)`, or None if it is empty."""
@@ -55,7 +55,7 @@ class StridedPiece(NamedTuple):  # quicker to make than a frozen dataclass; a lo
 
     @property
     def span(self) -> tuple[int, int]:
-        """First element of the tensor that the box contains, and one past the last."""
+        """First tensor element in the box, and one past the last."""
         return self.offset, self.offset + 1 + sum((n - 1) * k for n, k in zip(self.shape, self.strides, strict=True))
 
     @property
@@ -65,20 +65,20 @@ class StridedPiece(NamedTuple):  # quicker to make than a frozen dataclass; a lo
 
 
 class PieceGroup(NamedTuple):
-    """Pieces of a view that differ only in their tensors, and in where they begin in the view and in the tensors."""
+    """Pieces of a view that differ only in their tensors and in their starts in the view and the tensors."""
 
     shape: Shape
     """Extent of each piece, per dimension."""
     strides: Shape
-    """Elements of a tensor between neighbours along each dimension; 0 repeats an element."""
+    """Tensor elements between neighbours along each dimension; 0 repeats an element."""
     scale: float
-    """Factor that the elements are multiplied by."""
+    """Factor by which the elements are multiplied."""
     tensors: tuple[str, ...]
-    """Tensor of each piece."""
+    """Name of the tensor of each piece."""
     starts: np.ndarray
-    """int64[piece, dimension]: first index in the view."""
+    """First index of each piece in the view, int64[piece, dimension]."""
     offsets: np.ndarray
-    """int64[piece]: element of the tensor at that index."""
+    """Index of the tensor element at each piece's start, int64[piece]."""
 
     @property
     def size(self) -> int:
@@ -91,7 +91,7 @@ class PieceGroup(NamedTuple):
             yield StridedPiece(tuple(start), self.shape, tensor, offset, self.strides, self.scale)
 
     def take(self, indices: np.ndarray) -> "PieceGroup":
-        """Return some of the pieces, by their numbers."""
+        """Return the pieces with the given numbers."""
         tensors = tuple([self.tensors[i] for i in indices.tolist()])
         return self._replace(tensors=tensors, starts=self.starts[indices], offsets=self.offsets[indices])
 
@@ -130,7 +130,7 @@ def group_pieces(pieces: Iterable[StridedPiece]) -> Iterator[PieceGroup]:
 
 
 def join_alike(parts: Sequence[PieceGroup]) -> Iterator[tuple[PieceGroup, np.ndarray]]:
-    """Join parts whose pieces are alike; yield each joined part, and the old part of each of its pieces.
+    """Join parts with pieces of equal shape and strides; yield each joined part, and the old part of each piece.
 
     >>> rows = [StridedPiece((i, 0), (1, 4), f"layers.{i}", 0, (4, 1)) for i in range(3)]
     >>> parts = [*group_pieces(rows[:2]), *group_pieces(rows[2:])]

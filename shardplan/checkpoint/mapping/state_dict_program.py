@@ -40,12 +40,12 @@ class StateDictProgram:
     tensors: Mapping[str, Shape]
     """Checkpoint tensors that the model is made of: name -> shape."""
     views: Mapping[str, View]
-    """Array path in the model (as in `shardplan.model.inspect`) -> its elements as a view of tensors."""
+    """Array path in the model (as in `shardplan.model.inspect`) -> view of the tensor elements that make it up."""
     constants: Mapping[str, float] = field(default_factory=dict)
-    """Name -> value of the scalars that files hold beside the tensors: the model computes with them as constants."""
+    """Name -> value of scalars stored beside the tensors, which the model uses as constants."""
 
     def rename(self, names: Mapping[str, str]) -> "StateDictProgram":
-        """Return the program with other names of its tensors.
+        """Return the program with renamed tensors.
 
         Args:
             names: name -> new name; tensors that are not in it keep theirs.
@@ -75,12 +75,12 @@ def expected_tensors(template: Any) -> dict[str, Shape]:
 
 
 def dispensable_tensors(template: Any) -> tuple[str, ...]:
-    """Return parts of names of the tensors that a model can do without, though its blocks have them."""
+    """Return parts of the names of tensors that blocks of the model have but the model can do without."""
     return family_of(template.settings).dispensable if isinstance(template, Decoder) else ()
 
 
 def stores_inputs_first(template: Any) -> bool:
-    """Return whether a model stores the weights of linear layers as {inputs, outputs}, but for its output head.
+    """Return whether a model stores the weights of linear layers, except its output head, as {inputs, outputs}.
 
     >>> from types import SimpleNamespace
     >>> from levanter.models.gpt2 import Gpt2Config
@@ -146,7 +146,7 @@ def trace_program(
 def _decoder_program(
     template: Decoder, tensors: Mapping[str, Shape], stored_views: Mapping[str, View]
 ) -> StateDictProgram:
-    """Return the program of a decoder: its rules, computed with views, without a trace.
+    """Make the program of a decoder from its rules, by computing with views instead of tracing.
 
     The scales of a kept weight are views of its tensors as well: of the first element of each block.
     """
@@ -174,7 +174,7 @@ def _decoder_program(
 
 
 class _Views:
-    """The operations of a decoder's rules on views."""
+    """The operations on views that a decoder's rules use."""
 
     def reshape(self, value: View, shape: Shape) -> View:
         return value.reshape(shape)
@@ -198,11 +198,11 @@ VIEWS = _Views()
 
 
 Value = View | np.ndarray
-"""Data of the checkpoint, or a constant of the program."""
+"""A value of the program: data of the checkpoint, or a constant."""
 
 
 def _interpret(jaxpr: Jaxpr, consts: list[Any], inputs: list[Value]) -> list[Value]:
-    """Return the results of a jaxpr whose inputs are data of the checkpoint."""
+    """Interpret a jaxpr whose inputs are data of the checkpoint, and return its results."""
     values: dict[Any, Value] = {}
     values.update(zip(jaxpr.constvars, map(np.asarray, consts), strict=True))
     values.update(zip(jaxpr.invars, inputs, strict=True))
@@ -217,7 +217,7 @@ def _interpret(jaxpr: Jaxpr, consts: list[Any], inputs: list[Value]) -> list[Val
 
 
 def _apply(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
-    """Return the results of one equation of a jaxpr.
+    """Interpret one equation of a jaxpr, and return its results.
 
     Without data of the checkpoint among the operands, they are a broadcast scale factor, or empty views.
 
@@ -259,7 +259,7 @@ def _slice(view: View, params: Mapping[str, Any]) -> View:
 
 
 def _split(view: Any, sizes: Sequence[int], axis: int) -> list[Value]:
-    """The parts of `view` along dimension `axis`, which have `sizes`."""
+    """Split `view` along dimension `axis` into parts of `sizes`."""
     ends = itertools.accumulate(sizes)
     bounds = ((end - size, end) for size, end in zip(sizes, ends, strict=True))
     return [

@@ -1,4 +1,4 @@
-"""The names of a model type's tensors in files of transformers, where Levanter's converter uses others."""
+"""The tensor names that transformers writes for a model type, if Levanter's converter uses others."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -7,8 +7,8 @@ from shardplan.checkpoint.mapping.state_dict_program import StateDictProgram, ex
 from shardplan.checkpoint.mapping.views import Shape
 
 BASE_MODELS = {"gpt2": ("transformer", "wte.weight")}
-"""Model type -> what transformers writes before every name of the base model, and Levanter does not, and one of these
-names: a module around a GPT-2, whose names are its own, does not have it."""
+"""Model type -> (prefix that transformers writes before the base model's names and Levanter does not, a name without
+prefix that only the base model has)."""
 MLP_OF_EXPERTS, MIXTRAL_MLP = ".mlp.", ".block_sparse_moe."
 """Part of the names of Mixtral's experts in memory, which marin-levanter writes, and in the files of transformers."""
 
@@ -36,7 +36,7 @@ def trace_type_names(template: Any, model_type: object) -> StateDictProgram:
 
 
 def _separate_experts(tensors: Mapping[str, Shape]) -> dict[str, Shape]:
-    """Name a tensor for each matrix of each expert, instead of one for all experts of a layer."""
+    """Replace one tensor for all experts of a layer by one tensor for each matrix of each expert."""
     result: dict[str, Shape] = {}
     for name, shape in tensors.items():
         layer, separator, part = name.partition(MLP_OF_EXPERTS)
@@ -56,12 +56,12 @@ def _separate_experts(tensors: Mapping[str, Shape]) -> dict[str, Shape]:
 
 
 def _add_prefix(name: str, prefix: str) -> str:
-    """Return the name of a tensor of the base model; the head is beside the base model."""
+    """Add the prefix to the name of a tensor of the base model; the output head is beside the base model."""
     return name if name.startswith("lm_head.") else f"{prefix}.{name}"
 
 
 def _rename(program: StateDictProgram, rename: Callable[[str], str]) -> StateDictProgram:
-    """Give every tensor of a program another name."""
+    """Rename every tensor of a program."""
 
     return StateDictProgram(
         {rename(name): shape for name, shape in program.tensors.items()},

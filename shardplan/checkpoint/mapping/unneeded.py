@@ -1,4 +1,4 @@
-"""Sorts checkpoint tensors that the model does not have: dispensable ones, and ones that would change its results.
+"""Classifies checkpoint tensors that the model does not have: unneeded ones, and ones that would change its results.
 
 | tensor | |
 |---|---|
@@ -19,21 +19,21 @@ QUANTISATION_SUFFIXES = (
     ".weight_scale", ".weight_scale_inv", ".weight_scale_2", ".input_scale", ".qweight", ".qzeros", ".scales", ".g_idx",
     ".SCB", ".weight_packed", ".weight_shape", ".weight.absmax", ".weight.quant_map",
 )  # fmt: skip
-"""Endings of tensors that quantisers save with weights or instead of them: scales, zero points, packed numbers."""
+"""Endings of tensors that quantisers save beside or instead of weights: scales, zero points, packed numbers."""
 MASKED_BIAS = ".masked_bias"
-"""Ending of the number that masked scores were set to; beside it, `bias` is a causal mask."""
+"""Ending of a saved constant, the score of masked pairs; beside it, `bias` is a causal mask."""
 BUFFER_SUFFIXES = (".rotary_emb.inv_freq", ".attn.bias", MASKED_BIAS)
-"""Endings of constants that older transformers versions saved, and that every implementation computes anew."""
+"""Endings of constants that older versions of transformers saved and that every implementation computes anew."""
 ADAPTER_PARTS = frozenset({"lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "base_layer"})
 """Modules that PEFT puts into a model for an adapter."""
 PARAMETERS = ("weight", "bias")
-"""Names of the parameters of modules."""
+"""Names of parameters within their modules."""
 MAX_KINDS = 6
-"""Kinds of tensors that a message names one by one."""
+"""Maximum number of kinds of tensors that a message names."""
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
-"""A number in the name of a tensor, such as that of a block."""
+"""Pattern for a number in a tensor's name, such as a block's number."""
 BLOCK = re.compile(r"(.*?\.|)(\d+)\.(.*)")
-"""The name of a tensor in a block: what is before its number, the number, and the name in the block."""
+"""Pattern for the name of a tensor in a block: prefix, number of the block, name within the block."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,11 @@ class UnexpectedTensors:
     """The tensors of a checkpoint that the model does not have."""
 
     unneeded: tuple[str, ...] = ()
-    """Those that it can do without."""
+    """Names of tensors that the model can do without."""
     foreign: tuple[str, ...] = ()
-    """Those that change what a model computes."""
+    """Names of tensors that change what a model computes."""
     advice: str = ""
-    """What to do about the latter, if that is known."""
+    """Advice on the foreign tensors; empty if there is none."""
 
 
 def classify_unexpected(
@@ -54,7 +54,7 @@ def classify_unexpected(
     modules: Iterable[str] = (),
     dispensable: Collection[str] = (),
 ) -> UnexpectedTensors:
-    """Sort the tensors that a model does not have.
+    """Classify the tensors that a model does not have as unneeded or foreign.
 
     >>> names = ["model.layers.0.mlp.gate.bias", "model.layers.0.mlp.k_scale", "vision.weight"]
     >>> classify_unexpected(names, ["model.layers.0.mlp.gate.weight"]).unneeded
@@ -107,7 +107,7 @@ def classify_unexpected(
 def _further_blocks(
     unexpected: Iterable[str], own_blocks: defaultdict[str, defaultdict[str, set[str]]]
 ) -> set[tuple[str, str]]:
-    """Return prefix and number of the blocks that hold nothing but what the model's own blocks hold."""
+    """Return (prefix, number) of further blocks that hold only tensors which the model's own blocks hold too."""
     blocks: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
     for name in unexpected:
         match = BLOCK.fullmatch(name)
@@ -121,7 +121,7 @@ def _further_blocks(
 
 
 def kinds_text(names: Sequence[str]) -> str:
-    """Count tensors by kind of name, with N for numbers that differ.
+    """Count tensors by kind of name, with N in place of numbers.
 
     >>> kinds_text(["layers.0.k_scale", "layers.1.k_scale", "mtp.fc.weight"])
     '2 x layers.N.k_scale, mtp.fc.weight'
@@ -142,7 +142,7 @@ def kinds_text(names: Sequence[str]) -> str:
 
 
 def _kinds(names: Sequence[str], depth: int) -> dict[str, list[str]]:
-    """Return kind -> its tensors, both by at most the first `depth` parts of their names."""
+    """Return kind -> its tensors, where both consist of at most the first `depth` parts of names."""
     kinds: defaultdict[str, list[str]] = defaultdict(list)
     for name in names:
         parts = name.split(".")

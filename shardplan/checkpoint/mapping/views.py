@@ -19,7 +19,7 @@ from shardplan.checkpoint.mapping.pieces import PieceGroup, Shape, StridedPiece,
 
 @dataclass(frozen=True, eq=False)
 class View:
-    """An array of `shape` made of disjoint pieces; an element outside all pieces comes from no checkpoint tensor."""
+    """An array of `shape` made of disjoint pieces; an element outside all pieces has no tensor element."""
 
     shape: Shape
     parts: tuple[PieceGroup, ...] = ()
@@ -46,7 +46,7 @@ class View:
 
     @property
     def is_scaled(self) -> bool:
-        """Whether elements are multiplied by a factor."""
+        """Whether a factor other than 1 multiplies some elements."""
         return any(part.scale != 1 for part in self.parts)
 
     @cached_property
@@ -56,7 +56,7 @@ class View:
 
     @property
     def stored_order(self) -> tuple[int, ...]:
-        """The dimensions in the order in which elements are stored: across tensors first, then longest stride first."""
+        """Dimensions in the order of storage: first those across tensors, then by decreasing stride."""
         if not self.parts:
             return tuple(range(len(self.shape)))
         first = self.parts[0]
@@ -80,7 +80,7 @@ class View:
 
     @cached_property
     def _orders(self) -> list[dict[int, tuple[np.ndarray, np.ndarray]]]:
-        """For each of `parts`: dimension along which its pieces begin at different indices -> their order.
+        """For each of `parts`: dimension along which its pieces have different starts -> their order.
 
         The order is numbers of the pieces, and their first indices along the dimension.
         """
@@ -153,7 +153,7 @@ def tensor_view(name: str, shape: Shape) -> View:
 
 @lru_cache
 def _origin(rank: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the start and the offset of a piece that begins where its tensor does."""
+    """Return the start and the offset of a piece that begins at index 0 of the view and of its tensor."""
     return np.zeros((1, rank), np.int64), np.zeros(1, np.int64)
 
 
@@ -194,7 +194,7 @@ def stack(views: Sequence[View], dimension: int) -> View:
 
 @lru_cache(maxsize=4096)  # of the few shapes of a hundred thousand tensors
 def row_major_strides(shape: Shape) -> Shape:
-    """Elements between neighbours along each dimension of a row-major array.
+    """Return the number of elements between neighbours along each dimension of a row-major array.
 
     >>> row_major_strides((2, 3, 4))
     (12, 4, 1)
@@ -207,11 +207,11 @@ def _set_item(values: Shape, index: int, value: int) -> Shape:
 
 
 DimensionGroup = tuple[range, range]
-"""Dimensions of the old shape and of the new one that hold the same elements."""
+"""A group of dimensions of the old shape, and the dimensions of the new shape that hold the same elements."""
 
 
 def _reshape_groups(old: Shape, new: Shape) -> list[DimensionGroup]:
-    """Find the smallest runs of dimensions with equal products: each run can be reshaped by itself."""
+    """Find the smallest runs of dimensions with equal products; each run can be reshaped separately."""
     groups: list[DimensionGroup] = []
     i = j = 0
     while i < len(old) or j < len(new):
@@ -229,7 +229,7 @@ def _reshape_groups(old: Shape, new: Shape) -> list[DimensionGroup]:
 
 
 def _reshape_piece(piece: StridedPiece, old: Shape, new: Shape, groups: list[DimensionGroup]) -> list[StridedPiece]:
-    """Express `piece` in the coordinates of the new shape: the product of the boxes of all groups."""
+    """Express `piece` in the coordinates of the new shape, as the product of the boxes of all groups."""
     per_group = []
     for before, after in groups:
         axes = slice(before.start, before.stop)
@@ -246,11 +246,11 @@ def _reshape_piece(piece: StridedPiece, old: Shape, new: Shape, groups: list[Dim
 
 
 StridedBox = tuple[Shape, Shape, Shape, int]
-"""Start, shape and strides of a box in the new dimensions, and the elements that precede it."""
+"""Start, shape and strides of a box in the new dimensions, and the number of elements of the old box before it."""
 
 
 def _regroup(start: Shape, shape: Shape, strides: Shape, old: Shape, new: Shape) -> list[StridedBox]:
-    """Express a box in coordinates `old` as boxes of constant strides in coordinates `new`, as few as possible."""
+    """Express a box in coordinates `old` as the fewest boxes of constant strides in coordinates `new`."""
     if len(old) == 1 and len(new) == 1:
         return [(start, shape, strides, 0)]
     stride = _uniform_stride(shape, strides, old)
@@ -271,7 +271,7 @@ def _regroup(start: Shape, shape: Shape, strides: Shape, old: Shape, new: Shape)
 
 
 def _uniform_stride(shape: Shape, strides: Shape, old: Shape) -> int | None:
-    """Return the spacing of a box's elements in row-major order of `old`; None unless one evenly spaced range."""
+    """Return the constant spacing of a box's elements in row-major order of `old`; None if it is not constant."""
     several = [i for i, n in enumerate(shape) if n > 1]
     if not several:
         return 1

@@ -1,4 +1,4 @@
-"""The arrays of a Levanter checkpoint that was written: their names, shapes and types are read back."""
+"""Reads back the names, shapes and types of a written Levanter checkpoint's arrays."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from shardplan.errors import CheckpointError, one_line
 
 
 def check_arrays_written(root: str, tree: Any) -> None:
-    """Open every array of `tree` in the Levanter checkpoint at `root`, without its data.
+    """Open every array of `tree` in the Levanter checkpoint at `root`, without reading its data.
 
     Raises:
         CheckpointError: one is missing, or has another shape or type.

@@ -16,11 +16,11 @@ from shardplan.errors import CheckpointError, one_line
 from shardplan.model.inspect import named_leaves
 
 PREFIX = ("params", "params")
-"""Keys above the arrays: the parameters of MaxText's state, and the collection of that name in them."""
+"""Keys above the arrays: `params` of MaxText's state, and the Flax collection `params` within it."""
 
 
 def make_tree(model: Any) -> dict[str, Any]:
-    """Return the arrays of a model as nested dictionaries; nothing is copied.
+    """Return the arrays of a model as nested dictionaries, without copies.
 
     >>> from jax import numpy as jnp
     >>> make_tree({"norm": {"weight": jnp.ones(2)}})
@@ -36,7 +36,7 @@ def make_tree(model: Any) -> dict[str, Any]:
 
 
 def split_path(path: str) -> list[str]:
-    """Return the keys of a path: its names, and its indices as text.
+    """Split a path into its keys: names, and indices as text.
 
     >>> split_path("segments[0].stacked.norm.weight")
     ['segments', '0', 'stacked', 'norm', 'weight']

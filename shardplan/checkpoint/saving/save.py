@@ -54,25 +54,25 @@ from shardplan.runtime.progress import BYTES
 from shardplan.storage.writing import OutputFolder
 
 MAX_UNWRITTEN_TENSORS = 2
-"""Most tensors of one process that are gathered and not yet written."""
+"""Maximum number of tensors of one process that are gathered and not yet written."""
 SLOWEST_BYTES_PER_S = 20e6
-"""Rate at which a process writes its part of a checkpoint by tensorstore, at least; a slower one counts as stuck."""
+"""Bytes per second that a process writes with tensorstore, at least; a slower process counts as stuck."""
 
 
 @dataclass(frozen=True)
 class OutputTensor:
-    """A tensor to be written, and the boxes of the model's arrays that it is made of."""
+    """A tensor to write, and the boxes of the model's arrays that make it up."""
 
     shape: Shape
     dtype: np.dtype
     parts: tuple[tuple[jax.Array, StridedPiece], ...]
-    """Arrays of the model, and a box of each, with its location in the tensor."""
+    """Arrays of the model, each with a box of it and the box's location in the tensor."""
     constant: float = 0.0
-    """The value of elements that are in none of them."""
+    """The value of elements that are in none of the boxes."""
 
     @property
     def nbytes(self) -> int:
-        """Length of its data."""
+        """Bytes of the tensor's data."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -194,7 +194,7 @@ def save_pretrained(
 
 
 def _make_output_tensors(model: Any, program: StateDictProgram, dtype: Any = None) -> dict[str, OutputTensor]:
-    """Return tensor name -> the boxes of the model's arrays that it is made of.
+    """Return tensor name -> the boxes of the model's arrays that make up the tensor.
 
     Args:
         dtype: type of floating-point tensors, except those that the model keeps in float32 and that would be rounded;
@@ -234,7 +234,7 @@ def _make_output_tensors(model: Any, program: StateDictProgram, dtype: Any = Non
 def _write_files(
     target: OutputFolder, files: Mapping[str, list[str]], tensors: Mapping[str, OutputTensor], processes: ProcessGroup
 ) -> None:
-    """Write one file per process at a time: all processes gather a tensor of each of these files in turn."""
+    """Write one file per process at a time: all processes together gather a tensor of each of these files in turn."""
     names = [*files]
     with (
         shared_progress(sum(tensor.nbytes for tensor in tensors.values()), "saving", BYTES) as progress,
@@ -270,7 +270,7 @@ def _gather_box(array: jax.Array, piece: StridedPiece) -> jax.Array:
 
 @functools.cache
 def make_gather(sharding: Sharding, shape: Shape, box: Shape) -> Callable[[jax.Array, Sequence[np.int32]], jax.Array]:
-    """Make a function (array of `shape`, first index) -> the box of shape `box` from there, replicated on all devices.
+    """Make a function (array of `shape`, first index) -> box of shape `box` at this index, replicated on all devices.
 
     If the box has one index of a sharded dimension, such as one expert, only the devices that hold this index send
     their part: for a slice along a sharded dimension the partitioner would gather all of the array first.
@@ -287,7 +287,7 @@ def make_gather(sharding: Sharding, shape: Shape, box: Shape) -> Callable[[jax.A
         return jax.jit(partial(jax.lax.dynamic_slice, slice_sizes=box), out_shardings=replicated)
 
     def pick(shard: jax.Array, *first: jax.Array) -> jax.Array:
-        """Sum over devices, where the device that has the box contributes it and all others zeros."""
+        """Sum over devices: the device that has the box contributes the box, all others zeros."""
         is_local, start = jnp.bool_(True), list(first)
         sizes = [n if axes else b for n, b, axes in zip(shard.shape, box, spec, strict=True)]
         for d in picked:

@@ -1,4 +1,4 @@
-"""Write a sharded model as an Orbax checkpoint, in the layout that MaxText's parameters have.
+"""Writes a sharded model as an Orbax checkpoint, in the layout of MaxText's parameters.
 
 Orbax has every process write the shards of its own devices; nothing is gathered. A host holds one copy of its shards,
 from which tensorstore writes. They are not compressed: tensorstore would hold all of them in compressed form as well.
@@ -28,11 +28,11 @@ from shardplan.runtime.devices import is_first_process
 from shardplan.runtime.processes.group import open_process_group
 
 ITEM = "items"
-"""The item of the step that has the parameters, as MaxText names it."""
+"""Item of the step that holds the parameters, named as in MaxText."""
 
 
 def save_orbax(model: Any, ref: str, config: Mapping[str, Any], plan: Plan | None = None) -> None:
-    """Write `model` as an Orbax checkpoint of the step 0, which Orbax restores on any number of devices.
+    """Write `model` as step 0 of an Orbax checkpoint, which Orbax restores on any number of devices.
 
     The arrays are those of the model, with their shapes and types, in `<ref>/0/items`: nested dictionaries by the names
     that the Plan has, below `params` and `params`. Names and shapes are not those of MaxText's own models.

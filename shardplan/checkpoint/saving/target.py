@@ -1,4 +1,4 @@
-"""The folder that a checkpoint is written to: refused if it holds another, and marked until the checkpoint is complete.
+"""The folder for a checkpoint: refused if it holds another checkpoint, and marked until the new one is complete.
 
 The mark is a file with the id of the run and the names of all that it writes. A run that is interrupted leaves it
 behind; the next run removes those files, and writes its own. A run that ends and sees the mark of another one fails,
@@ -22,31 +22,31 @@ if TYPE_CHECKING:
 
 CONFIG = "config.json"
 LEVANTER_METADATA = "metadata.json"
-"""The file that Levanter writes last, and by which it recognises a checkpoint."""
+"""The file that Levanter writes last and that identifies a checkpoint."""
 ORBAX_STEP = "0"
-"""The folder of the only step of an Orbax checkpoint."""
+"""Folder of the only step of an Orbax checkpoint."""
 PLAN = "plan.json"
-"""The Plan beside an Orbax checkpoint."""
+"""Name of the Plan file beside an Orbax checkpoint."""
 OWN_STORES: Mapping[Format, tuple[str, ...]] = {Format.LEVANTER: ("gs", "s3"), Format.ORBAX: ("gs",)}
-"""Object stores that are supported by the libraries that write a format: JAX for Levanter, and Orbax."""
+"""Object stores that the library which writes the format supports: JAX for Levanter, and Orbax."""
 COMPLETE_FILES: Mapping[Format, tuple[str, ...]] = {
     Format.HF: (CONFIG, INDEX, SINGLE, LEVANTER_METADATA),
     Format.LEVANTER: (CONFIG, INDEX, SINGLE, LEVANTER_METADATA),
     # object stores have no folders, but every step has this file
     Format.ORBAX: (CONFIG, INDEX, SINGLE, LEVANTER_METADATA, PLAN, ORBAX_STEP, f"{ORBAX_STEP}/_CHECKPOINT_METADATA"),
 }
-"""Format to write -> files and folders of another checkpoint, with which a folder is refused."""
+"""Format to write -> files and folders of other checkpoints; a folder that has one is refused."""
 INCOMPLETE = "shardplan.incomplete"
-"""The mark: JSON with the id of a run and its files (folders end with `/`). It is written first and removed last."""
+"""Name of the mark: JSON with the run's id and its files (folders end with `/`), written first and removed last."""
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A folder that this run writes to, marked as its own."""
+    """A folder that this run has marked as its own and writes to."""
 
     folder: OutputFolder
     mark: bytes
-    """The content of the mark; only process 0 writes and compares it."""
+    """Content of the mark; only process 0 writes and compares it."""
 
 
 def open_target(ref: str, file_format: Format = Format.HF, replace: bool = False) -> OutputFolder:
@@ -167,7 +167,7 @@ def write_file(target: OutputFolder, name: str, text: bytes) -> None:
 
 
 def _marked_files(folder: OutputFolder) -> list[str]:
-    """Return the files and folders that an interrupted run was to write.
+    """Return the files and folders that an interrupted run intended to write.
 
     Raises:
         ConfigError: the mark is not one that a run writes.
@@ -182,7 +182,7 @@ def _marked_files(folder: OutputFolder) -> list[str]:
 
 
 def list_checkpoint_files(folder: OutputFolder) -> list[str]:
-    """Return the files of the Hugging Face checkpoint that a folder holds: config.json, index and weights.
+    """Return the files of the Hugging Face checkpoint in a folder: config.json, index and weights.
 
     >>> from tempfile import TemporaryDirectory
     >>> with TemporaryDirectory() as folder:
@@ -202,10 +202,10 @@ def list_checkpoint_files(folder: OutputFolder) -> list[str]:
 
 
 def _is_within(name: str, marked: Iterable[str]) -> bool:
-    """Whether a file or folder is one of `marked`, or lies in a folder of them."""
+    """Return whether a file or folder is one of `marked`, or lies in a folder of them."""
     return any(f"{name}/".startswith(f"{entry.rstrip('/')}/") for entry in marked)
 
 
 def _are_inside(names: Iterable[object]) -> bool:
-    """Whether all names are relative paths that stay inside the folder."""
+    """Return whether all names are relative paths that stay inside the folder."""
     return all(isinstance(name, str) and ".." not in name and not name.startswith("/") for name in names)

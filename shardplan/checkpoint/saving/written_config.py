@@ -17,15 +17,15 @@ from shardplan.model.inspect import named_leaves
 from shardplan.model.registry import transformers_config
 
 QUANTIZATION_KEYS = ("quantization_config", "compression_config")
-"""Keys that say how stored weights were quantised; those that are written never are."""
+"""Keys on the quantization of stored weights, which are removed because written weights are never quantized."""
 DTYPE_KEYS = ("dtype", "torch_dtype")
-"""Key of the type of the weights in transformers 5, and in older versions."""
+"""Keys for the type of the weights: in transformers 5, and in older versions."""
 UNMAPPED_CLASSES = {"kimi_k2": "DeepseekV3ForCausalLM", "mistral4": "Mistral4ForCausalLM"}
-"""Model type -> class for causal language models, where transformers has no mapping of the two."""
+"""Model type -> causal language model class, for types that transformers does not map to a class."""
 
 
 def describe_written(config: Mapping[str, Any], model: Any, dtypes: Mapping[np.dtype, int]) -> dict[str, Any]:
-    """Return `config` with every key corrected that would not describe the written model.
+    """Return `config` with corrections of every key that does not describe the written model.
 
     >>> config = {"model_type": "own_model", "torch_dtype": "float32", "quantization_config": {"quant_method": "fp8"}}
     >>> describe_written(config, None, {np.dtype(np.float16): 1000, np.dtype(np.float32): 10})
@@ -58,7 +58,7 @@ def describe_written(config: Mapping[str, Any], model: Any, dtypes: Mapping[np.d
 
 
 def count_bytes_by_dtype(model: Any) -> Counter[np.dtype]:
-    """Return the type of a model's arrays -> their bytes.
+    """Return the bytes of a model's arrays by type.
 
     >>> count_bytes_by_dtype({"up_proj": np.ones((8, 4), np.float16), "norm": np.ones(4, np.float32)})
     Counter({dtype('float16'): 64, dtype('float32'): 16})

@@ -1,4 +1,4 @@
-"""The safetensors files of a checkpoint that is written: which tensors each has, its header, and the final check.
+"""The safetensors files of a written checkpoint: the tensors of each file, its header, and the final check.
 
 The check reads back the header of every file, before the checkpoint counts as complete: what a store acknowledged is
 not always what it has.
@@ -20,12 +20,12 @@ from shardplan.errors import CheckpointError
 from shardplan.storage import Folder, read_bytes
 
 MAX_FILE_BYTES = 5 * 10**9
-"""Most bytes of tensors in a file, unless a single tensor has more; the size that transformers uses."""
+"""Maximum bytes of tensors in a file, unless a single tensor has more; the size that transformers uses."""
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class TensorKind(Protocol):
-    """The shape and dtype of a tensor, as its file's header has them."""
+    """Shape and dtype of a tensor, for the header of its file."""
 
     @property
     def shape(self) -> Shape:
@@ -37,7 +37,7 @@ class TensorKind(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Length of its data."""
+        """Bytes of the tensor's data."""
 
 
 def assign_files(sizes: Mapping[str, int], processes: int, max_bytes: int | None = None) -> dict[str, list[str]]:
@@ -68,7 +68,7 @@ def assign_files(sizes: Mapping[str, int], processes: int, max_bytes: int | None
 
 
 def _divide(sizes: Mapping[str, int], total: int, count: int) -> list[list[str]]:
-    """Divide tensors among at most `count` files of about equal size; each goes where its middle byte is."""
+    """Divide tensors among at most `count` files of about equal size; a tensor goes to the file of its middle byte."""
     files: defaultdict[int, list[str]] = defaultdict(list)
     for (name, size), stop in zip(sizes.items(), itertools.accumulate(sizes.values()), strict=True):
         files[(stop - size // 2) * count // (total + 1)].append(name)
@@ -98,7 +98,7 @@ def encode_header(tensors: Mapping[str, TensorKind]) -> bytes:
 
 
 def encode_index(files: Mapping[str, list[str]], tensors: Mapping[str, TensorKind]) -> dict[str, bytes]:
-    """Return the index as file name -> content; empty for a single safetensors file.
+    """Return the index as file name -> content; empty if there is only one safetensors file.
 
     >>> from types import SimpleNamespace
     >>> files = {"one.safetensors": ["embed"], "two.safetensors": ["norm"]}

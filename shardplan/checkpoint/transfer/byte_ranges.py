@@ -15,19 +15,19 @@ from shardplan.checkpoint.mapping.views import Shape, View
 from shardplan.checkpoint.transfer.transfer import Box, DeviceMesh, ReadStrategy, Transfer
 
 GAP_BYTES = 64 * 1024
-"""Longest gap between ranges that are read as one: its bytes cost less than another request."""
+"""Longest gap, in bytes, between ranges that are read as one: its bytes cost less than another request."""
 ByteRange = tuple[str, int, int]
-"""File, first byte of a range, and one past the last."""
+"""A byte range: (file, first byte, one past the last byte)."""
 
 
 class TensorSource(Struct, frozen=True, gc=False):  # made a hundred thousand times, as `Tensor` is
-    """The location of a checkpoint tensor, and the size of its elements."""
+    """Location of a checkpoint tensor, and the size of its elements."""
 
     file: str
     offset: int
-    """Byte of the file where its data starts."""
+    """Byte of the file where the tensor's data starts."""
     bits: int
-    """Bits of an element."""
+    """Bits per element."""
 
     def bit(self, element: int) -> int:
         """Return the bit of the file where an element begins."""
@@ -59,7 +59,7 @@ def locate(view: View, tensors: Mapping[str, Tensor]) -> dict[str, TensorSource]
 
 @dataclass(frozen=True)
 class ReadVolume:
-    """Bytes and byte ranges that a process reads."""
+    """Number of bytes and of byte ranges that a process reads."""
 
     bytes: int = 0
     count: int = 0
@@ -71,12 +71,12 @@ class ReadVolume:
 
 @dataclass(frozen=True)
 class Runs:
-    """Equally long runs of consecutive elements of a tensor that contain a box; short gaps are part of a run."""
+    """Runs of consecutive tensor elements that contain a box; all are equally long and may include short gaps."""
 
     elements: int
-    """Length of each run, from its first element to its last."""
+    """Elements of each run, from its first to its last."""
     dimensions: tuple[tuple[int, int], ...]
-    """Dimensions that number the runs: elements between neighbouring runs, and number of runs."""
+    """(Elements between neighbouring runs, number of runs) along each dimension that numbers the runs."""
 
     @property
     def count(self) -> int:
@@ -124,7 +124,7 @@ def find_byte_ranges(
 
 
 def sum_ranges(ranges: Sequence[ByteRange]) -> ReadVolume:
-    """Sum up the bytes of ranges, and their number.
+    """Return the total bytes and the number of ranges.
 
     >>> sum_ranges([("file", 0, 4096), ("file", 8192, 12288)])
     ReadVolume(bytes=8192, count=2)
@@ -155,7 +155,7 @@ def merge_boxes(boxes: Iterable[Box]) -> list[Box]:
 
 
 def boxes_of_process(transfer: Transfer, mesh: DeviceMesh, process: int) -> list[Box]:
-    """Return the boxes of the array that a process reads for a transfer; boxes of its devices that touch are one.
+    """Return the boxes of the array that a process reads for a transfer; touching boxes of its devices are merged.
 
     >>> mesh, strategy = DeviceMesh((("data", 4),), (0, 0, 1, 1)), ReadStrategy((("data",), ()))
     >>> transfer = Transfer("up_proj", 2, strategy, (2, 8), (0, 0), (2, 8))
@@ -175,7 +175,7 @@ def _pieces_of_process(transfer: Transfer, view: View, mesh: DeviceMesh, process
 def _boxes_from_origin(
     strategy: ReadStrategy, local_shape: Shape, shape: Shape, mesh: DeviceMesh, process: int
 ) -> list[Box]:
-    """Return the boxes that a process reads for a transfer at offset 0; other transfers only shift them."""
+    """Return the boxes that a process reads for a transfer at offset 0; a transfer at another offset shifts them."""
     transfer = Transfer("", 1, strategy, local_shape, (0,) * len(shape), shape)
     devices = mesh.devices_by_process[process]
     return merge_boxes(box for device in devices for box, _ in transfer.boxes(mesh, device))

@@ -1,4 +1,4 @@
-"""Arrays that travel as codes: their numbers are made on the devices, where the shards are.
+"""Loads arrays as codes and scales, which the devices that hold the shards decode to numbers.
 
 Codes are a byte each on the way through host memory, to the devices and between processes, half of what numbers are in
 bfloat16. The scales of an array are an array of their own, loaded before it and sharded alike. Where one process fills
@@ -22,18 +22,18 @@ from shardplan.checkpoint.transfer.request import ArrayRequest, CodeBlocks
 from shardplan.model.kept_weights import CODES, SCALES
 
 MIN_BLOCK = 16
-"""Fewest codes that share a scale in arrays that travel as codes: their scales, in float32, are on a device while they
-are loaded, at most an eighth of the bytes of the numbers in bfloat16."""
+"""Fewest codes per scale of an array that is sent as codes: while it loads, its float32 scales then take at most 1/8 of
+the bytes of its numbers in bfloat16."""
 MAX_PIECES = 4096
-"""Most pieces that an array of scales may have more than its array of codes, for which each piece is a read."""
+"""Maximum number of pieces that an array of scales has beyond the pieces of its codes; each piece is a read."""
 NUMBERS = (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16))
-"""Types of numbers that are made on a device: all are finite in them."""
+"""Types that a device can decode to: both hold all numbers as finite values."""
 
 
 def with_codes(
     requests: Mapping[str, ArrayRequest], tensors: Mapping[str, Tensor], sizes: Mapping[str, int]
 ) -> tuple[dict[str, ArrayRequest], dict[str, TensorSource]]:
-    """Let arrays of coded tensors travel as codes; return the requests, and the location of each tensor that is read.
+    """Send arrays of coded tensors as codes; return the requests, and the location of each tensor that is read.
 
     >>> from shardplan.checkpoint.format.codecs.coded_tensor import GroupValues
     >>> from shardplan.checkpoint.mapping.views import tensor_view
@@ -74,7 +74,7 @@ def with_codes(
 
 
 def codes_view(view: View) -> View:
-    """Return the codes of the tensors of a view.
+    """Return a view of the codes of a view's tensors.
 
     >>> from shardplan.checkpoint.mapping.views import tensor_view
     >>> codes_view(tensor_view("mlp.up_proj.weight", (8, 4))).tensors
@@ -84,7 +84,7 @@ def codes_view(view: View) -> View:
 
 
 def scales_view(view: View, scales: Mapping[str, Scales], max_pieces: float = math.inf) -> View | None:
-    """Return the scales of the codes of a view; None if they have too many pieces, or more than `max_pieces`.
+    """Return a view of the scales of a view's codes; None if a piece has too many, or all have more than `max_pieces`.
 
     >>> from shardplan.checkpoint.mapping.views import tensor_view
     >>> scales = scales_view(tensor_view("w", (256, 128)), {"w": Scales((256, 128), (128, 128), (1, 1))})
@@ -99,7 +99,7 @@ def scales_view(view: View, scales: Mapping[str, Scales], max_pieces: float = ma
 
 
 def scales_by_name(coded: Mapping[str, CodedTensor]) -> dict[str, Scales]:
-    """Return tensor name -> where its scales are.
+    """Return tensor name -> layout of the tensor's scales.
 
     >>> from shardplan.checkpoint.format.codecs.coded_tensor import GroupValues
     >>> values = GroupValues("w_scale", Tensor(None, 0, (2, 1), np.dtype(np.float32), "model.safetensors"), (1, 1))
@@ -112,7 +112,7 @@ def scales_by_name(coded: Mapping[str, CodedTensor]) -> dict[str, Scales]:
 
 
 def _coded_tensors(request: ArrayRequest, tensors: Mapping[str, Tensor]) -> dict[str, CodedTensor] | None:
-    """Return the tensors of an array, if all are codes that a device can make numbers of."""
+    """Return the coded tensors of an array if a device can decode all of them; else None."""
     if request.view.is_scaled or 0 in request.view.shape or request.dtype not in NUMBERS:
         return None
     coded: dict[str, CodedTensor] = {}
@@ -128,7 +128,7 @@ def _coded_tensors(request: ArrayRequest, tensors: Mapping[str, Tensor]) -> dict
 def _scales_of(
     request: ArrayRequest, coded: Mapping[str, CodedTensor], sizes: Mapping[str, int]
 ) -> ArrayRequest | None:
-    """Return the array of scales of an array, sharded as the array is; None if it would have many of them.
+    """Return the request for the scales of an array, sharded as the array is; None if there would be many scales.
 
     Args:
         coded: tensor name -> tensor, of the tensors of the array.

@@ -1,4 +1,4 @@
-"""Makes numbers of codes on the devices that have them, inside the program that exchanges the codes."""
+"""Decodes codes to numbers on the devices that hold them, inside the program that exchanges the codes."""
 
 import math
 from dataclasses import dataclass
@@ -14,26 +14,26 @@ from shardplan.checkpoint.transfer.request import ArrayRequest
 from shardplan.model.kept_weights import convert_blocks, repeat
 
 SLAB_CODES = 2**22
-"""Codes that become numbers at a time: 16 MiB of scales in float32."""
+"""Number of codes that are decoded at a time: 16 MiB of scales in float32."""
 
 
 @dataclass(frozen=True)
 class BoxDecoder:
-    """Makes numbers of boxes of an array of codes, whose dimensions are in the order of `View.stored_order`."""
+    """Decodes boxes of an array of codes, whose dimensions are in the order of `View.stored_order`."""
 
     code_dtype: np.dtype
     zero_point: float
     order: tuple[int, ...]
     """Dimension of the array of scales for each dimension of a box."""
     scale_spec: PartitionSpec
-    """How the array of scales is sharded: as the array is."""
+    """Sharding of the array of scales, the same as the array's."""
     extents: Shape
-    """Codes of a shard, along each dimension of a box."""
+    """Number of codes in a shard, along each dimension of a box."""
     dtype: np.dtype
     """Type of the numbers."""
 
     def decode(self, codes: Array, scales: Array, start: Array) -> Array:
-        """Make the numbers of a box of codes, inside `jax.shard_map`.
+        """Decode a box of codes to numbers, inside `jax.shard_map`.
 
         Args:
             codes: those of four bits one in a byte.
@@ -48,7 +48,7 @@ class BoxDecoder:
         return self._in_slabs(codes, scales)
 
     def _in_slabs(self, codes: Array, scales: Array) -> Array:
-        """Make numbers of codes, some at a time: where blocks are small, a compiler writes a scale for every code.
+        """Decode codes in slabs: with small blocks, a compiler would write a scale for every code.
 
         Args:
             scales: their dimensions divide those of the codes.
@@ -77,7 +77,7 @@ class BoxDecoder:
 
 
 def make_decoder(request: ArrayRequest, sizes: dict[str, int]) -> BoxDecoder:
-    """Return the decoder of an array that travels as codes.
+    """Make the decoder of an array that is sent as codes.
 
     >>> from shardplan.checkpoint.mapping.views import tensor_view
     >>> from shardplan.checkpoint.transfer.request import CodeBlocks
@@ -99,7 +99,7 @@ def make_decoder(request: ArrayRequest, sizes: dict[str, int]) -> BoxDecoder:
 
 
 def _scales_along(scales: Array, d: int, n: int, extent: int, start: Array) -> Array:
-    """Return the scales of `n` codes of a shard along a dimension.
+    """Return the scales of `n` codes of a shard, along one dimension.
 
     Args:
         scales: those of the shard.
@@ -121,7 +121,7 @@ def _scales_along(scales: Array, d: int, n: int, extent: int, start: Array) -> A
 
 
 def _e2m1_numbers(codes: Array) -> Array:
-    """Return the numbers of codes of four bits: a sign, two bits of exponent, one of mantissa.
+    """Decode four-bit codes of one sign bit, two exponent bits and one mantissa bit.
 
     Format: OCP Microscaling Formats (MX) Specification 1.0, section 5.3.3. XLA has the type for few devices.
     """

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from shardplan.checkpoint.mapping.views import Shape
 
 ALIGNMENT = 64
-"""Bytes; XLA adopts host memory aligned like this as a CPU device's buffer without a copy."""
+"""Alignment, in bytes, of host memory that XLA adopts as a CPU device's buffer without a copy."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class ArrayPlacement:
     dtype: np.dtype
     sharding: NamedSharding
     devices: Mapping[int, jax.Device]
-    """Device index in the mesh -> device; those of this process."""
+    """Device index in the mesh -> device, for the devices of this process."""
     order: tuple[int, ...]
     """Dimension of the array for each dimension of the boxes that fill it."""
 
@@ -59,7 +59,7 @@ class HostDestination:
         self._buffers = {key: _allocate_aligned(shape, dtype) for key in set(self._keys.values())}
 
     def window(self, device: int, start: Shape, shape: Shape) -> np.ndarray:
-        """Return the memory of a box of a device's shard, to be written to."""
+        """Return the memory of a box of a device's shard, for the caller to write to."""
         box: Any = (slice(s, s + n) for s, n in zip(start, shape, strict=True))
         shard = self._buffers[self._keys[device]].transpose(self._placement.order)
         window: np.ndarray = shard[(..., *box)]  # the ellipsis makes a 0-d array give a view, not a scalar

@@ -19,12 +19,12 @@ from shardplan.checkpoint.transfer.decoding import BoxDecoder
 from shardplan.checkpoint.transfer.transfer import ReadStrategy, Transfer
 
 WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
-"""Bytes of an element -> the integer type that it is sent as: so no collective changes a bit, whatever the type."""
+"""Bytes of an element -> integer type in which collectives send it, so that no bit changes, whatever the type."""
 
 
 @dataclass(frozen=True)
 class Decoding:
-    """A decoder of the codes of an array, and their scales."""
+    """The decoder of an array's codes, and the scales of the codes."""
 
     decoder: BoxDecoder
     scales: jax.Array
@@ -37,7 +37,7 @@ def exchange_rows(
     dtype: np.dtype,
     decoding: Decoding | None = None,
 ) -> dict[int, jax.Array]:
-    """Run the collectives of a transfer, if it has any; every process of the mesh calls this at once.
+    """Run the collectives of a transfer, if it has any; every process of the mesh must call this at once.
 
     Args:
         rows: device index -> the rows that the device has read, of shape (rows per device, *row shape).

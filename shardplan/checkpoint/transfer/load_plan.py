@@ -1,4 +1,4 @@
-"""The plan of a load: the transfers of each array, the bytes of its tensors, and the process that reads them."""
+"""The plan of a load: each array's transfers, the bytes of its tensors, and the processes that read them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,22 +13,22 @@ from shardplan.checkpoint.transfer.transfer import DeviceMesh, TransferLimits
 from shardplan.runtime.garbage import without_garbage_collection
 
 MAX_READ_BYTES = 64 * 2**20
-"""Most bytes of a transfer that one process reads."""
+"""Maximum bytes of a transfer that one process reads."""
 MAX_PLACED_BYTES = 256 * 2**20
-"""Most bytes of a transfer in the accelerators of one process, beyond the arrays."""
+"""Maximum bytes of a transfer in the accelerators of one process, beyond the arrays."""
 
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """The actions of all processes in a load."""
+    """The requests, sources and schedule of a load, the same in all processes."""
 
     requests: Mapping[str, ArrayRequest]
-    """Array path -> the array to load; also those of scales, each before the array that they belong to."""
+    """Array path -> the array to load; includes arrays of scales, each before the array of its codes."""
     in_transit: Mapping[str, ArrayRequest]
     """Array path -> the array as it is read and exchanged."""
     tensors: TensorsWithParts
     sources: Mapping[str, TensorSource]
-    """Name of a tensor that is read -> its location."""
+    """Name of each tensor that is read -> its location."""
     limits: TransferLimits
     schedule: Schedule
 
@@ -74,7 +74,7 @@ def plan_load(
 
 
 def sends_codes(mesh: DeviceMesh, zero_copy: bool) -> bool:
-    """Whether codes are made numbers on the devices: not where one process reads into the shards of CPU devices.
+    """Return whether codes are decoded on the devices: not if one process reads into the shards of CPU devices.
 
     >>> one, two = (DeviceMesh((("data", 2),), processes) for processes in ((0, 0), (0, 1)))
     >>> sends_codes(one, zero_copy=True), sends_codes(two, zero_copy=True), sends_codes(one, zero_copy=False)
@@ -84,7 +84,7 @@ def sends_codes(mesh: DeviceMesh, zero_copy: bool) -> bool:
 
 
 def transfer_limits(budget: int, zero_copy: bool) -> TransferLimits:
-    """Return the largest size of a transfer if several share three quarters of `budget` bytes of host memory.
+    """Return the largest size of a transfer, such that several share three quarters of `budget` bytes of host memory.
 
     The last quarter is for reads. How much of it a host needs does not matter here: all have the same schedule.
 

@@ -1,4 +1,4 @@
-"""Groups the processes of a fleet by what they read in a transfer, so that one of each kind is computed.
+"""Groups the processes of a fleet by what they read in a transfer, so that only one of each kind is examined.
 
 Where each device reads one range of bytes, arrays of numpy give the ranges of all processes at once. Elsewhere the
 bytes and byte ranges that a process reads depend on the distances between the ranges of its devices, not on where in
@@ -20,15 +20,15 @@ from shardplan.checkpoint.transfer.view_grid import FILE_BITS, ViewGrid, union_o
 
 @dataclass(frozen=True)
 class ProcessKinds:
-    """The kinds of processes of a transfer: processes of one kind read equally many bytes in equally many ranges."""
+    """Kinds of processes in a transfer; processes of one kind read equally many bytes in equally many ranges."""
 
     examples: tuple[int, ...]
-    """Position of a process of each kind."""
+    """Index of an example process of each kind."""
     of_process: np.ndarray
-    """int[process]: its kind."""
+    """Kind of each process, int[process]."""
 
     def thinned(self, count: int) -> "ProcessKinds":
-        """Return `count` of the kinds, evenly spread; each stands for those between it and the next one, too.
+        """Return `count` of the kinds, evenly spaced; each also stands for the kinds between it and the next one.
 
         >>> ProcessKinds((0, 3, 5, 6), np.array([0, 0, 0, 1, 1, 2, 3])).thinned(2)
         ProcessKinds(examples=(0, 5), of_process=array([0, 0, 0, 0, 0, 1, 1]))
@@ -44,9 +44,9 @@ class Volumes(NamedTuple):
     """Bytes and ranges that each process reads, in the order of `DeviceMesh.devices_by_process`."""
 
     bytes: np.ndarray
-    """int[process]."""
+    """Bytes that each process reads, int[process]."""
     ranges: np.ndarray
-    """int[process]: number of ranges."""
+    """Number of ranges that each process reads, int[process]."""
 
 
 def find_volumes(
@@ -111,13 +111,13 @@ class _Reads:
     """The reads of all devices in a transfer, by process."""
 
     row_index: np.ndarray
-    """int[process, device]: index along the mesh axes of rows."""
+    """Index of each device along the mesh axes of rows, int[process, device]."""
     local: Mapping[int, np.ndarray]
-    """Dimension that is sharded while it is read -> index along its mesh axes, int[process, device]."""
+    """Dimension that is sharded while it is read -> index of each device along its mesh axes, int[process, device]."""
     grid_rank: int = 0
-    """Leading dimensions that number pieces."""
+    """Number of leading dimensions that number the pieces."""
     ranges: "_DeviceRanges | None" = None
-    """The range of each device; None where the pieces of the array are not alike."""
+    """The byte range of each device; None if the pieces of the array differ in shape or strides."""
 
 
 def _find_reads(transfer: Transfer, grid: ViewGrid | None, shape: Shape, mesh: DeviceMesh) -> _Reads:
@@ -131,7 +131,7 @@ def _find_reads(transfer: Transfer, grid: ViewGrid | None, shape: Shape, mesh: D
 
 
 def _device_keys(transfer: Transfer, reads: _Reads) -> np.ndarray:
-    """Return numbers for every device of each process, int[process, device, number].
+    """Return the numbers that determine each device's reads, int[process, device, number].
 
     Processes with equal numbers read equally many bytes and ranges.
     """
@@ -151,7 +151,7 @@ def _device_keys(transfer: Transfer, reads: _Reads) -> np.ndarray:
 
 
 def _union_volumes(ranges: "_DeviceRanges", processes: np.ndarray) -> Volumes:
-    """Return bytes and number of ranges of each process, whose devices read one range each; touching ranges count once.
+    """Return bytes and number of ranges of each process if every device reads one range; touching ranges count once.
 
     Args:
         processes: bool[process].
@@ -167,29 +167,29 @@ def _union_volumes(ranges: "_DeviceRanges", processes: np.ndarray) -> Volumes:
 
 @dataclass(frozen=True)
 class _DeviceRanges:
-    """The range of bytes that each device reads; arrays [process, device]."""
+    """The byte range that each device reads, in arrays [process, device]."""
 
     is_complete: np.ndarray
     """Whether the device reads this range and nothing else."""
     file: np.ndarray
-    """Number of the file; -1 of a device that reads nothing."""
+    """Number of the device's file; -1 if the device reads nothing."""
     first_bit: np.ndarray
     bits: np.ndarray
     block: np.ndarray
-    """Number of the block of rows, which is a range of bytes, that the range is in."""
+    """Number of the block of rows that holds the range; a block is a contiguous byte range."""
     index: np.ndarray
     """First row of the range in that block."""
 
     @property
     def has_ranges(self) -> np.ndarray:
-        """bool[process]: whether each device reads its range and nothing else."""
+        """Whether each device of a process reads exactly its range, bool[process]."""
         return np.all(self.is_complete, axis=1)
 
 
 def _find_device_ranges(
     transfer: Transfer, grid: ViewGrid, shape: Shape, mesh: DeviceMesh, row_index: np.ndarray, local: Mapping[int, Any]
 ) -> _DeviceRanges:
-    """Find the range of each device, from its indices along the mesh axes of rows and of sharded dimensions."""
+    """Find the range of each device from its indices along the mesh axes of rows and of sharded dimensions."""
     row_rank = transfer.strategy.row_rank
     per_device = transfer.rows_per_device(mesh)
     first = np.minimum(transfer.rows, per_device * row_index)
@@ -220,7 +220,7 @@ def _find_device_ranges(
 
 
 def _first_contiguous_dimension(transfer: Transfer, grid: ViewGrid, shape: Shape) -> int:
-    """Return the first dimension inside a piece from which on a box of the transfer is a range of bytes.
+    """Return the first dimension inside a piece from which on a box of the transfer is contiguous in the file.
 
     If it numbers rows, a device may read several neighbouring ones as one range.
     """

@@ -1,4 +1,4 @@
-"""Read tensors into host memory: choose which bytes are read together, and copy each element to its target."""
+"""Reads tensors into host memory: chooses which bytes are read together, and copies each element to its target."""
 
 import threading
 from collections import defaultdict
@@ -22,7 +22,7 @@ _EMPTY = np.empty(0, np.uint8)
 
 @dataclass(frozen=True)
 class ReadTarget:
-    """Memory for a box of an array."""
+    """Host memory for a box of an array."""
 
     start: Shape
     """First index of the box, per dimension."""
@@ -30,13 +30,13 @@ class ReadTarget:
 
     @property
     def stop(self) -> Shape:
-        """One past the last index, per dimension."""
+        """One past the last index of the box, per dimension."""
         return tuple(s + n for s, n in zip(self.start, self.buffer.shape, strict=True))
 
 
 @dataclass(frozen=True)
 class Read:
-    """One read of a range of a tensor, and the pieces of targets that are copied from it."""
+    """One read of a range of a tensor, and the pieces of targets that are filled from it."""
 
     tensor: Tensor
     pieces: tuple[tuple[ReadTarget, StridedPiece], ...]
@@ -49,7 +49,7 @@ class Read:
 
     @property
     def nbytes(self) -> int:
-        """Bytes read from the file."""
+        """Bytes that the read takes from the file."""
         low, high = self.span
         bits = self.tensor.bits
         return bytes_of(high * bits) - low * bits // 8
@@ -143,7 +143,7 @@ def run_read(read: Read) -> int:
 
 
 def _copy_scaled(box: np.ndarray, values: np.ndarray, piece: StridedPiece, shape: Shape) -> None:
-    """Copy the elements of a piece of a tensor of `shape` into `box`, times its factor."""
+    """Copy the elements of a piece of a tensor of `shape` into `box`, times the piece's factor."""
     if piece.scale != 1:
         values = values.astype(np.float32) * np.float32(piece.scale)
     copy_cast(box, values, piece, shape)

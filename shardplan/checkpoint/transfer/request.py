@@ -13,13 +13,13 @@ from shardplan.plan.mapping import MeshAxes
 
 @dataclass(frozen=True)
 class CodeBlocks:
-    """The decoding of codes: number = (code - zero point) * scale of the block."""
+    """Decoding of codes in blocks: number = (code - zero point) * scale of the block."""
 
     dtype: np.dtype
     """Type of a code."""
     zero_point: float
     scales: str
-    """Path of the array of scales, whose dimensions divide those of the array."""
+    """Path of the array of scales, each of whose dimensions divides the array's."""
     value_bytes: int
     """Bytes of a number."""
 
@@ -30,18 +30,18 @@ class ArrayRequest:
 
     view: View
     spec: tuple[MeshAxes, ...]
-    """Mesh axes that shard each dimension."""
+    """Mesh axes that shard each dimension of the array."""
     dtype: np.dtype
     codes: CodeBlocks | None = None
-    """Makes numbers of the elements, where these are codes."""
+    """The decoding of the elements if they are codes; else None."""
 
     @property
     def placed_bytes(self) -> int:
-        """Bytes of an element on its device before it is written into its shard."""
+        """Bytes per element on its device while it is written into its shard."""
         return self.dtype.itemsize + (0 if self.codes is None else self.codes.value_bytes)
 
     def in_transit(self, dtypes: Mapping[str, np.dtype]) -> "ArrayRequest":
-        """Return the array in the dtype in which it is read and exchanged, before it is written into its shards.
+        """Return the request in the dtype in which the array is read and exchanged, before it is put into its shards.
 
         Its dimensions are in stored order, so that rows are rows of what is stored, also where the model has the array
         transposed. Its type is the narrower of the stored type and the requested one, so that less is moved.
@@ -54,7 +54,7 @@ class ArrayRequest:
         return ArrayRequest(self.view.transpose(order), spec, self._narrower_dtype(dtypes), self.codes)
 
     def _narrower_dtype(self, dtypes: Mapping[str, np.dtype]) -> np.dtype:
-        """Return the stored dtype if it is narrower than the requested one and no scale is applied."""
+        """Return the stored dtype if it is narrower than the requested dtype and no scale is applied."""
         if self.codes is not None:
             return self.codes.dtype
         kinds = {dtypes.get(name) for name in self.view.tensors}
@@ -65,7 +65,7 @@ class ArrayRequest:
 
 
 def stored_dtypes(tensors: Mapping[str, Tensor]) -> dict[str, np.dtype]:
-    """Return name -> type of the tensors of a checkpoint whose numbers are stored, not computed when they are read.
+    """Return name -> type, for the tensors of a checkpoint that store numbers rather than codes.
 
     >>> stored_dtypes({"norm": Tensor(None, 64, (8,), np.dtype(np.float16))})
     {'norm': dtype('float16')}

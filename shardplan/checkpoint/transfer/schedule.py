@@ -30,28 +30,28 @@ from shardplan.plan.mapping import MeshAxes
 MAX_REREAD_BYTES = 256 * 1024
 """Bytes of an array that may be read more than once if that saves time."""
 MAX_IMBALANCE = 1.1
-"""Largest ratio of the most bytes that a process reads to the mean that counts as even."""
+"""Largest ratio, most bytes of a process / mean bytes, at which reads count as even."""
 
 MAX_SAMPLES = 32
-"""Most processes that are looked at one by one to estimate what all read with a strategy."""
+"""Maximum number of processes that are examined to estimate what all read with a strategy."""
 SMALL_SAMPLES = 4
-"""Processes that stand for all where an array is small."""
+"""Number of processes that are examined for a small array, in place of all."""
 ROUNDING = 1e-6
-"""Part of a bound that sums in another order may differ by."""
+"""Relative difference by which sums in another order may exceed a bound."""
 SMALL_PART = 0.01
-"""Part of all bytes that the small arrays have together."""
+"""Fraction of all bytes that the small arrays have together."""
 
 
 @dataclass(frozen=True)
 class Speeds:
-    """The speeds by which a choice between reading and exchanging is made."""
+    """Speeds that decide between reading and exchanging bytes."""
 
     read: float = 2.5e10
-    """Bytes per second that a process reads."""
+    """Bytes per second that a process reads from storage."""
     exchange: float = 4.5e10
     """Bytes per second that a device receives from others."""
     request: float = 0.05 / 64
-    """Seconds that a request adds: the time to the first byte, divided by the requests that a process has in flight."""
+    """Seconds added by a request: time to the first byte / number of requests that a process has in flight."""
 
 
 DEFAULT_SPEEDS = Speeds()
@@ -72,7 +72,7 @@ def make_schedule(
     limits: TransferLimits,
     speeds: Speeds = DEFAULT_SPEEDS,
 ) -> Schedule:
-    """Choose the cheapest read strategy of every array.
+    """Choose the cheapest read strategy for every array.
 
     >>> from shardplan.checkpoint.mapping.views import tensor_view
     >>> mesh = DeviceMesh((("data", 2),), processes=(0, 1))
@@ -108,7 +108,7 @@ def make_schedule(
 
 
 def _smallest(sizes: Mapping[str, float]) -> set[str]:
-    """Return the smallest arrays, as many as have `SMALL_PART` of all bytes together."""
+    """Return the smallest arrays, whose bytes together are at most `SMALL_PART` of all bytes."""
     limit, total, found = SMALL_PART * sum(sizes.values()), 0.0, set()
     for path in sorted(sizes, key=lambda path: sizes[path]):
         total += sizes[path]
@@ -143,7 +143,7 @@ def exchange_strategies(shape: Shape, spec: Sequence[MeshAxes], mesh: DeviceMesh
 def read_by_process(
     schedule: Schedule, requests: Mapping[str, ArrayRequest], sources: Mapping[str, TensorSource]
 ) -> dict[int, ReadVolume]:
-    """Return process -> what it reads in all transfers.
+    """Return what each process reads in all transfers.
 
     >>> from shardplan.checkpoint.mapping.views import tensor_view
     >>> mesh = DeviceMesh((("data", 2),), processes=(0, 1))
@@ -228,19 +228,19 @@ def exchanged_bytes(transfer: Transfer, mesh: DeviceMesh) -> float:
 
 @dataclass(frozen=True)
 class _StoredArray:
-    """An array of the model, and where a checkpoint has it."""
+    """An array of the model, and its location in a checkpoint."""
 
     view: View
     sources: Mapping[str, TensorSource]
-    """Tensor name -> its location."""
+    """Tensor name -> location of the tensor."""
     grid: ViewGrid | None
     nbytes: float
-    """Stored bytes."""
+    """Stored bytes of the array."""
     is_small: bool
 
 
 def _stored_bytes(view: View, grid: ViewGrid | None, sources: Mapping[str, TensorSource]) -> float:
-    """Return the bytes of the elements of a view in files."""
+    """Return the bytes that a view's elements take in files."""
     if grid is not None:
         return grid.nbytes
     bits = 0
@@ -253,7 +253,7 @@ class _ReadCost(NamedTuple):
     """Cost of a read strategy; costs are compared lexicographically."""
 
     excess: float
-    """Bytes that are read again beyond what is allowed."""
+    """Bytes that are read more than once, beyond `MAX_REREAD_BYTES`."""
     is_uneven: bool
     """Whether some process reads far more than the mean."""
     seconds: float
@@ -263,7 +263,7 @@ class _ReadCost(NamedTuple):
 def _cheapest(
     choices: Sequence[Sequence[Transfer]], array: _StoredArray, mesh: DeviceMesh, speeds: Speeds
 ) -> Sequence[Transfer]:
-    """Return the cheapest choice of transfers of an array; where two cost the same, the first."""
+    """Return the choice of an array's transfers with the lowest cost; the first of equal costs."""
     # a cost looks at the reads of a fleet's processes, a bound does not: most choices are excluded by their bound
     bounds = [_lower_bound(transfers, array, mesh, speeds) for transfers in choices]
     best: tuple[_ReadCost, int] | None = None
@@ -277,7 +277,7 @@ def _cheapest(
 
 
 def _lower_bound(transfers: Sequence[Transfer], array: _StoredArray, mesh: DeviceMesh, speeds: Speeds) -> _ReadCost:
-    """Return a lower bound of the cost that needs no look at what processes read.
+    """Return a lower bound of the cost, without examining what processes read.
 
     A process reads no less than each of its devices. `ROUNDING` keeps a bound below the cost that it is a bound of.
     """
@@ -292,7 +292,7 @@ def _lower_bound(transfers: Sequence[Transfer], array: _StoredArray, mesh: Devic
 
 
 def _repetitions(first: Transfer) -> float:
-    """Return how many transfers of the first one's shape an array takes."""
+    """Return the number of transfers of the first one's shape that an array needs."""
     return math.prod(first.local_shape) / max(1, math.prod(first.shape))
 
 

@@ -35,10 +35,10 @@ from shardplan.runtime.processes.group import ProcessGroup, short_text
 from shardplan.runtime.processes.watch.activity import DEADLINE_S
 
 DEFAULT_BUDGET = 2 * 2**30
-"""Host memory that a load may use beyond the arrays, bytes."""
+"""Host memory, in bytes, that a load may use beyond the arrays."""
 EMPTY_MESH = Mesh(np.empty((), dtype=object), ())
 MAX_IN_FLIGHT = 64
-"""Most transfers whose reads are under way at the same time."""
+"""Maximum number of transfers whose reads are in flight at the same time."""
 
 
 def stream_arrays(
@@ -86,18 +86,18 @@ def _other_schedule(part: str, process: int, value: str | None, expected: str | 
 
 @dataclass(frozen=True)
 class _PendingTransfer:
-    """A transfer whose reads are under way."""
+    """A transfer whose reads are in flight."""
 
     transfer: Transfer
     reads: list[Future[int]]
     staged: dict[int, np.ndarray]
-    """Device index -> the host memory that its part is read into; empty if reads go directly to the shards."""
+    """Device index -> host memory that receives the device's part; empty if reads go directly to the shards."""
     nbytes: int
-    """Host memory that the transfer needs beyond the arrays."""
+    """Bytes of host memory that the transfer needs beyond the arrays."""
 
 
 class _ArrayStream:
-    """The state of one load: its schedule, and the transfers that are under way."""
+    """The state of one load: its schedule, and the transfers in flight."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class _ArrayStream:
         budget: int,
         zero_copy: bool | None,
     ) -> None:
-        """Divide the budget, and plan all transfers; arguments as `stream_arrays`."""
+        """Divide the budget, and plan all transfers; takes the arguments of `stream_arrays`."""
         devices = list(mesh.devices.flat)
         self.device_mesh = DeviceMesh(tuple(mesh.shape.items()), tuple(device.process_index for device in devices))
         local_devices = self.device_mesh.devices_by_process[jax.process_index()]
@@ -122,7 +122,7 @@ class _ArrayStream:
         self.plan = plan_load(requests, tensors, self.device_mesh, budget, self.zero_copy)
 
     def describe(self) -> dict[str, str]:
-        """Return what must be equal in all processes, or they enter different collectives: name -> text or digest."""
+        """Return name -> text or digest of what all processes must have in common to enter the same collectives."""
         plan = self.plan
         values = {
             "the mesh": [self.device_mesh.axes, self.device_mesh.processes],
@@ -183,18 +183,18 @@ class _ArrayStream:
         return arrays
 
     def _make_destination(self, path: str) -> Destination:
-        """Make the shards that an array is loaded into: of host memory if devices adopt it."""
+        """Allocate the shards that an array is loaded into: in host memory if devices adopt it."""
         kind = HostDestination if self.zero_copy else DeviceDestination
         request = self.plan.requests[path]
         sharding, order = NamedSharding(self.mesh, _pspec(request)), request.view.stored_order
         return kind(ArrayPlacement(request.view.shape, request.dtype, sharding, self.devices, order))
 
     def _make_decoding(self, path: str, scales: jax.Array) -> Decoding:
-        """Return the decoder of an array that travels as codes, with its scales."""
+        """Return the decoder and the scales of an array that is sent as codes."""
         return Decoding(make_decoder(self.plan.requests[path], self.device_mesh.sizes), scales)
 
     def _staging_bytes(self, transfer: Transfer) -> int:
-        """Return the host memory that a transfer needs beyond the arrays; 0 if it is read directly into the shards."""
+        """Return the bytes of host memory that a transfer needs beyond the arrays; 0 if it is read into the shards."""
         if self._is_read_into_shards(transfer):
             return 0
         placed = len(self.devices) * math.prod(transfer.placed_shape(self.device_mesh.sizes))
@@ -208,11 +208,11 @@ class _ArrayStream:
         return len(self._local_boxes(transfer)) * math.prod(transfer.shape) * transfer.itemsize + numbers
 
     def _is_read_into_shards(self, transfer: Transfer) -> bool:
-        """Whether a transfer is read directly into shards in host memory, without an exchange and without decoding."""
+        """Return whether a transfer is read directly into shards in host memory, without exchange and decoding."""
         return self.zero_copy and not transfer.strategy.collectives and self.plan.requests[transfer.path].codes is None
 
     def _start_reads(self, transfer: Transfer, destination: Destination, pool: ThreadPoolExecutor) -> _PendingTransfer:
-        """Start to read a transfer.
+        """Start the reads of a transfer.
 
         Without collectives, read directly into host-memory shards where there are any; otherwise, and always with
         collectives, into staging memory that `_write` moves on.
@@ -269,5 +269,5 @@ class _ArrayStream:
 
 
 def _pspec(request: ArrayRequest) -> PartitionSpec:
-    """Return the sharding of an array as JAX has it."""
+    """Return the sharding of an array as a JAX `PartitionSpec`."""
     return PartitionSpec(*(axes or None for axes in request.spec))

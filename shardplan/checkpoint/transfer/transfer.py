@@ -17,7 +17,7 @@ from shardplan.checkpoint.mapping.views import Shape, split_range
 from shardplan.plan.mapping import MeshAxes
 
 Box = tuple[Shape, Shape]
-"""First index of a box of an array, and one past the last, per dimension."""
+"""A box of an array: (first index, one past the last index), per dimension."""
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,9 @@ class TransferLimits:
     """The largest size of a transfer, in bytes per process."""
 
     read: int
-    """As read by its devices, before the exchange."""
+    """Bytes that a process's devices read, before the exchange."""
     placed: int
-    """As written to its shards, after the exchange."""
+    """Bytes that are written to a process's shards, after the exchange."""
 
 
 @dataclass(frozen=True, eq=False)  # a key of caches, for which tens of thousands of devices are too many to compare
@@ -35,7 +35,7 @@ class DeviceMesh:
     """Mesh axes, and the process of every device; a device index is a position of the mesh in row-major order."""
 
     axes: tuple[tuple[str, int], ...]
-    """Mesh axis, size; major to minor."""
+    """(Mesh axis, size), major to minor."""
     processes: tuple[int, ...]
     """Process of the device at each device index."""
 
@@ -46,7 +46,7 @@ class DeviceMesh:
 
     @cached_property
     def strides(self) -> dict[str, int]:
-        """Mesh axis -> difference of the device indices of neighbours along it."""
+        """Mesh axis -> difference of the device indices of neighbours along the axis."""
         sizes = [n for _, n in self.axes]
         return {axis: math.prod(sizes[i + 1 :]) for i, (axis, _) in enumerate(self.axes)}
 
@@ -70,7 +70,7 @@ class DeviceMesh:
 
     @cached_property
     def max_local_devices(self) -> int:
-        """The most devices of one process."""
+        """Number of devices of the process that has the most."""
         return max(map(len, self.devices_by_process.values()))
 
     def index(self, device: int, axes: Iterable[str]) -> int:
@@ -81,7 +81,7 @@ class DeviceMesh:
         return result
 
     def indices(self, axes: Iterable[str]) -> np.ndarray:
-        """Return the index along `axes` of all devices of all processes, in the order of `process_devices`."""
+        """Return the indices along `axes` of all devices of all processes, in the order of `process_devices`."""
         result = np.zeros_like(self.process_devices)
         for axis in axes:
             result = result * self.sizes[axis] + self._process_coordinates[axis]
@@ -89,7 +89,7 @@ class DeviceMesh:
 
     @cached_property
     def _process_coordinates(self) -> dict[str, np.ndarray]:
-        """Mesh axis -> the index along it of every device in `process_devices`."""
+        """Return mesh axis -> index along it of every device in `process_devices`."""
         return {axis: self.process_devices // self.strides[axis] % size for axis, size in self.axes}
 
 
@@ -100,13 +100,13 @@ class ReadStrategy:
     local: tuple[MeshAxes, ...]
     """Mesh axes that shard each dimension while the array is read."""
     all_to_all: tuple[tuple[int, MeshAxes], ...] = ()
-    """Dimensions that an all-to-all shards after the read, and by which mesh axes; all after the `local` ones."""
+    """Dimension -> mesh axes by which an all-to-all shards it after the read, minor to its `local` axes."""
     all_gather: MeshAxes = ()
     """Mesh axes along which an all-gather replicates the rows after the read."""
 
     @cached_property
     def collectives(self) -> list[tuple[str, int | None]]:
-        """The collectives in order: mesh axis, and the dimension that an all-to-all shards; None for an all-gather."""
+        """The collectives in order, each (mesh axis, dimension that an all-to-all shards; None for an all-gather)."""
         return [(a, d) for d, axes in self.all_to_all for a in axes] + [(axis, None) for axis in self.all_gather]
 
     @cached_property
@@ -129,9 +129,9 @@ class Transfer:
     """Bytes of an element in transit."""
     strategy: ReadStrategy
     local_shape: Shape
-    """Shape of a device's part of the array while it is read, sharded by `strategy.local`."""
+    """Shape of a device's part of the array while the array is read with the sharding `strategy.local`."""
     start: Shape
-    """First index of the box in that part, per dimension."""
+    """First index of the box in a device's part, per dimension."""
     shape: Shape
     """Extent of the box, per dimension."""
 
@@ -159,7 +159,7 @@ class Transfer:
         return -(-self.rows // mesh.count(self.strategy.row_axes))
 
     def boxes(self, mesh: DeviceMesh, device: int) -> list[tuple[Box, int]]:
-        """Return what the device with index `device` reads.
+        """Return the boxes that the device with index `device` reads.
 
         Returns:
             Boxes of the array, and of each the position of its first element in the device's rows.

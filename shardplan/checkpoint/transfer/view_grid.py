@@ -1,4 +1,4 @@
-"""Views of equal pieces, such as the layers and experts of a stacked array, in arrays of numpy.
+"""Views with equal pieces, such as the layers and experts of a stacked array, described by NumPy arrays.
 
 A giant's array has tens of thousands of pieces. Where they are alike, the ranges of all pieces in a box follow from
 those of one, displaced by where each piece begins.
@@ -22,11 +22,11 @@ from shardplan.checkpoint.transfer.byte_ranges import (
 from shardplan.checkpoint.transfer.transfer import DeviceMesh, Transfer
 
 FILE_BITS = 2**47
-"""More bits than a file has: files are put one after the other, so that a number says where a range is."""
+"""Number of bits larger than any file; (file number * `FILE_BITS` + bit) locates a range."""
 
 
 MAX_EXACT_RUNS = 4096
-"""Most runs of a piece for which estimates are exact.
+"""Maximum number of runs of a piece for which estimates are exact.
 
 If one piece of a transfer has more, the ranges of all its pieces are only counted, neither listed nor merged.
 `find_byte_ranges` always lists them.
@@ -35,20 +35,20 @@ If one piece of a transfer has more, the ranges of all its pieces are only count
 
 @dataclass(frozen=True)
 class ViewGrid:
-    """A view of equal pieces, one for each index of its leading dimensions."""
+    """A view of equal pieces; its leading dimensions number the pieces."""
 
     shape: Shape
-    """That of the view."""
+    """Shape of the view."""
     strides: Shape
     """Bits between neighbours along each dimension inside a piece."""
     bits: int
-    """Bits of an element."""
+    """Bits per element."""
     positions: np.ndarray
-    """int64[leading dimensions]: bit where the piece begins, plus `FILE_BITS` times the number of its file."""
+    """First bit of each piece plus `FILE_BITS` times the number of its file, int64[leading dimensions]."""
 
     @property
     def rank(self) -> int:
-        """Number of leading dimensions."""
+        """Number of leading dimensions, which number the pieces."""
         return self.positions.ndim
 
     @property
@@ -90,7 +90,7 @@ def find_grid(view: View, sources: Mapping[str, TensorSource]) -> ViewGrid | Non
 
 
 def estimate_grid_volume(transfer: Transfer, grid: ViewGrid, mesh: DeviceMesh, process: int) -> ReadVolume:
-    """Return the bytes and number of ranges that a process reads for a transfer, as `estimate_read_volume` does.
+    """Estimate the bytes and number of ranges that a process reads for a transfer, from a grid.
 
     >>> from shardplan.checkpoint.mapping.views import tensor_view
     >>> from shardplan.checkpoint.transfer.transfer import ReadStrategy
@@ -113,7 +113,7 @@ def estimate_grid_volume(transfer: Transfer, grid: ViewGrid, mesh: DeviceMesh, p
 def estimate_read_volume(
     transfer: Transfer, view: View, sources: Mapping[str, TensorSource], mesh: DeviceMesh, process: int
 ) -> ReadVolume:
-    """Return the bytes and number of ranges that a process reads for a transfer.
+    """Estimate the bytes and number of ranges that a process reads for a transfer.
 
     They are exact if no piece has more than `MAX_EXACT_RUNS` runs, otherwise an upper bound without merging. The
     function is cheap enough to compare read strategies.
@@ -140,7 +140,7 @@ def estimate_read_volume(
 
 
 class _EstimatedRanges:
-    """The ranges of bytes that hold boxes of tensors."""
+    """The union of the byte ranges that hold boxes of tensors, or an estimate of it."""
 
     def __init__(self) -> None:
         self._lows: list[np.ndarray] = []
@@ -168,7 +168,7 @@ class _EstimatedRanges:
         self._highs.append(-(-(first + size) // 8))
 
     def volume(self) -> ReadVolume:
-        """Return the bytes of all ranges, and their number; ranges that touch count as one. See `MAX_EXACT_RUNS`."""
+        """Return the bytes and number of all ranges, touching ranges merged; see `MAX_EXACT_RUNS`."""
         if not self._is_exact or not self._lows:
             return self._upper_bound
         total, ranges = union_of_ranges(np.concatenate(self._lows), np.concatenate(self._highs))
@@ -176,7 +176,7 @@ class _EstimatedRanges:
 
 
 def union_of_ranges(low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the size of the union of byte ranges, and its number of contiguous ranges, along the last dimension.
+    """Return the size of the union of byte ranges and its number of contiguous ranges, along the last dimension.
 
     Before the i-th lowest first byte is a gap, if all of the i ranges that begin before it have ended by then.
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from shardplan.checkpoint.inspection import InspectedCheckpoint, PlannedLoad
 
 GB = 1e9
-"""Bytes in the unit of bandwidths."""
+"""Bytes per GB, the unit of bandwidths."""
 
 
 def main(argv: Sequence[str]) -> None:
@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _plan_load(config: InspectCommand, given: Plan | None, found: "InspectedCheckpoint") -> "PlannedLoad | None":
-    """Return bytes per device and seconds of a load, as far as the configuration names a slice and a workload.
+    """Return bytes per device and seconds of a load; None if the configuration or checkpoint does not determine them.
 
     Raises:
         InfeasibleError: no plan fits.

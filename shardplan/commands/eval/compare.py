@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from shardplan.eval.run_results.finished_runs import FinishedRun
 
 FORMATS = ("pdf", "png", "svg")
-"""Endings of plots."""
+"""Endings of the files that plots can be written to."""
 
 
 def main(argv: Sequence[str]) -> None:
@@ -66,7 +66,7 @@ def _compare_losses(runs: Sequence["FinishedRun"], json: str | None) -> None:
 def _compare_extraction(
     runs: Sequence["FinishedRun"], json: str | None, output: str | None, format_: str | None
 ) -> None:
-    """Print, write and draw what can be compared of extraction runs."""
+    """Print, write and draw the comparison of extraction runs."""
     from shardplan.eval.extraction.compare import compare
     from shardplan.report.console import console
     from shardplan.report.extraction.comparison import print_comparison, print_left_out
@@ -94,7 +94,7 @@ def _compare_extraction(
 
 
 def _format_of(output: str | None) -> str | None:
-    """Return the format of a plot, by the ending of its file."""
+    """Return the format of a plot from the ending of its file."""
     if output is None:
         return None
     ending = Path(output).suffix.removeprefix(".").lower()

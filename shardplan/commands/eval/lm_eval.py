@@ -1,4 +1,4 @@
-"""`shardplan lm_eval ...`: the command line of lm_eval, in which `--model shardplan` is known."""
+"""`shardplan lm_eval ...`: the command line of lm_eval, extended by `--model shardplan`."""
 
 import sys
 from collections.abc import Sequence

@@ -1,1 +1,1 @@
-"""`launch` and `launch train`, and what they share."""
+"""`launch` and `launch train`, and the code that they share."""

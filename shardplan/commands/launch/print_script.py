@@ -18,11 +18,11 @@ from shardplan.launch.job import EmbeddedFile, describe_job
 from shardplan.launch.script import write_script
 
 STARTED = {LaunchCommand: EvalCommand, LaunchTrainCommand: TrainCommand}
-"""Command -> the one that its script starts on every host."""
+"""Command -> the command that its script starts on every host."""
 
 
 def check_target(target: Target | None) -> Target:
-    """Return the launcher, after checking that one is named."""
+    """Return the launcher, or refuse a configuration that names none."""
     if target is None:
         raise ConfigError(f"launch needs a launcher: --to TARGET; {nearest('', Target)}")
     return target
@@ -32,7 +32,7 @@ def print_script(
     target: Target, argv: Sequence[str], config: LaunchCommand | LaunchTrainCommand, settings: LaunchConfig,
     output: str, inputs: Mapping[str, str],
 ) -> None:  # fmt: skip
-    """Print what starts the command that `config` extends on every host.
+    """Print the script that starts, on every host, the command that `config` extends.
 
     Args:
         argv: the arguments of the launching command; what is not its own is passed on.

@@ -1,1 +1,1 @@
-"""`shardplan plan` and what compares plans: its command line, `plan diff`, and `--rank_slices`."""
+"""`shardplan plan`, and the commands that compare plans: `plan diff` and `--rank_slices`."""

@@ -52,7 +52,7 @@ def list_slices(json_target: str | None) -> None:
 
 
 def dry_run(config: PlanConfig) -> Plan | None:
-    """Run `shardplan plan --parameters` with the keys that it shares with the configuration of another command."""
+    """Run `shardplan plan --parameters` with the planning keys of another command's configuration."""
     names = [item.name for item in dataclasses.fields(PlanCommand) if hasattr(config, item.name)]
     return plan_and_print(PlanCommand(**{name: getattr(config, name) for name in names}, parameters=True))
 
@@ -138,7 +138,7 @@ def _build_model(config: PlanCommand, given: Plan | None) -> "Model":
 
 
 def _search(config: PlanCommand, model: "Model | None") -> "tuple[Plan, Sequence[tuple[Case, Verdict]]]":
-    """Search for the best plan by estimate, or by the compiler if `--verify` has a number; with its verdicts."""
+    """Search for the best plan by estimate, or by the compiler if `--verify` has a number; return plan and verdicts."""
     if config.verify > 1:
         return best_plan(config, side_stream(config.json))
     from shardplan.search.make_plan import make_plan
@@ -147,7 +147,7 @@ def _search(config: PlanCommand, model: "Model | None") -> "tuple[Plan, Sequence
 
 
 def explain(config: PlanCommand, plan: Plan, model: "Model | None") -> None:
-    """Print why the plan does not make the choices of `--why`; nothing without these or without a model.
+    """Print why the plan does not make the choices of `--why`; nothing without `--why` or without a model.
 
     With `--json -` it goes to stderr.
     """

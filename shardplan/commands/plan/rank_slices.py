@@ -1,4 +1,4 @@
-"""`shardplan plan --rank_slices v5e v6e-8`: print slices by tokens per second per chip, or by cost with `--price`."""
+"""`shardplan plan --rank_slices v5e v6e-8`: rank slices by tokens per second per chip, or by cost with `--price`."""
 
 import sys
 
@@ -11,7 +11,7 @@ from shardplan.plan.workload.token_counts import parse_token_count
 
 
 def plan_slices(config: PlanCommand) -> None:
-    """Plan for each of the slices that are named, and print the ranking.
+    """Plan for each of the named slices, and print the ranking.
 
     Raises:
         ConfigError: an unknown slice, generation or price, or a flag that this does not go with.

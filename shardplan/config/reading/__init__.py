@@ -1,1 +1,1 @@
-"""Reads the values of a configuration: from YAML files, from Python, and what is refused in both."""
+"""Reads the values of a configuration from YAML files and from Python, and refuses what neither may contain."""

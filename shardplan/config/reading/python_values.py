@@ -1,4 +1,4 @@
-"""Python values as a configuration holds them: numbers of numpy and JAX, element types, paths, tuples.
+"""Converts Python values to the values that a configuration holds: numbers of NumPy and JAX, dtypes, paths, tuples.
 
 They are recognized by their attributes, because numpy and JAX take long to import.
 """
@@ -25,7 +25,7 @@ def plain_value(value: Any) -> Any:
 
 
 def _number_or_dtype(value: Any) -> Any:
-    """Return numbers of numpy or JAX as those of Python, and a dtype of numpy or PyTorch as its name."""
+    """Convert a number of NumPy or JAX to a Python number, and a dtype of NumPy or PyTorch to its name."""
     if hasattr(value, "shape") and hasattr(value, "tolist"):
         return value.tolist()
     if type(value).__name__ == "dtype":  # torch.bfloat16

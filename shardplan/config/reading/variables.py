@@ -1,4 +1,4 @@
-"""Environment variables in configurations, which are not expanded."""
+"""Refuses environment variables in the texts of a configuration, because shardplan does not expand them."""
 
 import os
 import re
@@ -7,11 +7,11 @@ from typing import Any
 from shardplan.errors import ConfigError
 
 VARIABLE = re.compile(r"\$\{(?:[\w.]+:(?=\w))?(?P<name>\w+)[^}]*\}|(?:^|(?<=/))\$(?P<component>[A-Za-z_]\w*)(?=/|$)")
-"""`${NAME}`, `${NAME:-default}`, what other tools interpolate (`${oc.env:NAME}`), and `$NAME` as a part of a path."""
+"""Pattern for `${NAME}`, `${NAME:-default}`, interpolations such as `${oc.env:NAME}`, and `$NAME` in a path."""
 
 
 def check_variables(where: str, value: Any) -> None:
-    """Check that a text of a configuration names no environment variable, unless a file has this name.
+    """Check that a text of a configuration contains no environment variable, unless a file of this name exists.
 
     Raises:
         ConfigError: it names one.

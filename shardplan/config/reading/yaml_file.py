@@ -8,7 +8,7 @@ import yaml
 from shardplan.errors import ConfigError, one_line
 
 MERGE_TAG = "tag:yaml.org,2002:merge"
-"""Tag of the key `<<`, whose keys a mapping may override."""
+"""Tag of the key `<<`, whose merged keys a mapping may override."""
 
 
 class _DuplicateKeyError(Exception):
@@ -16,7 +16,7 @@ class _DuplicateKeyError(Exception):
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """A YAML loader that refuses duplicate keys, of which PyYAML silently keeps the last."""
+    """A YAML loader that refuses duplicate keys, where PyYAML silently keeps the last one."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         # not when values are constructed: by then a mapping contains the keys of those merged into it

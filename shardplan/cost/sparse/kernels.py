@@ -44,11 +44,11 @@ class Cycles(NamedTuple):
     """Cycles of one core in a kernel, by the compiler's schedule for v5p (instruction bundles, without waiting)."""
 
     step: float
-    """A step of the size that the docstring of the module gives."""
+    """Cycles of a step, whose size the module's docstring gives."""
     other: float
-    """What each other unit takes beside: a tile, a tile in a range of keys, a chunk of a tile or a step of the grid."""
+    """Additional cycles of each other unit: a tile, a tile in a range of keys, a chunk of a tile or a grid step."""
     tile: float = 0.0
-    """What a tile takes beside, where other units are its chunks."""
+    """Additional cycles of a tile, if the other units are its chunks."""
 
 
 SELECTED, SELECTED_GRADIENTS = Cycles(688, 407), Cycles(712, 360)
@@ -60,13 +60,13 @@ TILE_ROWS, SELECTED_KEYS, GRADIENT_KEYS = 128, 1024, 512
 DENSE_ROWS, COMPRESSED_KEYS = 512, 512
 """Rows of a step of the window branch and the compressed branch, forward, and keys of the latter."""
 GRADIENT_PRODUCTS = 3, 2
-"""Matmuls of gradients with the channels of keys, and of values: scores, dq and dk, and weights and dv."""
+"""Number of gradient matmuls with the channels of keys (scores, dq, dk) and with those of values (weights, dv)."""
 INT32_BYTES = 4
 TABLE_PASSES = 130
-"""Passes over the tables of tiles that make them: by the compiler's cycles for v5p at 8K tokens, which leave out sorts
+"""Number of passes over the tables of tiles to make them, by the compiler's cycles for v5p at 8K tokens without sorts
 (docs/benchmarks/sparse_attention.md)."""
 HBM_EFFICIENCY = 0.8
-"""Part of the peak HBM bandwidth of copies by kernels: an assumption."""
+"""Fraction of the peak HBM bandwidth that copies by kernels reach; an assumption."""
 NEW_BLOCKS = 0.07
 """Part of its blocks that a query does not share with the query before it, an assumption: in another model neighbours
 share 87 to 94 % (https://github.com/vllm-project/vllm/issues/55394), and 7 % give a tile of 8 queries that select 16
@@ -74,7 +74,7 @@ blocks a union of 24. Unrelated queries give 104 to 107."""
 
 
 def kernel_obstacle(config: NativeSparseConfig, quirks: CompilerQuirks) -> str | None:
-    """Return why kernels cannot compute a layer; None if they can."""
+    """Return the reason why kernels cannot compute a layer; None if they can."""
     return "they are for TPUs" if quirks.plain_attention else kernel_refusal("selection_block", config.selection_block)
 
 
@@ -150,14 +150,14 @@ def compressed_stages(work: SparseWork, is_gradient: bool) -> Iterator[Stage]:
 
 
 def _visible_chunks(work: SparseWork, chunks: int) -> float:
-    """Return the mean number of chunks of compressed keys that a tile sees, on the device with the most."""
+    """Return the mean number of chunks of compressed keys that a tile sees, on the device with the highest mean."""
     # in contiguous order the last device sees the most chunks
     devices = work.parts.devices if work.parts.order is SequenceOrder.CONTIGUOUS else 1
     return chunks * (1 - 1 / (2 * devices)) + 0.5
 
 
 def _gradient_stage(work: SparseWork, cycles: Cycles, scores: float, steps: float, ranges: int) -> Stage:
-    """Return the kernel of gradients.
+    """Return the stage of the kernel of gradients.
 
     Args:
         steps: of `TILE_ROWS` rows.
@@ -175,7 +175,7 @@ def _gradient_stage(work: SparseWork, cycles: Cycles, scores: float, steps: floa
 
 
 def _carry_itemsize(work: SparseWork, ranges: int) -> int:
-    """Bytes per element of dq while it is accumulated: float32 if several ranges are summed."""
+    """Return the bytes per element of the accumulated dq: float32 if several ranges are summed."""
     return work.itemsize if ranges == 1 else FLOAT32_BYTES
 
 
@@ -200,7 +200,7 @@ def window_stages(work: SparseWork, is_gradient: bool) -> Iterator[Stage]:
 
 
 def kernel_bytes(work: SparseWork, is_gradient: bool) -> float:
-    """Bytes that kernels need beside keys, outputs and importance; gradients of keys are among the keys' own.
+    """Return the bytes that kernels need beside keys, outputs and importance; key gradients count as the keys'.
 
     These are the tables of tiles, as long as the largest possible union; log-sum-exp of three branches, and for
     gradients sums beside it; keys and values in the type of queries; and dq in float32, if it is a sum of ranges.
@@ -215,7 +215,7 @@ def kernel_bytes(work: SparseWork, is_gradient: bool) -> float:
 
 
 def _table_bytes(work: SparseWork) -> float:
-    """Bytes of the tables of tiles: a number and member bits for each block of the largest possible union."""
+    """Return the bytes of the tables of tiles: a number and member bits per block of the largest possible union."""
     tiles = selected_tiles(work)
     union = min(work.config.selection_blocks(work.parts.length), tiles.queries * work.config.selected)
     return 2 * INT32_BYTES * work.heads * tiles.per_sequence * union

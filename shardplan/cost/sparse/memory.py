@@ -10,12 +10,12 @@ from shardplan.plan.attention_plan import SparseKernel
 from shardplan.program.live_buffers import BufferRole, LiveBuffer
 
 KEPT_OF_GRADIENT = 3
-"""Arrays of a gradient for each one that the forward pass keeps until it adds the branches: the same one, computed
-again, its gradient, and that of the sum."""
+"""Arrays that a gradient holds for each array that the forward pass keeps until it adds the branches: the array
+computed again, its gradient, and the sum's gradient."""
 
 
 def sparse_buffer_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
-    """Bytes of the buffers of a call while it runs, beyond its operands and results.
+    """Return the bytes of a call's buffers while it runs, beyond its operands and results.
 
     These are the float32 keys and values of the sequence, rotated queries, the outputs of branches, the importance of
     blocks, and the scores and gathered rows of one chunk of queries, or what kernels need. A gradient has gradients of
@@ -33,7 +33,7 @@ def sparse_buffer_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> f
 
 
 def _gathered_bytes(work: SparseWork) -> float:
-    """Bytes of the rows that are gathered for a chunk of queries, in float32 and in a narrower type of queries."""
+    """Return the bytes of rows gathered for a chunk of queries, in float32 and in a narrower type of queries."""
     assert work.method is not SparseKernel.KERNEL
     match work.method:
         case SparseKernel.GATHERED_BLOCKS:
@@ -47,19 +47,19 @@ def _gathered_bytes(work: SparseWork) -> float:
 
 
 def _score_bytes(work: SparseWork) -> float:
-    """Bytes of the float32 scores and weights of a chunk, in the branch with most of them."""
+    """Return the bytes of the float32 scores and weights of a chunk, in the branch with most of them."""
     heads = work.sequences * work.chunk * work.groups * work.config.heads_per_group
     return 2 * FLOAT32_BYTES * heads * max(work.selected_keys, work.compressed_blocks, work.window_keys)
 
 
 def _keys_bytes(work: SparseWork) -> float:
-    """Bytes of the float32 keys and values of the whole sequence: of all tokens, and of compressed blocks."""
+    """Return the bytes of the float32 keys and values of a sequence: of all tokens, and of compressed blocks."""
     rows = work.sequences * work.groups * (work.parts.length + work.compressed_blocks)
     return FLOAT32_BYTES * rows * work.channels
 
 
 def _kept_bytes(work: SparseWork) -> float:
-    """Bytes kept until the branches are added: rotated queries, outputs, importance, and the sum."""
+    """Return the bytes kept until the branches are added: rotated queries, outputs, importance, and the sum."""
     config = work.config
     heads = work.rows * config.heads_per_group
     queries, outputs = heads * config.key_size * work.itemsize, 3 * heads * config.value_size * work.itemsize

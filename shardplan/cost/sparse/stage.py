@@ -5,9 +5,9 @@ from typing import NamedTuple
 from shardplan.hardware import GENERATIONS, Generation
 
 SCHEDULED = GENERATIONS["v5p"]
-"""The generation whose compiled schedules have the cycles of kernels."""
+"""The generation for which the compiler's schedules gave the cycles of kernels."""
 SCHEDULED_CORES = 2
-"""Cores of one of its devices, which share the tiles of a kernel."""
+"""Number of cores in a device of this generation, which share the tiles of a kernel."""
 
 
 class Stage(NamedTuple):
@@ -20,11 +20,11 @@ class Stage(NamedTuple):
     """Cycles of a kernel on v5p, added over its cores."""
 
     def times(self, factor: float) -> "Stage":
-        """Return several of them."""
+        """Return the stage repeated `factor` times."""
         return Stage(factor * self.flops, factor * self.bytes, factor * self.cycles)
 
     def seconds(self, generation: Generation) -> float:
-        """Return the seconds of a device.
+        """Return the seconds of the stage on one device.
 
         The cycles of other generations are unknown: they are assumed to be in the ratio of peak FLOP/s.
         """

@@ -38,9 +38,9 @@ COMPRESSED_PASSES, SELECTED_PASSES, CHOICE_PASSES = 12.5, 7.5, 17.0
 """Number of times that float32 scores, or the importance of blocks, go through HBM in a forward pass: as the compiler's
 cycles for v5p have it, 8K to 64K tokens, 64 heads, 4 groups (docs/log.md)."""
 GATHERED_PASSES = 2
-"""Number of times that gathered rows go through HBM in each of float32 and the type of queries: written and read."""
+"""Number of times that gathered rows go through HBM, in float32 and in the queries' type: written and read."""
 GRADIENT_PASSES = 2.0
-"""Passes of a gradient for each of the forward pass."""
+"""Number of passes of a gradient per pass of the forward computation."""
 
 
 def sparse_stages(task: Task, work: SparseWork) -> tuple[Stage, ...]:
@@ -86,7 +86,7 @@ def _choice_stage(work: SparseWork) -> Stage:
 
 
 def _attention_stage(work: SparseWork, keys: float, passes: float) -> Stage:
-    """Return attention of every query to a number of keys that are not gathered for each query."""
+    """Return the stage of the attention of every query to `keys` keys that are not gathered for each query."""
     scores = work.rows * work.config.heads_per_group * keys
     return Stage(2 * scores * work.channels, passes * FLOAT32_BYTES * scores)
 

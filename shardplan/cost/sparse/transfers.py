@@ -19,7 +19,7 @@ from shardplan.program.tasks import Task
 
 
 def sparse_traffic(task: Task, assignment: ShardingAssignment) -> Iterator[Traffic]:
-    """Yield the transfers of a call whose positions are sharded, or of its gradient."""
+    """Yield the transfers of a call with sharded positions, or of its gradient."""
     work = work_of(task, assignment)
     if work.parts.devices == 1:
         return
@@ -39,7 +39,7 @@ def sparse_traffic(task: Task, assignment: ShardingAssignment) -> Iterator[Traff
 
 
 def _permutes(received: SparseTraffic, axes: MeshAxes, count: int) -> Iterator[Traffic]:
-    """Yield the halos of windows and of compressed blocks."""
+    """Yield the permutations that send the halos of windows and of compressed blocks."""
     if received.permuted:
         size = count * received.permuted
         yield Traffic(CollectiveKind.COLLECTIVE_PERMUTE, axes, size, count, Purpose.HALOS)
@@ -53,7 +53,7 @@ def _gather(received: SparseTraffic, assignment: ShardingAssignment, axes: MeshA
 
 
 def _received(work: SparseWork, is_backward: bool) -> SparseTraffic:
-    """Return the bytes of transfers of one execution."""
+    """Return the bytes that a device receives in one execution."""
     traffic = (backward_traffic if is_backward else forward_traffic)(
         work.config, work.parts, max(1, round(work.groups)), work.itemsize
     )
@@ -61,14 +61,14 @@ def _received(work: SparseWork, is_backward: bool) -> SparseTraffic:
 
 
 def gradient_sum_axes(task: Task, assignment: ShardingAssignment) -> MeshAxes:
-    """Return the mesh axes over which gradients of parameters are summed: those that shard tokens."""
+    """Return the mesh axes over which gradients of parameters are summed: the axes that shard tokens."""
     work = work_of(task, assignment)
     used = {*work.batch_axes, *work.position_axes}
     return tuple(axis for axis in assignment.mesh if axis in used)
 
 
 def parameter_gradients(task: Task) -> tuple[TracedArray, ...]:
-    """Return the gradients of parameters that a task computes; none in the forward pass."""
+    """Return the gradients of parameters that a task computes; empty for the forward pass."""
     if not task.is_sparse_gradient:
         return ()
     position = task.sparse_queries.majors[1]
@@ -76,6 +76,6 @@ def parameter_gradients(task: Task) -> tuple[TracedArray, ...]:
 
 
 def can_shard_positions(config: NativeSparseConfig, length: int, devices: int, order: SequenceOrder) -> bool:
-    """Return whether devices can share the positions of a sequence, with no selection block on two of them."""
+    """Return whether devices can share the positions of a sequence, without a selection block on two of them."""
     parts = PositionParts(length, devices, order)
     return order in ORDERS and length % (devices * parts.parts_per_device * config.selection_block) == 0

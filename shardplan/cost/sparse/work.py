@@ -1,4 +1,4 @@
-"""One device's share of a call of Native Sparse Attention: its sequences, groups and positions. Pure."""
+"""One device's part of a call of Native Sparse Attention: its sequences, groups and positions. Pure."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,9 +23,9 @@ class SparseWork:
     method: SparseKernel
     itemsize: int
     sequences: float
-    """Sequences of the device."""
+    """Number of sequences of the device."""
     groups: float
-    """Groups of the device."""
+    """Number of groups of the device."""
     parts: PositionParts
     batch_axes: MeshAxes
     """Mesh axes that shard the batch."""
@@ -36,47 +36,47 @@ class SparseWork:
 
     @cached_property
     def positions(self) -> float:
-        """Positions of the device."""
+        """Number of positions of the device."""
         return self.parts.length / self.parts.devices
 
     @cached_property
     def chunk(self) -> float:
-        """Queries of a chunk."""
+        """Number of queries in a chunk."""
         return min(self.positions, QUERIES_PER_CHUNK)
 
     @cached_property
     def has_chunks(self) -> bool:
-        """Whether the device has more than one chunk of queries, so that gradients compute each again."""
+        """Whether the device has more than one chunk of queries, so that gradients recompute each chunk."""
         return self.positions > QUERIES_PER_CHUNK
 
     @cached_property
     def heads(self) -> float:
-        """Pairs of a sequence and a group."""
+        """Number of pairs of a sequence and a group."""
         return self.sequences * self.groups
 
     @cached_property
     def rows(self) -> float:
-        """Pairs of a query and a group."""
+        """Number of pairs of a query and a group."""
         return self.positions * self.heads
 
     @cached_property
     def channels(self) -> int:
-        """Channels of a key and a value."""
+        """Channels of a key and a value together."""
         return self.config.key_size + self.config.value_size
 
     @cached_property
     def compressed_blocks(self) -> int:
-        """Compressed blocks of the sequence."""
+        """Number of compressed blocks of the sequence."""
         return self.config.compressed_blocks(self.parts.length)
 
     @cached_property
     def window_keys(self) -> float:
-        """Keys of a query in the window branch, masked ones among them."""
+        """Number of keys per query in the window branch, masked ones included."""
         return self.chunk + self.config.window - 1
 
     @cached_property
     def selected_keys(self) -> int:
-        """Keys of a query in the selected branch, masked ones among them; a kernel chooses them for each tile."""
+        """Number of keys per query in the selected branch, masked ones included; a kernel chooses them per tile."""
         assert self.method is not SparseKernel.KERNEL
         match self.method:
             case SparseKernel.GATHERED_BLOCKS:

@@ -23,7 +23,7 @@ ONLY = {
     "compression_ratio": 1.0, "is_quantized": False, "moe_gate": "topk", "moe_use_aux_free": True, "use_bias": False,
     "use_rmsnorm": True,
 }  # fmt: skip
-"""Key -> the only value that is computed."""
+"""Key -> the only value that the decoder supports."""
 
 
 def read(keys: ConfigKeys) -> dict[str, Any]:

@@ -47,7 +47,7 @@ def read(keys: ConfigKeys) -> dict[str, Any]:
 
 
 def _read_pattern(keys: ConfigKeys) -> Callable[[int], bool]:
-    """Read which layers have no window: every n-th for a number n, or the G in letters such as LLLG."""
+    """Read which layers have no window, from a number n (every n-th layer) or the G's in a pattern such as LLLG."""
     pattern = keys.take("sliding_window_pattern", default=4)
     if isinstance(pattern, str) and pattern and not set(pattern) - {"L", "G"}:
         return lambda layer: pattern[layer % len(pattern)] == "G"

@@ -86,7 +86,7 @@ def layer_rules(config: Architecture, layer: LayerConfig, index: int) -> Rules:
 
 
 def _in_turns(name: str, shape: tuple[int, ...], size: int, suffix: str = "") -> Rules:
-    """Return the rules of gates and projections up whose elements take turns in the last dimension of a tensor.
+    """Return the rules of gates and up projections whose elements alternate in the last dimension of a tensor.
 
     Args:
         shape: the shape of the tensor without its last dimension.

@@ -33,7 +33,7 @@ V1_ONLY = {
     "position_embedding_xdrope": False, "routed_scaling_factor": 1.0, "use_cla": False, "use_mixed_mlp_moe": True,
     "use_mla": False, "use_qk_norm": True, "use_rotary_pos_emb": True,
 }  # fmt: skip
-"""Key of Hunyuan-A13B -> the only value that is computed."""
+"""Key of Hunyuan-A13B -> the only value that the decoder supports."""
 V1_UNUSED = (
     "anyres_pooling_size", "anyres_vit_max_image_size", "anyres_vit_two_views", "cla_share_factor", "class_num",
     "dense_list", "eod_token_id", "im_end_id", "im_newline_id", "im_start_id", "kv_lora_rank", "mask_init_id",
@@ -42,16 +42,16 @@ V1_UNUSED = (
     "video_end_id", "video_start_id", "vit_add_patchemb_bias", "vit_input_resolution", "vit_mapping_type",
     "vit_norm_type", "vit_patch", "vit_remove_prenorm", "vit_token", "vit_type", "vit_used_rms_norm",
 )  # fmt: skip
-"""Keys of Hunyuan-A13B that belong to parts that `V1_ONLY` excludes, to images, or to tokens."""
+"""Unused keys of Hunyuan-A13B: they are about parts that `V1_ONLY` excludes, about images, or about tokens."""
 V3_ONLY = {
     "mlp_bias": False, "moe_router_enable_expert_bias": True, "moe_router_use_sigmoid": True, "qk_norm": True,
     "route_norm": True,
 }  # fmt: skip
-"""Key of Hy3 -> the only value that is computed."""
+"""Key of Hy3 -> the only value that the decoder supports."""
 V3_UNUSED = (
     "enable_attention_fp32_softmax", "enable_lm_head_fp32", "enable_moe_fp32_combine", "eod_token_id", "use_grouped_mm",
 )  # fmt: skip
-"""Keys of Hy3 that say in which precision, or by which kernel, something is computed."""
+"""Unused keys of Hy3: they say in which precision, or by which kernel, something is computed."""
 
 
 def read_v1(keys: ConfigKeys) -> dict[str, Any]:
@@ -82,7 +82,7 @@ def read_v1(keys: ConfigKeys) -> dict[str, Any]:
 
 
 def _each_layer(keys: ConfigKeys, names: tuple[str, ...], default: int) -> list[int]:
-    """Read a positive number for each layer, or one for all of them."""
+    """Read a positive number for each layer, or one for all layers."""
     layers, value = keys.integer("num_hidden_layers"), keys.take(*names, default=default)
     values = value if isinstance(value, list) else [value] * layers
     if len(values) != layers or not all(type(each) is int and each > 0 for each in values):

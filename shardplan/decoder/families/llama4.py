@@ -29,7 +29,7 @@ from shardplan.decoder.parts.mlp.router import RouterConfig, Scoring
 from shardplan.decoder.parts.norm import NormConfig
 
 CHUNKED = "chunked_attention"
-"""Kind of layers in `layer_types`."""
+"""Value in `layer_types` of layers with chunked attention."""
 
 
 def read(keys: ConfigKeys) -> dict[str, Any]:
@@ -82,7 +82,7 @@ def _read_attentions(keys: ConfigKeys, norm: NormConfig) -> list[GroupedAttentio
 
 
 def _read_chunks(keys: ConfigKeys, rotated: list[bool]) -> list[int | None]:
-    """Read the size of the chunks of every layer; None for layers that attend to all positions before."""
+    """Read the chunk size of every layer; None for layers that attend to all earlier positions."""
     size, kinds = keys.integer_or_null("attention_chunk_size", 8192), keys.take("layer_types")
     if kinds is None:
         return [size if is_rotated else None for is_rotated in rotated]
@@ -143,7 +143,7 @@ def layer_rules(config: Architecture, layer: LayerConfig, index: int) -> Rules:
 
 
 def _expert_rules(mlp: ExpertsConfig, name: str, embed: int) -> Rules:
-    """Return the rules of experts that share two tensors, inputs first, the gates before the projections up."""
+    """Return the rules of experts in two shared tensors, stored inputs first, with gates before up projections."""
     experts, size = mlp.router.experts, mlp.size
     both = StoredTensor(f"{name}.experts.gate_up_proj", (experts, embed, 2 * size))
     found: Rules = {

@@ -28,9 +28,9 @@ from shardplan.decoder.parts.block import LayerConfig
 from shardplan.errors import ConfigError, nearest
 
 SETTINGS = "native_sparse_attention"
-"""The key of the settings of attention."""
+"""The key of a mapping with the settings of attention."""
 GIVEN_ELSEWHERE = ("embed", "groups", "heads_per_group", "key_size", "value_size", "theta")
-"""Settings that keys of a Llama give: sizes of heads and the base of rotary embeddings."""
+"""Settings that Llama's own keys give: sizes of heads, and the base of rotary embeddings."""
 GATES, GATE_BIASES, OUTPUT = "gate_w", "gate_b", "o"
 """Names of parameters in `parameter_table`."""
 
@@ -109,7 +109,7 @@ def _rule(name: str, parameter: SparseParameter, at: str, embed: int) -> StoredT
 
 
 def _check_names(where: str, given: Mapping[str, Any]) -> None:
-    """Check that settings of attention have known names and sensible types, and that none is missing.
+    """Check that the settings of attention have known names and suitable types, and that none is missing.
 
     Raises:
         ConfigError: otherwise.

@@ -24,9 +24,9 @@ ONLY = {
     "layernorm_mlp_beta": 1.0, "postnorm": False, "qk_norm_type": "per_layer", "scoring_func": "sigmoid",
     "shared_intermediate_size": 0, "use_qk_norm": True, "use_routing_bias": True,
 }  # fmt: skip
-"""Key -> the only value that is computed."""
+"""Key -> the only value that the decoder supports."""
 UNUSED = ("mlp_intermediate_size", "mtp_transformer_layers", "num_mtp_modules", "shared_moe_mode", "use_mtp")
-"""Keys of parts that no layer has, and of further heads."""
+"""Unused keys: they are about parts that no layer has, or about additional heads."""
 
 
 def read(keys: ConfigKeys) -> dict[str, Any]:

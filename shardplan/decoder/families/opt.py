@@ -24,7 +24,7 @@ from shardplan.decoder.parts.mlp.mlp import MlpConfig
 from shardplan.decoder.parts.norm import NormConfig, NormKind
 
 FIRST_ROW = 2
-"""Row of position 0 in the table of positions."""
+"""Row of position 0 in the table of position embeddings."""
 
 
 def read(keys: ConfigKeys) -> dict[str, Any]:

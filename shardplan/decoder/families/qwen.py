@@ -77,7 +77,7 @@ def read_qwen3_moe(keys: ConfigKeys) -> dict[str, Any]:
 
 
 def _read_kinds_of_mlp(keys: ConfigKeys) -> list[bool]:
-    """Read for every layer whether it has experts."""
+    """Read, for every layer, whether it has experts."""
     layers, period = keys.integer("num_hidden_layers"), keys.integer("decoder_sparse_step", default=1)
     dense = keys.take("mlp_only_layers", default=[])
     if not isinstance(dense, list) or not all(type(each) is int for each in dense):

@@ -1,4 +1,4 @@
-"""Numbers the layers of a decoder that have routed experts, and gives each its record and its metrics."""
+"""Numbers the layers of a decoder that have routed experts, and maps them to their records and metrics."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,11 +15,11 @@ from shardplan.experts.statistics.metrics import layer_metrics
 REDUCTIONS = {
     "buffer_use": ReductionType.MAX, "overflow_rows": ReductionType.SUM, "further_rounds": ReductionType.SUM,
 }  # fmt: skip
-"""Metric of a layer -> how Levanter's Trainer reduces it over microbatches; others are means."""
+"""Metric of a layer -> how Levanter's Trainer reduces it over microbatches; it averages all others."""
 
 
 def expert_layers(segments: Sequence[Segment]) -> list[list[range]]:
-    """Return the numbers of layers with experts: for each segment, a range for each such layer in its block.
+    """Return the numbers of layers with experts: one range per segment and layer of the segment's block.
 
     >>> from shardplan.decoder.config import DecoderConfig
     >>> from shardplan.model.huggingface.hf_config import read_config
@@ -43,7 +43,7 @@ def has_experts(segments: Sequence[Segment]) -> bool:
 
 
 def has_corrections(segments: Sequence[Segment]) -> bool:
-    """Return whether all routers have corrections of their scores, by which training balances the load of experts.
+    """Return whether all routers have score corrections, by which training balances the load of experts.
 
     >>> from shardplan.decoder.config import DecoderConfig
     >>> from shardplan.model.huggingface.hf_config import read_config
@@ -56,7 +56,7 @@ def has_corrections(segments: Sequence[Segment]) -> bool:
 
 
 def records_by_layer(segments: Sequence[Segment], records: Sequence[Sequence[LayerRecord]]) -> dict[int, LayerRecord]:
-    """Map the number of each layer with experts to its record.
+    """Return number of each layer with experts -> its record.
 
     >>> import numpy as np
     >>> from shardplan.decoder.config import DecoderConfig

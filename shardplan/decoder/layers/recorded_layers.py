@@ -1,4 +1,4 @@
-"""Applies a loop over layers in a forward pass that may be recorded: what layers record becomes an output of the loop.
+"""Runs a loop over layers whose records, if a recording is active, become outputs of the loop.
 
 What is computed within a loop can leave it only as one of its outputs. Each repetition of a block of layers is recorded
 by itself, and the loop stacks the records, also if it computes the block again for gradients.
@@ -15,7 +15,7 @@ from shardplan.experts.statistics.recording import RoutingRecording, routing_rec
 
 
 def fold_layers(layers: Stacked, x: NamedArray, *arguments: Any) -> NamedArray:
-    """Apply a loop over layers as `layers.fold(x, *arguments)` does, and add their records to the active recordings."""
+    """Run a loop over layers as `layers.fold(x, *arguments)` does, and add their records to the active recordings."""
     recordings: list[RoutingRecording | SelectionRecording] = [
         each for each in (routing_recording(), selection_recording()) if each is not None
     ]

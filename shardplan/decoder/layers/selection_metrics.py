@@ -13,9 +13,9 @@ from shardplan.decoder.parts.segments import Segment, number_layers
 
 PREFIX = "nsa"
 MAX_LOADS = 1024
-"""Most blocks of all layers whose loads are metrics of their own: trackers are slow with more."""
+"""Maximum number of blocks in all layers whose loads are separate metrics: more make trackers slow."""
 REDUCTIONS = {"rows": ReductionType.SUM, "k_max": ReductionType.MAX}
-"""Figure -> its reduction over layers, and by Levanter's Trainer over microbatches; others are means."""
+"""Figure -> its reduction over layers, and over microbatches by Levanter's Trainer; all others are means."""
 
 
 def selection_metrics(segments: Sequence[Segment], records: Sequence[Sequence[SelectionSums]]) -> dict[str, Metric]:
@@ -50,7 +50,7 @@ def selection_metrics(segments: Sequence[Segment], records: Sequence[Sequence[Se
 def _figures_by_layer(
     segments: Sequence[Segment], records: Sequence[Sequence[SelectionSums]]
 ) -> dict[int, dict[str, jax.Array]]:
-    """Return the number of each layer with this attention -> its figures."""
+    """Return number of each layer with Native Sparse Attention -> its figures."""
     config = next(sparse_attentions(segments)).sizes  # config.json gives all layers the same
     by_layer = {}
     of_segments = number_layers(segments, lambda layer: isinstance(layer.attention, SparseAttention))
@@ -63,7 +63,7 @@ def _figures_by_layer(
 
 
 def _join(of_layers: jax.Array, reduction: ReductionType) -> jax.Array:
-    """Return the figure of all layers together."""
+    """Combine the figures of all layers into one."""
     match reduction:
         case ReductionType.SUM:
             return of_layers.sum()

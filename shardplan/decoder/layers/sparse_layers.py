@@ -40,7 +40,7 @@ def selected_method(segments: Sequence[Segment]) -> SelectedMethod | None:
 
 
 def methods_by_layer(segments: Sequence[Segment]) -> dict[int, SelectedMethod]:
-    """Map the number of each layer with Native Sparse Attention to the method that attends to its selected blocks.
+    """Return number of each layer with Native Sparse Attention -> the method that attends to its selected blocks.
 
     >>> from shardplan.decoder.config import DecoderConfig
     >>> from shardplan.model.huggingface.hf_config import read_config
@@ -57,7 +57,7 @@ def methods_by_layer(segments: Sequence[Segment]) -> dict[int, SelectedMethod]:
 
 
 def check_has_selection(key: str, config: Architecture) -> None:
-    """Check that a model has Native Sparse Attention, whose statistics a key turns on.
+    """Check that a model has Native Sparse Attention, for a key that turns on its statistics.
 
     >>> from shardplan.decoder.config import DecoderConfig
     >>> from shardplan.model.huggingface.hf_config import read_config
@@ -77,7 +77,7 @@ def check_has_selection(key: str, config: Architecture) -> None:
 def with_selected_method(
     segments: Sequence[Segment], method: SelectedMethod, layout: SequenceOrder = SequenceOrder.CONTIGUOUS
 ) -> tuple[Segment, ...]:
-    """Return the segments with another method of attention to selected blocks, and another order of positions.
+    """Return the segments with `method` for attention to selected blocks, and with `layout` as the order of positions.
 
     >>> from shardplan.decoder.config import DecoderConfig
     >>> from shardplan.model.huggingface.hf_config import read_config

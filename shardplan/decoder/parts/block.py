@@ -53,29 +53,29 @@ class LayerConfig:
     """The configuration of every norm in the wiring."""
     wiring: Wiring = Wiring.PRE
     residual_multiplier: float = 1.0
-    """Factor of the outputs of attention and MLP, before they are added to the residual stream."""
+    """Factor of attention's and the MLP's outputs, before they are added to the residual stream."""
 
     @property
     def grouped_attention(self) -> GroupedAttention:
-        """The attention of a layer without latents."""
+        """The attention of the layer, if it is grouped attention without latents."""
         assert isinstance(self.attention, GroupedAttention)
         return self.attention
 
     @property
     def latent_attention(self) -> LatentAttention:
-        """The attention of a layer with latents."""
+        """The attention of the layer, if it is latent attention."""
         assert isinstance(self.attention, LatentAttention)
         return self.attention
 
     @property
     def sparse_attention(self) -> SparseAttention:
-        """The attention of a layer with Native Sparse Attention."""
+        """The attention of the layer, if it is Native Sparse Attention."""
         assert isinstance(self.attention, SparseAttention)
         return self.attention
 
     @property
     def dense_mlp(self) -> MlpConfig:
-        """The MLP of a layer without experts."""
+        """The MLP of the layer, if it has no experts."""
         assert isinstance(self.mlp, MlpConfig)
         return self.mlp
 
@@ -95,7 +95,7 @@ class LayerConfig:
 
 
 class DecoderLayer(eqx.Module):
-    """The modules of a layer; a norm that its wiring does not have is None."""
+    """The modules of a layer; norms that its wiring lacks are None."""
 
     self_attn: AttentionLayer | LatentAttentionLayer | SparseAttentionLayer
     mlp: MlpLayer | ExpertsLayer

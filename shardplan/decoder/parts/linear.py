@@ -1,4 +1,4 @@
-"""Linear projections, whose weights have the order of PyTorch: outputs first."""
+"""Linear projections, whose weights are stored as in PyTorch: outputs first."""
 
 import equinox as eqx
 import haliax as hax

@@ -49,7 +49,7 @@ class NormConfig:
 
 
 class Norm(eqx.Module):
-    """Normalises an array over some of its axes, and multiplies it by a weight if it has one."""
+    """Normalises an array over some of its axes, and multiplies it by a weight if the norm has one."""
 
     weight: NamedArray | None
     bias: NamedArray | None

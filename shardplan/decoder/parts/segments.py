@@ -1,4 +1,4 @@
-"""Divides the layers of a decoder into segments, each of them a block of layers that repeats. Pure.
+"""Divides the layers of a decoder into segments, each of which repeats a block of layers. Pure.
 
 A segment is one loop of the program, so compile time grows with the layers of its block, not with the repetitions. In
 many families all layers are equal: one segment repeats one layer. Gemma 3 27B has 62 layers, and every sixth attends to
@@ -17,7 +17,7 @@ MAX_BLOCK = 16
 
 @dataclass(frozen=True)
 class Segment:
-    """A block of layers, and how often it is repeated."""
+    """A block of layers, and its number of repetitions."""
 
     layers: tuple[LayerConfig, ...]
     repeats: int
@@ -29,7 +29,7 @@ class Segment:
 
 
 def number_layers(segments: Sequence[Segment], is_meant: Callable[[LayerConfig], bool]) -> list[list[range]]:
-    """Return the numbers of the layers that are meant: for each segment, a range for each such layer in its block.
+    """Return the numbers of selected layers: one range per segment and selected layer of its block.
 
     >>> segments = [Segment(("dense",), 2), Segment(("windowed", "dense"), 3)]
     >>> number_layers(segments, lambda layer: layer == "dense")
@@ -44,7 +44,7 @@ def number_layers(segments: Sequence[Segment], is_meant: Callable[[LayerConfig],
 
 
 def divide_layers(layers: Sequence[LayerConfig]) -> tuple[Segment, ...]:
-    """Divide layers into segments with the fewest layers in blocks; of equal divisions, take the fewest segments.
+    """Divide layers into segments with the fewest layers in their blocks; of equal divisions, take the fewest segments.
 
     >>> dense, windowed = "dense", "windowed"  # any values that compare as layers do
     >>> [(segment.layers, segment.repeats) for segment in divide_layers([windowed, windowed, dense] * 4)]
@@ -61,7 +61,7 @@ def divide_layers(layers: Sequence[LayerConfig]) -> tuple[Segment, ...]:
 def _divisions(
     layers: Sequence[LayerConfig], kinds: Sequence[int], best: Sequence[tuple[Segment, ...]]
 ) -> Iterator[tuple[Segment, ...]]:
-    """Yield divisions of the first `len(kinds)` layers: each last segment, after the best division of the rest.
+    """Yield divisions of the first `len(kinds)` layers: each possible last segment after the best division of the rest.
 
     Args:
         kinds: a number for each layer, the same for equal layers.
@@ -79,5 +79,5 @@ def _divisions(
 
 
 def _cost(segments: Sequence[Segment]) -> tuple[int, int]:
-    """Return the number of layers in blocks, which are traced, and the number of segments."""
+    """Return the number of layers in all blocks, which are traced, and the number of segments."""
     return sum(len(segment.layers) for segment in segments), len(segments)

@@ -1,4 +1,4 @@
-"""Whether this host can read the checkpoint, and how fast."""
+"""Checks whether this host can read the checkpoint, and how fast."""
 
 from collections.abc import Iterator
 

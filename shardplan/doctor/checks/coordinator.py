@@ -1,4 +1,4 @@
-"""Whether the processes of a run can meet at JAX_COORDINATOR_ADDRESS."""
+"""Checks whether the processes of a run can meet at JAX_COORDINATOR_ADDRESS."""
 
 import errno
 import socket
@@ -10,11 +10,11 @@ from shardplan.runtime.environment import ADDRESS, PROCESS_ID
 from shardplan.runtime.processes.hub.messages import host_and_port, listen
 
 CONNECT_S = 3.0
-"""Most seconds for a connection to one address of process 0."""
+"""Maximum seconds for a connection to one address of process 0."""
 
 
 def check(subject: HostSubject) -> Iterator[HostFinding]:
-    """Listen at the coordinator's port in process 0, and connect to it in all others."""
+    """Listen at the coordinator's port in process 0, and connect to it from all other processes."""
     variables = subject.processes
     if variables is None:
         return
@@ -75,7 +75,7 @@ def _check_reachable(host: str, port: int, addresses: list[str]) -> HostFinding:
 
 
 def _is_own(address: str) -> bool:
-    """Whether an address is one of this host: only those can be bound."""
+    """Return whether an address belongs to this host; only such an address can be bound."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         try:

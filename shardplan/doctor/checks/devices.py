@@ -16,11 +16,11 @@ from shardplan.hardware import Slice, chips_per_host
 from shardplan.verify.compiler.libtpu import INSTALL_LIBTPU
 
 PROCESS_CHIPS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
-"""Number of chips of a host -> how they are arranged, as TPU_CHIPS_PER_PROCESS_BOUNDS has it."""
+"""Number of chips of a host -> their arrangement, as the value of TPU_CHIPS_PER_PROCESS_BOUNDS."""
 OTHER_HOSTS = "MEGASCALE_"
-"""Beginning of variables that connect the hosts of several slices."""
+"""Prefix of the variables that connect the hosts of several slices."""
 HELD_BY = re.compile(r"already in use by process with pid (\d+)")
-"""What libtpu says of a TPU that another process holds."""
+"""Pattern for libtpu's message that another process holds the TPU."""
 END_IT = "end that process, or wait for it; a run needs the TPU for itself"
 
 
@@ -58,7 +58,7 @@ def _check_cpus(expected: Slice, processes: int) -> HostFinding:
 
 
 def _chip_problems(chips: int, generation: str, expected: Slice | None) -> Iterator[HostFinding]:
-    """Compare what is on the PCI bus with the slice."""
+    """Compare the chips on the PCI bus with the slice."""
     if expected is None:
         return
     expected_chips = chips_per_host(expected)
@@ -71,7 +71,7 @@ def _chip_problems(chips: int, generation: str, expected: Slice | None) -> Itera
 
 
 def _access_problems(chips: int) -> Iterator[HostFinding]:
-    """Check whether this process can have the chips."""
+    """Check whether this process can open the chips."""
     files = tpu_host.device_files()
     if len(files) < chips:
         yield HostFinding(
@@ -87,7 +87,7 @@ def _access_problems(chips: int) -> Iterator[HostFinding]:
 
 
 def _check_jax(chips: int, generation: str, expected: Slice | None) -> HostFinding:
-    """Start JAX on the TPU of this host alone."""
+    """Start JAX on this host's TPU alone."""
     try:
         platform, kind, count = _start_jax(chips)
     except Exception as error:  # JAX raises RuntimeError, and what libtpu says is in it
@@ -109,7 +109,7 @@ def _check_jax(chips: int, generation: str, expected: Slice | None) -> HostFindi
 
 
 def _start_jax(chips: int) -> tuple[str, str, int]:
-    """Start JAX in this process, for the chips of this host alone; returns platform, kind and number of devices."""
+    """Start JAX in this process, on the chips of this host alone; return platform, kind and number of devices."""
     for name in [name for name in os.environ if name.startswith(OTHER_HOSTS)]:
         del os.environ[name]
     if chips in PROCESS_CHIPS:

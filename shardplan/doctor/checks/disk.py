@@ -1,4 +1,4 @@
-"""The folders that runs write beside their results: temporary files and caches."""
+"""Checks the folders that runs write besides their results: temporary files and caches."""
 
 import os
 import tempfile
@@ -12,7 +12,7 @@ COMPILATION_CACHE = "JAX_COMPILATION_CACHE_DIR"
 
 
 def check(subject: HostSubject) -> Iterator[HostFinding]:
-    """Check the folder for temporary files, and the caches of verdicts, of compiled programs and of the hub."""
+    """Check the folder for temporary files, and the caches for verdicts, compiled programs and the hub's files."""
     try:
         yield check_folder("TMPDIR", tempfile.gettempdir())
     except FileNotFoundError as error:  # none of the folders that Python tries can be written

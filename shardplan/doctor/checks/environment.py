@@ -17,11 +17,11 @@ from shardplan.search.result.compiler_options import planned_options
 
 XLA_FLAGS, LIBTPU_FLAGS = "XLA_FLAGS", "LIBTPU_INIT_ARGS"
 LIBTPU_PREFIXES = ("xla_tpu_", "xla_jf_")
-"""Beginnings of options that only libtpu knows; JAX ends the process if XLA_FLAGS has an option that it does not."""
+"""Prefixes of options that only libtpu knows; JAX ends the process if XLA_FLAGS has an option that it does not know."""
 
 
 def check(subject: HostSubject) -> Iterator[HostFinding]:
-    """Check the variables of processes and platforms, and the compiler's flags."""
+    """Check the environment variables for processes and platforms, and the compiler's flags."""
     problems = [*_process_problems(subject), *_platform_problems(subject), *_flag_problems(subject)]
     yield from problems or [HostFinding(Level.OK, _summary())]
 
@@ -80,13 +80,13 @@ def _flag_problems(subject: HostSubject) -> Iterator[HostFinding]:
 
 
 def flags_of(text: str) -> Mapping[str, str]:
-    """Return the flags of a variable such as XLA_FLAGS: name -> value; true for a flag without a value."""
+    """Parse the flags of a variable such as XLA_FLAGS: name -> value; true for a flag without a value."""
     pairs = (word.removeprefix("--").partition("=") for word in text.split() if word.startswith("--"))
     return {name: value if separator else "true" for name, separator, value in pairs}
 
 
 def _compiler_options(subject: HostSubject) -> Mapping[str, str]:
-    """Return the options that the step is compiled with, also of a plan that is not made yet."""
+    """Return the compiler options of the step, also if the plan is not made yet."""
     if subject.plan is not None:
         return subject.plan.compiler_options
     return planned_options(subject.tpu_slice) if subject.tpu_slice is not None else {}

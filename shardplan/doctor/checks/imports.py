@@ -1,4 +1,4 @@
-"""Whether JAX and Levanter can be imported here, and have the functions that shardplan calls."""
+"""Checks that JAX and Levanter can be imported here, and that they have the functions that shardplan calls."""
 
 from collections.abc import Iterator
 from importlib import import_module, metadata
@@ -11,11 +11,11 @@ from shardplan.runtime.deferred_packages import defer_unused_packages
 from shardplan.runtime.environment import compute_on_cpu
 
 MODULES = ("jax", "shardplan.runtime.private_jax", "haliax", "levanter.models.lm_model", "shardplan.checkpoint.load")
-"""What a run imports first, in the order in which each needs those before it."""
+"""Modules that a run imports first, each after the ones that it needs."""
 
 
 def check(subject: HostSubject) -> Iterator[HostFinding]:
-    """Import what a run imports, and start JAX on the CPU.
+    """Import the modules that a run imports, and start JAX on the CPU.
 
     A flag in XLA_FLAGS that JAX does not know ends the process when JAX starts.
     """

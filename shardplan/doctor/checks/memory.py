@@ -1,4 +1,4 @@
-"""Host memory against what a load needs, shared memory, and the limit of open files."""
+"""Checks host memory against the needs of a load, shared memory, and the limit of open files."""
 
 import math
 import resource
@@ -16,15 +16,15 @@ from shardplan.runtime.progress import size_text
 from shardplan.storage import open_folder
 
 PROCESS_GIB = 1.0
-"""What a process holds beside the model and load.gib: JAX, Levanter, programs and texts.
+"""GiB that a process holds besides the model and load.gib: JAX, Levanter, programs and texts.
 
 The process in docs/benchmarks/loader.md peaked at 0.45 GiB beside a model of 2.06 GiB, buffers of the load included.
 """
 SHARED_MEMORY = "/dev/shm"
 SHARED_BYTES = 2**20
-"""What the semaphores of worker processes need of shared memory."""
+"""Bytes of shared memory that the semaphores of worker processes take."""
 OPEN_FILES = 1024
-"""Enough for the files of a checkpoint, which are open at the same time (405B has 191), and for connections."""
+"""Limit of open files that is enough for a checkpoint's files, all open at once (405B has 191), and for connections."""
 
 
 def check(subject: HostSubject) -> Iterator[HostFinding]:
@@ -70,7 +70,7 @@ def _check_shared_memory() -> HostFinding:
 
 
 def model_bytes(subject: HostSubject) -> int:
-    """Return what the model takes of this host's memory: nothing if its devices have their own.
+    """Return the bytes of this host's memory that the model takes; 0 if its devices have memory of their own.
 
     Without a plan that is a lower bound, without a copy of any parameter; 0 if the checkpoint cannot be read.
     """
@@ -91,7 +91,7 @@ def model_bytes(subject: HostSubject) -> int:
 
 
 def activation_bytes(subject: HostSubject) -> int:
-    """Return what the plan moves from the devices of this host to its memory; 0 without a plan."""
+    """Return the bytes that the plan moves from this host's devices to its memory; 0 without a plan."""
     if subject.plan is None or subject.tpu_slice is None:
         return 0
     hardware = subject.tpu_slice

@@ -1,4 +1,4 @@
-"""The folder of the results, local or in an object store."""
+"""Checks the folder of the results, local or in an object store."""
 
 import os
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Whether the Plan file can be read, and is for the configured model and slice."""
+"""Checks that the Plan file can be read, and is for the configured model and slice."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,7 @@ from shardplan.runtime.environment import compute_on_cpu
 
 
 def check(subject: HostSubject) -> Iterator[HostFinding]:
-    """Read the Plan, compare it with the configuration, and with the model that is built without weights."""
+    """Read the Plan, and compare it with the configuration and with the model, which is built without weights."""
     config, plan = load_given_plan(subject.config)
     assert plan is not None
     compute_on_cpu()

@@ -16,17 +16,17 @@ from shardplan.model.levanter_compat import LEVANTER_PACKAGES
 
 OWN = "shardplan"
 REQUIRING = {OWN: ("", "verify"), "jax": ("", "tpu"), **dict.fromkeys(LEVANTER_PACKAGES, ("",))}
-"""Package -> the extras of which requirements are checked; "" for what it always requires."""
+"""Package -> the extras whose requirements are checked; "" for the requirements without an extra."""
 OPTIONAL = "libtpu"
-"""Is required on TPUs and to verify only; the check of devices says whether it is missing."""
+"""Package that only TPUs and verify require; the check of devices reports whether it is missing."""
 RANGED_BY_LEVANTER = "transformers"
-"""Is required without a range, as Levanter gives it one."""
+"""Package that shardplan requires without a range, because Levanter gives one."""
 SAME_MODULES = (("haliax", "marin-haliax"), ("levanter", "marin-levanter"))
 """Pairs of packages that overwrite each other's modules."""
 
 
 def check(subject: HostSubject) -> Iterator[HostFinding]:
-    """Compare versions."""
+    """Compare the installed versions with the tested ranges."""
     problems = [*_python_problems(), *_requirement_problems(), *_mixed_problems()]
     yield from problems or [HostFinding(Level.OK, ", ".join(_main_versions()))]
 
@@ -69,7 +69,7 @@ def _mixed_problems() -> Iterator[HostFinding]:
 
 
 def _requirements() -> Iterator[tuple[str, Requirement]]:
-    """Yield what installed packages require here, each requirement with the package that has it, once."""
+    """Yield each requirement of installed packages that applies here, once, with the package that requires it."""
     for package, extras in REQUIRING.items():
         merged: dict[str, Requirement] = {}
         for requirement in map(Requirement, (metadata.requires(package) if _version(package) else None) or ()):

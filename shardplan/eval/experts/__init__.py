@@ -1,1 +1,1 @@
-"""Statistics of routed experts of an evaluation: what its steps record, its files, and its summary."""
+"""Statistics of the routed experts of an evaluation: the records of its steps, their files, and their summary."""

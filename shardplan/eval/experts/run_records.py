@@ -1,4 +1,4 @@
-"""Adds up what the steps of a run record of its experts, shard by shard.
+"""Adds up the records of experts in the steps of a run, shard by shard.
 
 The record of a shard is written beside its results, so that a run that was interrupted has statistics of all windows.
 """
@@ -37,15 +37,15 @@ def check_has_experts(model: Model) -> None:
 
 
 class ExpertRecords:
-    """The records of a run; every process has the same ones."""
+    """The records of experts of a run, the same in every process."""
 
     def __init__(self, model: Model, results: ResultsFolder):
-        """Make the records of a run, continuing those that its earlier starts left in `results`."""
+        """Begin the records of a run, or continue those that its earlier starts left in `results`."""
         self._segments, self._results = model.config.segments, results
         self._of_shard: LayerRecords = {}
 
     def add(self, records: Sequence[Sequence[LayerRecord]]) -> dict[str, float]:
-        """Add a step of the shard under way, and return its metrics for trackers.
+        """Add a step of the current shard, and return its metrics for trackers.
 
         Args:
             records: as `RoutingRecording.segments` has them.
@@ -58,13 +58,13 @@ class ExpertRecords:
         return {name: value.item() for name, value in layer_metrics(of_step).items()}
 
     def end_shard(self, first: int, last: int) -> None:
-        """End the shard under way, which has the windows from `first` to `last`: process 0 writes its record."""
+        """End the current shard, which has the windows from `first` to `last`; process 0 writes its record."""
         if is_first_process():
             self._results.write_experts(first, last, {str(n): each.to_json() for n, each in self._of_shard.items()})
         self._of_shard = {}
 
     def summarize(self, all_windows: int) -> dict[str, Any]:
-        """Return the section of the summary, from the records of all shards.
+        """Return the section `experts` of the summary, from the records of all shards.
 
         Args:
             all_windows: number of windows of the run.

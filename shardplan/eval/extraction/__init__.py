@@ -1,1 +1,1 @@
-"""Extraction: how probable a model finds the words of texts, window by window."""
+"""Extraction: the probability that a model gives to the words of texts, window by window."""

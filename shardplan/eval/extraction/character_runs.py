@@ -1,4 +1,4 @@
-"""The largest value of the windows that cover each character of a text, as runs of characters. Pure.
+"""Computes the largest value of the windows that cover each character of a text, as runs of characters. Pure.
 
 A run is a range of characters with one value. Memory is in proportion to the windows that are added together, and does
 not depend on the text or on the distance between windows.
@@ -14,9 +14,9 @@ class CharacterRuns:
     """Consecutive runs of characters; neighbours have different values."""
 
     bounds: np.ndarray
-    """int64[run + 1]: the first character of each run, and the one after the last."""
+    """First character of each run, and one past the last character, int64[run + 1]."""
     values: np.ndarray
-    """float64[run]: minus infinity where no window is."""
+    """Value of each run, float64[run]; minus infinity if no window covers it."""
 
 
 def range_maximum(first: np.ndarray, last: np.ndarray, values: np.ndarray, size: int) -> np.ndarray:
@@ -65,7 +65,7 @@ class RunStream:
         return self._advance(starts, ends, values, end)
 
     def finish(self, characters: int) -> CharacterRuns:
-        """Return the runs that are left of a text of `characters` characters."""
+        """Return the remaining runs of a text of `characters` characters."""
         return self._advance(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0), characters)
 
     def _advance(self, starts: np.ndarray, ends: np.ndarray, values: np.ndarray, end: int) -> CharacterRuns:

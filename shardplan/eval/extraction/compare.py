@@ -1,4 +1,4 @@
-"""Compares extraction runs: the part of each text that is covered at each threshold."""
+"""Compares extraction runs by the part of each text that is covered at each threshold."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,18 +22,18 @@ class Comparison:
     """Several models side by side on the texts that all of them were run on."""
 
     labels: tuple[str, ...]
-    """A name for each run, which differs from the others."""
+    """Distinct names of the runs."""
     texts: dict[str, list[dict[str, Any]]]
-    """Text -> its summary in each run."""
+    """Text -> the text's summary in each run."""
     total: list[dict[str, Any]]
-    """The summary of these texts together in each run."""
+    """Summary of all these texts together, in each run."""
     matched: MatchedTexts
     """Which texts can be compared."""
     thresholds: list[float]
     curves: list[list[float]]
-    """Of each run, the covered part of all characters at each of `thresholds`."""
+    """Covered fraction of all characters at each of `thresholds`, for each run."""
     other_tokenizers: tuple[str, ...]
-    """The labels of the runs whose windows are other parts of the texts than those of the first."""
+    """Labels of the runs whose tokenizer differs from the first run's, so that their windows cover other parts."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the comparison as JSON values."""
@@ -49,7 +49,7 @@ class Comparison:
 
 
 def compare(runs: Sequence[FinishedRun]) -> Comparison:
-    """Return what can be compared of two extraction runs or more.
+    """Compare two or more extraction runs.
 
     Raises:
         ConfigError: another protocol, or no common text.
@@ -71,7 +71,7 @@ def _protocol(run: FinishedRun) -> dict[str, Any]:
 def _curves(
     runs: Sequence[FinishedRun], common: Sequence[str], total: Sequence[Mapping[str, Any]]
 ) -> tuple[list[float], list[list[float]]]:
-    """Return thresholds, and the coverage of the common texts at these for each run.
+    """Return thresholds, and for each run the coverage of the common texts at the thresholds.
 
     Runs with many texts have curves of the first ones only; the coverage at `THRESHOLDS` is known of all.
     """

@@ -26,7 +26,7 @@ from shardplan.storage.writing import OutputFolder
 
 INDEX, PAGES, PLOTS, TOTAL = "index.html", "pages", "plots", "total"
 COLUMNS = ("text", "start", "end", "log_prob")
-"""Columns of the windows that pages are made from."""
+"""Columns of a run's windows that pages need."""
 NO_PLOTS = f"no plots: they need matplotlib, which is not installed: {INSTALL_PLOTS}, and run the same command again"
 PAGE_CHARACTERS = 4_000_000
 """Characters of a text that has a page, at most; a browser needs seconds for that many."""
@@ -115,7 +115,7 @@ def _by_text(windows: Iterable[pa.Table]) -> Iterator[tuple[str, Iterator[pa.Tab
 
 
 def _runs(tables: Iterable[pa.Table], characters: int) -> Iterator[CharacterRuns]:
-    """Yield the runs of a text by the largest log p_z of its whole windows."""
+    """Yield the runs of a text, with the largest log p_z of the complete windows that cover them."""
     stream = RunStream()
     for table in tables:
         starts, ends = (table[name].to_numpy() for name in ("start", "end"))

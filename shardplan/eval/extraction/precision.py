@@ -9,7 +9,7 @@ import pyarrow as pa
 from shardplan.eval.extraction.probabilities import THRESHOLDS, read_matrix, suffix_log_probs
 
 TYPES = ("bfloat16", "float32")
-"""Types that are compared; the differences are those of the first from the second."""
+"""Types that are compared; differences are the first type's scores minus the second's."""
 QUANTILES = (0.5, 0.95, 1.0)
 
 

@@ -1,4 +1,4 @@
-"""Extraction and coverage of a text, computed from the probabilities of its suffixes. Pure.
+"""Computes extraction and coverage of a text from the probabilities of its suffixes. Pure.
 
 Protocol and terms are those of https://arxiv.org/abs/2505.12546: p_z is the probability of a window's suffix given its
 prefix.
@@ -13,13 +13,13 @@ import pyarrow as pa
 from shardplan.eval.extraction.character_runs import CharacterRuns, RunStream, range_maximum
 
 THRESHOLDS = (0.001, 0.01, 0.1, 0.5, 0.75)
-"""Probabilities for which the covered part of a text is reported."""
+"""Probabilities at which the covered fraction of a text is reported."""
 LOG_BINS = 500
-"""Bins of one nat in the histogram of log p_z."""
+"""Number of bins in the histogram of log p_z, each of one nat."""
 STRIP_PARTS = 400
-"""Most parts of a text in its strip."""
+"""Maximum number of parts in a text's strip."""
 CURVE_LOG_THRESHOLDS = np.linspace(np.log(1e-4), 0, 161)
-"""Logarithms of the probabilities at which the curve of coverage is known: 40 in each factor of ten."""
+"""Logarithms of the probabilities at which the coverage curve is computed: 40 per factor of ten."""
 
 
 def suffix_log_probs(log_prob: np.ndarray) -> np.ndarray:
@@ -49,10 +49,10 @@ def top_k_log_probs(log_prob: np.ndarray, rank: np.ndarray, top_log_prob: np.nda
 
 
 class Coverage:
-    """The largest p_z of the windows that cover each character of a text, counted while windows are read in order."""
+    """Counts characters by the largest p_z of the windows that cover them, while windows are read in order."""
 
     def __init__(self, characters: int):
-        """Count the characters of a text of `characters` characters."""
+        """Begin to count the characters of a text of `characters` characters."""
         self._characters, self._runs = characters, RunStream()
         self._counts, self._curve_counts = _Counts(np.log(THRESHOLDS)), _Counts(CURVE_LOG_THRESHOLDS)
         self.strip = np.full(min(STRIP_PARTS, max(characters, 1)), -np.inf)
@@ -69,7 +69,7 @@ class Coverage:
             self._count(self._runs.add(starts, ends, log_p, int(starts[-1]) if final is None else final))
 
     def finish(self) -> dict[str, float]:
-        """Return threshold -> the part of the text's characters whose largest p_z is at least the threshold."""
+        """Return threshold -> fraction of the text's characters whose largest p_z is at least the threshold."""
         self._count(self._runs.finish(self._characters))
         covered = self._counts.at_least() / max(self._characters, 1)
         return {f"{t:g}": float(part) for t, part in zip(THRESHOLDS, covered, strict=True)}
@@ -79,7 +79,7 @@ class Coverage:
         return self._curve_counts.at_least()
 
     def _count(self, runs: CharacterRuns) -> None:
-        """Count characters, whose largest p_z no later window changes."""
+        """Count the characters of runs that no later window changes."""
         lengths = np.diff(runs.bounds)
         self._counts.add(runs.values, lengths)
         self._curve_counts.add(runs.values, lengths)
@@ -89,15 +89,15 @@ class Coverage:
 
 
 class _Counts:
-    """Numbers of characters whose value is at least each of some limits."""
+    """The number of characters whose value is at least each of several limits."""
 
     def __init__(self, limits: np.ndarray):
-        """Count at `limits`, float64[limit], which increase."""
+        """Begin to count at `limits`, float64[limit], in increasing order."""
         self._limits = limits
         self._counts = np.zeros(len(limits) + 1, np.int64)
 
     def add(self, values: np.ndarray, lengths: np.ndarray) -> None:
-        """Add `lengths`, int64[run], characters with the values float64[run]."""
+        """Add `lengths` characters, int64[run], with the values float64[run]."""
         np.add.at(self._counts, np.searchsorted(self._limits, values, side="right"), lengths)
 
     def at_least(self) -> np.ndarray:
@@ -110,7 +110,7 @@ class TextSummary:
     """The summary of one text, from the results of its windows in order."""
 
     def __init__(self, characters: int, top_k: int):
-        """Summarize a text of `characters` characters.
+        """Begin to summarize a text of `characters` characters.
 
         Args:
             top_k: tokens of the top k that the scores are for; 0 for none.
@@ -124,12 +124,12 @@ class TextSummary:
 
     @property
     def strip(self) -> np.ndarray:
-        """float64[part]: the largest log p_z in each of equal parts of the text; minus infinity where no window is."""
+        """Largest log p_z in each of equal parts of the text, float64[part]; minus infinity if no window is there."""
         return self._whole.strip
 
     @property
     def curve_counts(self) -> tuple[np.ndarray, np.ndarray]:
-        """Characters at least as probable as `CURVE_LOG_THRESHOLDS`, by windows and by suffixes, int64[threshold]."""
+        """Number of characters at least as probable as `CURVE_LOG_THRESHOLDS`, by windows and by suffixes."""
         return self._whole.curve_counts(), self._suffix.curve_counts()
 
     def add(self, table: pa.Table) -> None:
@@ -151,7 +151,7 @@ class TextSummary:
         self._suffix.add(suffix_start, end, log_p, final=int(start[-1]))
 
     def finish(self) -> dict[str, Any]:
-        """Return the summary, once all windows are added."""
+        """Return the summary, after all windows are added."""
         names = [f"{t:g}" for t in THRESHOLDS]
         return {
             "characters": self._characters,

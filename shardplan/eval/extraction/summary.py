@@ -1,4 +1,4 @@
-"""The summary of an extraction run: what its windows say of each text, and the data of the pictures."""
+"""The summary of an extraction run: figures of each text from its windows, and the data of the pictures."""
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,7 +11,7 @@ from shardplan.eval.extraction.probabilities import CURVE_LOG_THRESHOLDS, LOG_BI
 from shardplan.eval.texts.store import Text
 
 MAX_PICTURES = 100
-"""Most texts that have pictures: the first ones that have windows."""
+"""Maximum number of texts with pictures: the first ones that have windows."""
 
 
 def summarize(tables: Iterable[pa.Table], texts: Sequence[Text], top_k: int) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def split_by_text(tables: Iterable[pa.Table]) -> Iterator[tuple[str, pa.Table]]:
 
 
 def _plots(histogram: np.ndarray, curves: np.ndarray, characters: int) -> dict[str, list[float]]:
-    """Return a histogram, and curves of covered characters as parts of all."""
+    """Return a histogram, and curves of the covered fraction of characters."""
     whole, suffix = (curves / max(characters, 1)).tolist()
     return {"histogram": histogram.tolist(), "curve": whole, "suffix_curve": suffix}
 

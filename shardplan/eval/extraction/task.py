@@ -1,4 +1,4 @@
-"""The task that measures how probable a model finds the words of texts, window by window."""
+"""The task that measures the probability of texts' words under a model, window by window."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -21,9 +21,9 @@ from shardplan.plan.plan import Plan
 from shardplan.plan.workload.workload import Workload
 
 SHARD_WINDOWS = 4096
-"""Windows of a shard, unless the configuration says."""
+"""Default number of windows in a shard."""
 DEFAULT_STRIDE = 5
-"""Distance between the starts of two windows, unless the configuration says."""
+"""Default distance between the starts of two windows."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class ExtractionTask:
 
     config: TaskConfig
     max_windows: int | None = None
-    """Most windows to score, evenly spread over the texts; None for all."""
+    """Maximum number of windows to score, evenly spread over the texts; None for all."""
     outputs = TokenScores._fields
 
     @property
@@ -53,11 +53,11 @@ class ExtractionTask:
 
     @property
     def shard_windows(self) -> int:
-        """Windows of a shard, if that is more than a step has."""
+        """Number of windows in a shard, unless a step has more."""
         return self.config.shard or SHARD_WINDOWS
 
     def determinants(self, plan: Plan) -> dict[str, Any]:
-        """Return what determines the results beside texts, tokenizer, weights and types."""
+        """Return what determines the results besides texts, tokenizer, weights and types."""
         protocol = {"special_tokens": self.config.begins_windows, **asdict(self.protocol)}
         # settings that are left out are not named, as in the folders of versions that did not have them
         if not self.protocol.bos_in_prefix:
@@ -70,7 +70,7 @@ class ExtractionTask:
         return {"task": "extraction", "protocol": protocol, "top_k": plan.workload.top_k, **others}
 
     def check_workload(self, workload: Workload) -> None:
-        """Check that a workload has windows of the protocol's length, and the task's top k and temperature.
+        """Check that a workload has the protocol's window length, and the task's top k and temperature.
 
         Raises:
             ConfigError: it has not.

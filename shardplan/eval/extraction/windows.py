@@ -1,4 +1,4 @@
-"""Windows of an extraction run: their places in the texts, and their tokens. Imports no JAX."""
+"""Windows of an extraction run: their positions in the texts, and their tokens. Imports no JAX."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from shardplan.eval.windows import Rows
 from shardplan.monitoring.step_statistics import Count
 
 CHARACTERS_PER_WINDOW = 20
-"""With a stride in characters: characters of text that are encoded for each token of a window."""
+"""Number of characters that are encoded per token of a window, if the stride counts characters."""
 
 
 @dataclass(frozen=True)
@@ -26,25 +26,25 @@ class Protocol:
     stride: int = 5
     unit: StrideUnit = StrideUnit.TOKENS
     bos_in_prefix: bool = False
-    """Whether the first token of the prefix is the tokenizer's token of the beginning, which is not of the text."""
+    """Whether the first token of the prefix is the tokenizer's beginning-of-sequence token, outside of the text."""
 
     @property
     def text_prefix(self) -> int:
-        """Tokens of the prefix that are tokens of the text."""
+        """Number of the prefix's tokens that are part of the text."""
         return self.prefix - self.bos_in_prefix
 
     @property
     def length(self) -> int:
-        """Tokens of a window that are tokens of the text."""
+        """Number of a window's tokens that are part of the text."""
         return self.text_prefix + self.suffix
 
     @property
     def encoded_characters(self) -> int:
-        """With a stride in characters: the most characters that are encoded for a window."""
+        """Maximum number of characters that are encoded for a window, if the stride counts characters."""
         return CHARACTERS_PER_WINDOW * (self.prefix + self.suffix)
 
     def count(self, size: int) -> int:
-        """Number of windows of a text of `size` tokens or characters, as the stride counts.
+        """Return the number of windows of a text of `size` tokens or characters, whichever the stride counts.
 
         With a stride in characters this includes those that turn out to have too few tokens.
         """
@@ -79,28 +79,28 @@ class ExtractionWindows:
 
     protocol: Protocol
     special: tuple[int, ...]
-    """Tokens that each window begins with."""
+    """Tokens with which each window begins."""
     ids: tuple[str, ...]
     """Id of each text."""
     pieces: tuple[np.ndarray, ...]
-    """Of each text int64[piece], the tokens of its pieces; none with a stride in characters."""
+    """Number of tokens of each piece, int64[piece] for each text; empty if the stride counts characters."""
     counts: tuple[int, ...]
     """Number of windows of each text."""
     characters: tuple[int, ...]
     """Number of characters of each text."""
     position: int
-    """Tokens of a sequence; what its windows leave is padding."""
+    """Tokens of a sequence; those after its windows are padding."""
     spacing: int = 1
     """Score every `spacing`-th window, counted over all texts."""
 
     @property
     def window_tokens(self) -> int:
-        """Tokens of a window, special ones included."""
+        """Tokens per window, special tokens included."""
         return len(self.special) + self.protocol.length
 
     @property
     def per_sequence(self) -> int:
-        """Windows of a sequence."""
+        """Windows per sequence."""
         return self.position // self.window_tokens
 
     @property
@@ -110,7 +110,7 @@ class ExtractionWindows:
 
     @cached_property
     def _firsts(self) -> np.ndarray:
-        """int64[text + 1]: number of the first window of each text, and of all windows."""
+        """Number of the first window of each text, and of all windows, int64[text + 1]."""
         return np.concatenate([[0], np.cumsum(self.counts)])
 
     @property
@@ -119,7 +119,7 @@ class ExtractionWindows:
         return -(-self.total // self.per_sequence)
 
     def count(self, sequences: int) -> Count:
-        """Return how much the first `sequences` sequences hold."""
+        """Count the windows and tokens in the first `sequences` sequences."""
         windows = min(sequences * self.per_sequence, self.total)
         return Count(windows, windows * self.protocol.suffix)
 
@@ -148,7 +148,7 @@ class ExtractionWindows:
         return parts
 
     def table(self, first: int, rows: Rows, scores: Mapping[str, np.ndarray]) -> pa.Table:
-        """Return the results of some sequences, a row per window; see `shardplan.eval.windows.Windows`."""
+        """Return the results of some sequences, one row per window; see `shardplan.eval.windows.Windows`."""
         windows, schema = rows.windows, result_schema(self.protocol.suffix)
         kept = np.flatnonzero(windows["is_valid"])
         columns = {
@@ -182,14 +182,14 @@ class ExtractionJob:
     position: int
     sequences: int
     parts: Sequence[tuple[int, range]]
-    """Texts, and the numbers of the windows within each."""
+    """Each text, and the numbers of its windows."""
     before: Mapping[int, np.ndarray]
-    """Text -> int64[piece + 1], the number of tokens before each piece, and of all."""
+    """Text -> number of tokens before each piece, and of all tokens, int64[piece + 1]."""
     characters: Mapping[int, int]
-    """Text -> number of its characters."""
+    """Text -> number of characters in it."""
 
     def make(self, texts: TextReader) -> Rows:
-        """Make the sequences; windows past the end, or with too few tokens, are padding and not valid."""
+        """Make the sequences; windows past the end or with too few tokens are padding, marked invalid."""
         width = len(self.special) + self.protocol.length
         per_sequence = self.position // width
         count = self.sequences * per_sequence
@@ -217,7 +217,7 @@ class ExtractionJob:
     def _fill_by_tokens(
         self, texts: TextReader, text: int, starts: np.ndarray, tokens: np.ndarray, windows: Mapping[str, np.ndarray]
     ) -> None:
-        """Fill arrays with the windows of a text that start at some of its tokens."""
+        """Fill arrays with the windows of a text that start at given tokens."""
         protocol = self.protocol
         read = texts.tokens(text, self.before[text], int(starts[0]), int(starts[-1]) + protocol.length)
         starts = starts - starts[0]
@@ -232,7 +232,7 @@ class ExtractionJob:
     def _fill_by_characters(
         self, texts: TextReader, text: int, starts: np.ndarray, tokens: np.ndarray, windows: Mapping[str, np.ndarray]
     ) -> None:
-        """Fill arrays with the windows of a text that start at some of its characters, and have enough tokens."""
+        """Fill arrays with the windows of a text that start at given characters and have enough tokens."""
         protocol, tokenizer, first = self.protocol, texts.tokenizer, int(starts[0])
         end = min(self.characters[text], int(starts[-1]) + protocol.encoded_characters)
         part = texts.characters(text, first, end)
@@ -284,7 +284,7 @@ def divide_texts(
 
 
 def no_window_error(protocol: Protocol) -> ConfigError:
-    """Return the error that the texts are too short.
+    """Return the error for texts that are too short for a window.
 
     >>> str(no_window_error(Protocol(prefix=50, suffix=50, stride=10)))
     'data.path holds no text of 100 tokens, the length of a window'

@@ -1,4 +1,4 @@
-"""The chat template of a tokenizer: prompts as lm_eval's `hf` model has them, or one line that says why not."""
+"""The chat template of a tokenizer: makes the prompts of lm_eval's `hf` model, or raises a one-line error."""
 
 import logging
 from collections.abc import Mapping, Sequence

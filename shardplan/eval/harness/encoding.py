@@ -1,4 +1,4 @@
-"""From the texts of lm_eval's requests to tokens, as its `hf` model has them, and remarks about some of them.
+"""Encodes the texts of lm_eval's requests as its `hf` model does, with remarks on some requests.
 
 `hf` encodes a context with its continuation, and takes the tokens after as many as the context has by itself for those
 of the continuation. Where a tokenizer merges across the join there may be none, and `hf` ends: here the continuation is
@@ -14,14 +14,14 @@ from typing import Any
 from shardplan.eval.harness.requests import Request
 
 MAX_TASKS = 8
-"""Most tasks that a remark names."""
+"""Maximum number of tasks that a remark names."""
 
 
 class Remark(StrEnum):
     """A remark for the user about how some requests were encoded."""
 
     TRUNCATED = "truncated"
-    """The beginning of the context did not fit."""
+    """The beginning of the context did not fit, and was cut off."""
     ENCODED_ALONE = "continuation_encoded_alone"
     """No token begins after the context, so that the continuation was encoded by itself."""
     NO_CONTEXT = "context_without_tokens"
@@ -29,7 +29,7 @@ class Remark(StrEnum):
 
 
 class Remarks:
-    """Numbers of requests, by remark and task."""
+    """Numbers of requests, counted by remark and task."""
 
     def __init__(self) -> None:
         self._counts: dict[Remark, Counter[str]] = {remark: Counter() for remark in Remark}
@@ -70,15 +70,15 @@ class RequestEncoder:
     """Encodes requests."""
 
     encode: Callable[..., list[int]]
-    """`ShardplanLM.tok_encode`."""
+    """`ShardplanLM.tok_encode`, which encodes a text."""
     encode_pair: Callable[[str, str], tuple[list[int], list[int]]]
-    """`TemplateLM._encode_pair`: tokens of a context, which is not empty, and of its continuation."""
+    """`TemplateLM._encode_pair`, which encodes a nonempty context and its continuation."""
     prefix_token: Callable[[], int]
-    """Returns the token before a text without context, or raises that there is none."""
+    """Return the token before a text without context; raise an error if there is none."""
     max_length: int
 
     def encode_all(self, requests: Iterable[Any]) -> tuple[list[Request], Remarks]:
-        """Return the tokens of requests, which are instances of lm_eval's `loglikelihood`."""
+        """Encode requests, which are instances of lm_eval's `loglikelihood`."""
         encoded, remarks = [], Remarks()
         for each in requests:
             task = each.task_name or "unnamed task"

@@ -1,4 +1,4 @@
-"""Arguments of lm_eval's `hf` model as keys of a configuration, so that a command for `hf` works or names what cannot.
+"""Translates arguments of lm_eval's `hf` model to configuration keys; names those that shardplan does not support.
 
 | arguments of `hf` | here |
 |---|---|
@@ -51,17 +51,17 @@ ONLY_VALUES = {
     "softmax_dtype": (("float32",), "scores are computed in float32"),
     "use_fast_tokenizer": ((True,), "the tokenizer is the fast one where there is one"),
 }
-"""Argument of `hf` -> the values that are the same here, and why."""
+"""Argument of `hf` -> the only values that have the same meaning here, and why."""
 KEY_SYNONYMS = ("pretrained", "revision", "dtype", "peft")
-"""Arguments that stand for keys of the configuration."""
+"""Arguments that are other names of configuration keys."""
 TEXT_ARGUMENTS = ("tokenizer", "chat_template_args", "enable_thinking")
 """Arguments that decide how texts become tokens."""
 HF_ARGUMENTS = (*KEY_SYNONYMS, *TEXT_ARGUMENTS, *WITHOUT_EFFECT, *REFUSED, *ONLY_VALUES)
-"""All arguments of `hf` that are known here."""
+"""All arguments of `hf` that shardplan knows."""
 DTYPE_KEYS = ("workload.param_dtype", "workload.compute_dtype")
-"""Keys that `dtype` stands for."""
+"""Keys that the argument `dtype` sets."""
 DTYPE_SYNONYMS = {"float": "float32", "half": "float16"}
-"""As torch names them."""
+"""Names of dtypes in torch -> names in shardplan."""
 AUTO_DTYPE = "auto"
 logger = logging.getLogger(__name__)
 
@@ -71,13 +71,13 @@ class TextArguments:
     """Arguments that decide how texts become tokens."""
 
     tokenizer: str | None = None
-    """A folder or repository whose tokenizer is used; None for that of the checkpoint."""
+    """A folder or repository whose tokenizer is used; None for the checkpoint's tokenizer."""
     chat_template_args: Mapping[str, Any] = field(default_factory=dict)
-    """Further variables of the chat template."""
+    """Additional variables of the chat template."""
 
 
 def translate(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Translate lm_eval's arguments to keys of the configuration; keys among them are unchanged.
+    """Translate lm_eval's arguments to configuration keys; arguments that are keys stay unchanged.
 
     Those of `read_text_arguments` are left out. The type `auto` stays for `resolve_auto_dtype`, because the checkpoint
     may be named in a file.
@@ -110,7 +110,7 @@ def translate(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_argument(name: str, value: Any) -> None:
-    """Check an argument of `hf` that stands for no key: it is refused, or has no effect."""
+    """Check an argument of `hf` that sets no key: refuse it, or warn that it has no effect."""
     if value is None or value is False or value == "":  # as if it were left out
         return
     if name in REFUSED:
@@ -176,7 +176,7 @@ def resolve_auto_dtype(ref: str) -> str:
 
 
 def _stored_dtype(folder: Folder) -> str | None:
-    """Return what a config.json says of the type of its weights."""
+    """Return the type of weights that a config.json gives."""
     try:
         values = json.loads(read_bytes(folder, "config.json") or b"{}")
     except ValueError:
@@ -189,13 +189,13 @@ def _stored_dtype(folder: Folder) -> str | None:
 
 
 def _set(keys: dict[str, Any], key: str, value: Any, argument: str) -> None:
-    """Set a key for an argument that stands for it."""
+    """Set the key that an argument stands for."""
     if keys.setdefault(key, value) != value:
         raise ConfigError(f"model_args: {argument} contradicts {key}={keys[key]}; leave one of them out")
 
 
 def _set_revision(keys: dict[str, Any], revision: str) -> None:
-    """Add a revision to the checkpoint's reference, unless it is `main`, the default."""
+    """Add a revision to the checkpoint's reference, except the default `main`."""
     ref = str(keys.get("model.ref") or "")
     name, separator, own = ref.partition("@")
     if separator and own != revision:
@@ -210,6 +210,6 @@ def _set_revision(keys: dict[str, Any], revision: str) -> None:
 
 
 def _dtype_name(value: Any) -> str:
-    """Return the name of a dtype, which may be given as an object of torch or numpy, or as a name."""
+    """Return the name of a dtype that is given as a torch or NumPy object, or as a name."""
     name = str(value if isinstance(value, str) else getattr(value, "__name__", value)).removeprefix("torch.")
     return DTYPE_SYNONYMS.get(name, name)

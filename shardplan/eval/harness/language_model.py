@@ -1,4 +1,4 @@
-"""The class that lm_eval knows as the model `shardplan`."""
+"""The class that lm_eval registers as the model `shardplan`."""
 
 import logging
 import os
@@ -32,7 +32,7 @@ from shardplan.search.fastest_batch import batches
 from shardplan.storage import open_folder
 
 DEFAULT_BATCH_SIZES = (None, 1, "1", "auto")
-"""What lm_eval passes as `batch_size` if the user does not set it, and what agrees with the planner's choice."""
+"""Values of `batch_size` that leave the choice to the planner, among them lm_eval's default."""
 logger = logging.getLogger(__name__)
 
 
@@ -101,7 +101,7 @@ class ShardplanLM(TemplateLM):
 
     @property
     def max_length(self) -> int:
-        """Most tokens that the model is given to predict the next one."""
+        """Maximum number of tokens that the model gets to predict the next one."""
         return self._max_length
 
     @property
@@ -220,7 +220,7 @@ class ShardplanLM(TemplateLM):
         raise ConfigError(GENERATION_REFUSED)
 
     def get_model_info(self) -> dict[str, Any]:
-        """Return what lm_eval writes beside the results: plan, programs, tasks left out, and remarks on requests."""
+        """Return what lm_eval writes besides the results: plan, programs, omitted tasks, and remarks on requests."""
         info: dict[str, Any] = {"tasks_left_out": dict(self.left_out), **self._remarks.to_json()}
         if self._scorer is None or self._session is None:
             return info
@@ -235,7 +235,7 @@ class ShardplanLM(TemplateLM):
         }
 
     def _score(self, requests: Sequence[Request], on_scored: Any = None) -> tuple[np.ndarray, np.ndarray]:
-        """Return log-probability and greediness of every request."""
+        """Return the log-probability of every request, and whether greedy decoding produces it."""
         if not requests:
             return np.empty(0), np.empty(0, bool)
         packed = pack_requests(requests, self.max_length, self._settings.workload.position)
@@ -256,7 +256,7 @@ class ShardplanLM(TemplateLM):
         return results
 
     def _prepare(self, packed: PackedRequests) -> Session:
-        """Plan for the requests: with the fastest batch, or one that holds them all if that is smaller."""
+        """Plan for the requests, with the fastest batch, or with a smaller one that holds all of them."""
         settings = self._settings
         session = prepare(settings, self._given)
         if settings.workload.batch == AUTO_BATCH:
@@ -273,6 +273,6 @@ class ShardplanLM(TemplateLM):
 
 
 def own_model(lm: Any) -> ShardplanLM | None:
-    """Return the `ShardplanLM` that lm_eval evaluates, without the cache around it; None for another model."""
+    """Return the `ShardplanLM` that lm_eval evaluates, without the cache that wraps it; None for another model."""
     model = lm.lm if isinstance(lm, CachingLM) else lm
     return model if isinstance(model, ShardplanLM) else None

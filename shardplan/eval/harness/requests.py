@@ -1,4 +1,4 @@
-"""Tokenized requests, and the windows of tokens that have to be computed for them. Pure."""
+"""Tokenized requests, and the windows of tokens to compute for them. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ class Request:
     context: list[int]
     continuation: list[int]
     task: str = ""
-    """The task that it is of, for messages."""
+    """Name of the request's task, for messages."""
 
 
 @dataclass(frozen=True)
@@ -30,28 +30,28 @@ class PackedRequests:
     position: int
     """Tokens of a row."""
     tokens: list[np.ndarray]
-    """int32[token] of every window; the windows of a row follow each other, and rows are in order."""
+    """Tokens of every window, int32[token]; windows are in the order of the rows, without gaps."""
     row: np.ndarray
-    """int64[window]."""
+    """Row of each window, int64[window]."""
     offset: np.ndarray
-    """int64[window]: index of the window's first token in its row."""
+    """Index of each window's first token in its row, int64[window]."""
     start: np.ndarray
-    """int64[request]: index of the first score of the request's continuation, counted through all rows."""
+    """Index of the first score of each request's continuation, counted over all rows, int64[request]."""
     end: np.ndarray
-    """int64[request]: the index after its last."""
+    """Index after the last score of each request's continuation, int64[request]."""
 
     @property
     def rows(self) -> int:
-        """The number of rows."""
+        """Number of rows."""
         return int(self.row[-1]) + 1
 
     @property
     def filled(self) -> float:
-        """The part of the rows that windows fill."""
+        """Fraction of the rows' tokens that windows fill."""
         return sum(map(len, self.tokens)) / (self.rows * self.position)
 
     def fill(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the tokens and `window_starts`, int32[row, position], of `count` rows from `first` on.
+        """Return the tokens and the `window_starts`, both int32[row, position], of `count` rows from `first` on.
 
         What no window fills is a window of zeros by itself.
         """

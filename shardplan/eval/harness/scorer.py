@@ -58,7 +58,7 @@ class RequestScorer:
     def score(
         self, packed: PackedRequests, on_scored: Callable[[np.ndarray, np.ndarray, np.ndarray], None] | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the log-probability in nats, float64[request], and whether it is greedy, bool[request].
+        """Return each request's log-probability in nats, float64[request], and whether it is greedy, bool[request].
 
         A continuation is greedy if each of its tokens is the most probable one.
 
@@ -111,7 +111,7 @@ class RequestScorer:
 def sum_scores(
     log_prob: np.ndarray, rank: np.ndarray, start: np.ndarray, end: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the sum of the log-probabilities of each range of scores, and whether all of its ranks are 0.
+    """Return the sum of the log-probabilities in each range of scores, and whether all ranks in it are 0.
 
     Ranges are summed one by one, so that a score that is not finite changes the sums of its own ranges only.
 
@@ -134,7 +134,7 @@ def sum_scores(
 
 
 def check_equal(packed: PackedRequests) -> None:
-    """Check that all processes have the same requests: plans would differ, and steps would hang or mix them.
+    """Check that all processes have the same requests: else plans would differ, and steps would hang or mix requests.
 
     Raises:
         ConfigError: they have not, in all processes.

@@ -23,13 +23,13 @@ from shardplan.plan.workload.workload import AUTO_BATCH, Workload, raise_first
 from shardplan.positions.sequence_layout import KERNEL_BLOCK
 
 OWN_ARGUMENTS = ("config", "max_length", "add_bos_token", "prefix_token_id")
-"""Arguments of the model that are no keys of a configuration."""
+"""Arguments of the model that are not configuration keys."""
 
 
 def read_settings(
     config: str | None, max_length: int | None, overrides: Mapping[str, Any]
 ) -> tuple[LoadingConfig, Plan | None]:
-    """Return the configuration of a run, with the workload that requests need; and its Plan, if it names one.
+    """Return the configuration of a run, with the workload that requests need, and the Plan that it names, if any.
 
     Unless they are set, the batch is the fastest one, and a row holds `max_length` tokens and one more, in whole blocks
     of the attention kernel.
@@ -83,7 +83,7 @@ def read_settings(
 
 
 def _workload(config: LoadingConfig, max_length: int | None) -> Workload:
-    """Return the workload for packed requests: scores without top k, of windows of any length."""
+    """Return the workload for packed requests: scores without top k, in windows of any length."""
     work, given = config.workload, config.given
     position = work.position
     if "workload.position" not in given and max_length is not None:
@@ -102,5 +102,5 @@ def _workload(config: LoadingConfig, max_length: int | None) -> Workload:
 
 
 def _text(value: Any) -> str:
-    """Return a value in the spelling of the command line."""
+    """Format a value as on the command line."""
     return value if isinstance(value, str) else json.dumps(value)

@@ -13,16 +13,16 @@ from typing import Any
 from shardplan.errors import ConfigError, names_text
 
 SCORED = frozenset({"loglikelihood", "loglikelihood_rolling"})
-"""Kinds of requests that are computed."""
+"""Kinds of requests that can be scored."""
 REQUEST_KINDS = {"multiple_choice": "loglikelihood"}
-"""Output type of a task -> the kind of its requests, where that has another name."""
+"""Output type of a task -> kind of its requests, if the names differ."""
 IMAGES = "images or audio"
 GENERATION_REFUSED = (
     "shardplan scores texts and does not generate any; leave out tasks whose output_type is generate_until, or run "
     "them with another model"
 )
 left_out: dict[str, str] = {}
-"""Tasks that were left out in this process so far, and what each would need; the command ends with them."""
+"""Tasks omitted in this process so far, and what each would need; the command ends with this list."""
 logger = logging.getLogger(__name__)
 
 
@@ -47,7 +47,7 @@ def select_tasks(evaluate: Callable[..., Any], is_own: Callable[[Any], Any]) -> 
 
 
 def _split_tasks(loaded: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the tasks that can be run, and for each of the others what it would need.
+    """Return the tasks that can run, and what each of the others would need.
 
     A group that has a task of these is left out as well: the mean of fewer tasks would have its name. Its other tasks
     are run.
@@ -118,7 +118,7 @@ def _request_kinds(task: Any) -> set[str]:
 
 
 def _makes_requests_itself(task: Any) -> bool:
-    """Return whether a class outside of `lm_eval.api` defines how a task's requests are made."""
+    """Return whether a class outside of `lm_eval.api` defines how a task makes its requests."""
     for cls in type(task).__mro__:
         if "construct_requests" in vars(cls):
             return not cls.__module__.startswith("lm_eval.api.")
@@ -126,7 +126,7 @@ def _makes_requests_itself(task: Any) -> bool:
 
 
 def left_out_text(tasks: dict[str, str]) -> str:
-    """Return tasks and what each would need: `gsm8k and humaneval (generate_until), chartqa (images or audio)`.
+    """Format omitted tasks and what each would need: `gsm8k and humaneval (generate_until), chartqa (images or audio)`.
 
     >>> left_out_text({"gsm8k": "generate_until", "humaneval": "generate_until", "chartqa": "images or audio"})
     'gsm8k and humaneval (generate_until), chartqa (images or audio)'

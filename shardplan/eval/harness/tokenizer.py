@@ -12,7 +12,7 @@ TOKENIZER_FILES = (
     "chat_template.jinja", "chat_template.json", "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model",
     "spiece.model",
 )  # fmt: skip
-"""Files from which a tokenizer is made; config.json tells its class where nothing else does."""
+"""Files from which a tokenizer is made; config.json gives its class if no other file does."""
 
 
 def load_tokenizer(folder: Folder, **settings: Any) -> Any:

@@ -1,1 +1,1 @@
-"""The steps of an evaluation: inputs are made ahead, and results are fetched while the devices compute."""
+"""The steps of an evaluation: makes inputs ahead, and fetches results while the devices compute."""

@@ -1,4 +1,4 @@
-"""The sequences of the next shards, which workers make before the devices need them."""
+"""The sequences of the next shards, which worker processes make before the devices need them."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -8,11 +8,11 @@ from shardplan.eval.loop.shards import Shards
 from shardplan.eval.windows import Rows
 
 SHARDS_AHEAD = 2
-"""Shards whose sequences are made before the devices need them."""
+"""Number of shards whose sequences are made before the devices need them."""
 
 
 class InputsAhead:
-    """Has the sequences of shards made ahead, for the lanes of this process."""
+    """Makes the sequences of shards ahead, for the lanes of this process."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class InputsAhead:
             self.start_next()
 
     def start_next(self) -> None:
-        """Start to prepare the sequences of the next shard, if there is one."""
+        """Start to make the sequences of the next shard, if there is one."""
         shard = next(self._remaining, None)
         if shard is not None:
             futures = {lane: self._make(*self.shards.lane_range(shard, lane)) for lane in self._lanes}

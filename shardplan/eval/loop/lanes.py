@@ -1,4 +1,4 @@
-"""The lanes of a batch: equal numbers of its rows, each computed by its own devices."""
+"""The lanes of a batch: equal numbers of its rows, each lane computed by different devices."""
 
 from dataclasses import dataclass
 
@@ -13,15 +13,15 @@ class Lanes:
 
     count: int
     sequences: int
-    """Sequences of a lane in one step."""
+    """Sequences of one lane in one step."""
     own: tuple[int, ...]
-    """Lanes that a device of this process computes, in order."""
+    """Lanes that the devices of this process compute, in order."""
     written: tuple[int, ...]
-    """Lanes whose results this process writes: of all processes that compute the lane, it is the first."""
+    """Lanes whose results this process writes, because it is the first process that computes them."""
 
 
 def find_lanes(program: Program) -> Lanes:
-    """Return the lanes of the batch of a program whose second argument is an array [batch, position]."""
+    """Return the lanes of a program's batch; the program's second argument must be an array [batch, position]."""
     array = program.arguments[1].array
     first_process: dict[int, int] = {}
     own_rows = set[int]()

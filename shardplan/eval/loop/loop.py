@@ -26,7 +26,7 @@ from shardplan.experts.statistics.layer_record import LayerRecord
 from shardplan.monitoring.step_statistics import Count, LoopStatistics, StepTimer
 
 STEPS_AHEAD = 2
-"""Steps that are given to the devices before the results of an earlier one are fetched."""
+"""Number of steps that are given to the devices before the results of an earlier step are fetched."""
 
 
 class Scored(NamedTuple):
@@ -34,7 +34,7 @@ class Scored(NamedTuple):
 
     rows: Rows
     scores: Mapping[str, np.ndarray]
-    """Output of the program -> [sequence, position]."""
+    """Output of the program -> its scores, [sequence, position]."""
 
 
 @dataclass(frozen=True)
@@ -43,16 +43,16 @@ class FinishedStep:
 
     shard: int
     count: Count
-    """Windows and tokens that the step has scored, over all devices of the run."""
+    """Number of windows and tokens that the step has scored, over all devices of the run."""
     lanes: Mapping[int, Scored]
-    """After the last step of a shard: lane -> its results in the whole shard, for the lanes that this process writes.
+    """After a shard's last step: lane -> the lane's results in the whole shard, for the lanes that this process writes.
 
     Empty after every other step.
     """
     ends_shard: bool
-    """Whether it is the last step of its shard."""
+    """Whether the step is the last one of its shard."""
     records: Sequence[tuple[LayerRecord, ...]]
-    """How tokens were routed to experts, as `RoutingRecording.segments` has it; empty unless the program returns it."""
+    """How tokens were routed to experts, as in `RoutingRecording.segments`; empty if the program does not record it."""
 
 
 @dataclass(frozen=True)
@@ -62,12 +62,12 @@ class _OpenShard:
     number: int
     steps: int
     rows: Mapping[int, Rows]
-    """Lane -> its sequences."""
+    """Lane -> the lane's sequences."""
     scores: dict[int, dict[str, list[np.ndarray]]] = field(default_factory=dict)
     """Lane -> output of the program -> [sequence, position] of every finished step."""
 
     def join(self) -> dict[int, Scored]:
-        """Return lane -> its sequences, and their scores in all steps."""
+        """Return lane -> the lane's sequences, and their scores in all steps."""
         joined = {}
         for lane, outputs in self.scores.items():
             whole = {name: np.concatenate(parts) for name, parts in outputs.items()}
@@ -76,11 +76,11 @@ class _OpenShard:
 
 
 class _PendingStep(NamedTuple):
-    """A step that the devices compute, or whose results are not fetched yet."""
+    """A step that the devices compute, or whose results have not been fetched."""
 
     shard: _OpenShard
     number: int
-    """Number of the step in the shard."""
+    """Number of the step within the shard."""
     scores: tuple[NamedArray, ...]
     records: Sequence[tuple[LayerRecord, ...]]
 
@@ -156,7 +156,7 @@ class Loop:
         return rows
 
     def _start_step(self, shard: _OpenShard, step: int) -> _PendingStep:
-        """Give a step to the devices, and have its results copied to the host once they are there."""
+        """Give a step to the devices, and start copying its results to the host."""
         scores, records = self._step(self._module, *self._place(shard.rows, step))
         for array in jax.tree.leaves((scores, records)):
             array.copy_to_host_async()
@@ -164,7 +164,7 @@ class Loop:
         return _PendingStep(shard, step, scores, records)
 
     def _finish_step(self, step: _PendingStep, inputs: InputsAhead, count: Callable[[int], Count]) -> FinishedStep:
-        """Wait for the results of a step, and take them into the results of its shard."""
+        """Wait for the results of a step, and add them to the results of its shard."""
         shard = step.shard
         started = time.perf_counter()
         jax.block_until_ready([array.array for array in step.scores])
@@ -193,13 +193,13 @@ class Loop:
         return [place(*each) for each in enumerate(self._inputs)]
 
     def _to_host(self, array: jax.Array) -> dict[int, np.ndarray]:
-        """Return lane -> [sequence, position] of the results [batch, position] of a step, for written lanes."""
+        """Return lane -> results [sequence, position] of a step, for written lanes, from results [batch, position]."""
         shards = {(each.index[0].start or 0) // self._lanes.sequences: each for each in array.addressable_shards}
         return {lane: np.asarray(shards[lane].data) for lane in self._lanes.written}
 
 
 def _with_whole_rows(program: Program) -> Program:
-    """Return the program with a tuple of results whose rows are sharded like the rows of tokens, and its records.
+    """Return the program with a tuple of results, sharded by rows as the tokens are, and its records.
 
     Each process has all records. Each lane has all of its positions on every device, so that one process can write it,
     and nothing else is replicated.
@@ -221,7 +221,7 @@ def _with_whole_rows(program: Program) -> Program:
 
 
 def _count(count: Callable[[int], Count], ranges: Iterable[tuple[int, int]]) -> Count:
-    """Count windows and tokens in ranges of sequences."""
+    """Count the windows and tokens in ranges of sequences."""
     windows = tokens = 0
     for first, last in ranges:
         before, after = count(first), count(last)

@@ -1,4 +1,4 @@
-"""Shards of a run: ranges of its sequences, whose results are written together. Pure."""
+"""Shards of a run: ranges of its sequences whose results are written together. Pure."""
 
 from dataclasses import dataclass
 
@@ -15,13 +15,13 @@ class Shards:
     """Number of sequences."""
     lanes: int
     lane_sequences: int
-    """Sequences of a lane in one step."""
+    """Sequences of one lane in one step."""
     steps: int
-    """Steps of a shard, except for the last one, which may have fewer."""
+    """Number of steps in a shard; the last shard may have fewer."""
 
     @property
     def size(self) -> int:
-        """Sequences of a shard."""
+        """Number of sequences in a shard."""
         return self.steps * self.lanes * self.lane_sequences
 
     @property
@@ -30,21 +30,21 @@ class Shards:
         return -(-self.total // self.size)
 
     def range(self, shard: int) -> tuple[int, int]:
-        """Return the first sequence of a shard, and the one after its last."""
+        """Return the first sequence of a shard, and one past the last."""
         return shard * self.size, min((shard + 1) * self.size, self.total)
 
     def steps_of(self, shard: int) -> int:
-        """Number of steps of a shard."""
+        """Return the number of steps of a shard."""
         left = self.total - shard * self.size
         return min(self.steps, -(-left // (self.lanes * self.lane_sequences)))
 
     def lane_range(self, shard: int, lane: int) -> tuple[int, int]:
-        """Return the first sequence of a lane in a shard, and the one after its last; some may be past the total."""
+        """Return the first sequence of a lane in a shard, and one past the last; some may be past the total."""
         size = self.steps_of(shard) * self.lane_sequences
         first = shard * self.size + lane * size
         return first, first + size
 
     def step_ranges(self, shard: int, step: int) -> list[tuple[int, int]]:
-        """Return the sequences of every lane in a step of a shard, without those past the total."""
+        """Return the sequences of every lane in one step of a shard, without those past the total."""
         firsts = (self.lane_range(shard, lane)[0] + step * self.lane_sequences for lane in range(self.lanes))
         return [(min(first, self.total), min(first + self.lane_sequences, self.total)) for first in firsts]

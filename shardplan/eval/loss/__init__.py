@@ -1,1 +1,1 @@
-"""The loss of texts."""
+"""The task that measures the loss of texts."""

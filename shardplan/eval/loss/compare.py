@@ -1,4 +1,4 @@
-"""Differences of the losses of runs on the same windows, with standard errors.
+"""Differences between the losses of runs on the same windows, with standard errors.
 
 For a text with the windows w = 1..m, of which w has n_w tokens and d_w is the loss of a run minus that of the first run
 (nats):
@@ -31,29 +31,29 @@ from shardplan.eval.run_results.finished_runs import (
 from shardplan.eval.run_results.folder import SUMMARY, read_windows
 
 PROTOCOL = ("workload.position", "task.stride", "task.special_tokens")
-"""What decides which windows a run has."""
+"""Settings that determine the windows of a run."""
 WINDOW = ("text", "start", "end", "tokens")
-"""Columns that windows of the same tokens have alike."""
+"""Columns that are equal for windows of the same tokens."""
 
 
 @dataclass(frozen=True)
 class LossDifference:
-    """The loss of a run, and its difference from the first run's, in nats per token; None if not finite."""
+    """The loss of a run and its difference from the first run's, in nats per token; None if not finite."""
 
     loss_per_token: float | None
     difference: float | None = None
     standard_error: float | None = None
-    """None also for a single window or text."""
+    """Standard error of the difference; None also for a single window or text."""
 
 
 @dataclass(frozen=True)
 class ComparedText:
-    """A text, or all of them, in every run."""
+    """The losses of one text, or of all texts together, in every run."""
 
     tokens: int
     windows: int
     runs: list[LossDifference]
-    """The first run has no difference."""
+    """The loss of each run; the first run has no difference."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class LossComparison:
     """Several runs side by side on the texts that all of them were run on."""
 
     labels: tuple[str, ...]
-    """A name for each run, which differs from the others."""
+    """Distinct names of the runs."""
     texts: dict[str, ComparedText]
     total: ComparedText
     matched: MatchedTexts
@@ -79,7 +79,7 @@ class LossComparison:
 
 
 def ratio_with_error(differences: np.ndarray, tokens: np.ndarray) -> tuple[float, float | None]:
-    """Return the difference per token, and its standard error; None for a single element.
+    """Return the difference per token and its standard error, which is None for a single element.
 
     Example:
         >>> ratio_with_error(np.array([1.0, 3.0]), np.array([10, 10]))
@@ -131,7 +131,7 @@ def compare_losses(runs: Sequence[FinishedRun]) -> LossComparison:
 
 
 def _compare(losses: np.ndarray, tokens: np.ndarray) -> ComparedText:
-    """Compare float64[run, cluster] losses in nats of clusters of int64[cluster] tokens."""
+    """Compare losses in nats of clusters, float64[run, cluster], that have int64[cluster] tokens."""
     count = int(tokens.sum())
     if count == 0:
         return ComparedText(0, len(tokens), [LossDifference(None) for _ in losses])
@@ -147,7 +147,7 @@ def _compare(losses: np.ndarray, tokens: np.ndarray) -> ComparedText:
 
 
 def _read_losses(run: FinishedRun, texts: Iterable[str]) -> pa.Table:
-    """Return the windows of some texts of a run that predict tokens, ordered by text and place.
+    """Return the windows of a run that predict tokens of given texts, ordered by text and position.
 
     Where windows are packed decides their order in the file, and that may differ between runs.
     """

@@ -24,7 +24,7 @@ from shardplan.plan.workload.workload import Workload
 logger = logging.getLogger(__name__)
 
 SHARD_WINDOWS = 256
-"""Windows of a shard, unless the configuration says."""
+"""Default number of windows in a shard."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class LossTask:
 
     @property
     def shard_windows(self) -> int:
-        """Windows of a shard, if that is more than a step has."""
+        """Number of windows in a shard, unless a step has more."""
         return self.config.shard or SHARD_WINDOWS
 
     def stride(self, position: int) -> int:
@@ -46,7 +46,7 @@ class LossTask:
         return self.config.stride or position - 1
 
     def determinants(self, plan: Plan) -> dict[str, Any]:
-        """Return what determines the results beside texts, tokenizer, weights and types."""
+        """Return what determines the results besides texts, tokenizer, weights and types."""
         return {
             "task": "loss",
             "workload.position": plan.workload.position,
@@ -56,7 +56,7 @@ class LossTask:
         }
 
     def check_workload(self, workload: Workload) -> None:
-        """Check that a workload is an evaluation, of windows that are longer than the stride.
+        """Check that a workload is an evaluation whose windows are longer than the stride.
 
         Raises:
             ConfigError: it is not.
@@ -71,7 +71,7 @@ class LossTask:
             )
 
     def divide(self, store: TextStore, pieces: Sequence[Any], special: SpecialTokens, plan: Plan) -> LossWindows:
-        """Divide texts into windows, packed into sequences where that makes fewer of them."""
+        """Divide texts into windows, and pack several into a sequence if that gives fewer sequences."""
         special = SpecialTokens((), ()) if self.config.special_tokens is False else special
         position = plan.workload.position
         texts = store.texts

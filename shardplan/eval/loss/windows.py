@@ -1,4 +1,4 @@
-"""Overlapping windows of whole texts for the loss: each window predicts the tokens that no earlier one has predicted.
+"""Overlapping windows of texts for the loss; each window predicts the tokens that no earlier window predicts.
 
 Imports no JAX, because worker processes use it.
 """
@@ -26,28 +26,28 @@ SCHEMA = pa.schema(
         ("loss", pa.float64()),
     ]
 )
-"""Columns of the results: of each window the characters that it predicts, their tokens, bytes, and loss in nats."""
+"""Columns of the results: the characters that each window predicts, their tokens, bytes, and loss in nats."""
 
 
 @dataclass(frozen=True)
 class WindowArrays:
-    """Some windows, in order; a position counts the tokens of a text with the special ones. All int64[window]."""
+    """Windows in order, all arrays int64[window]; positions count the tokens of a text, special tokens included."""
 
     text: np.ndarray
-    """Index of the text."""
+    """Index of the window's text."""
     start: np.ndarray
     """Position of the window's first token."""
     end: np.ndarray
-    """Position after its last token."""
+    """Position after the window's last token."""
     predicted: np.ndarray
-    """Position of the first token that is predicted: those before it are context."""
+    """Position of the first predicted token; earlier tokens are context."""
     sequence: np.ndarray
-    """The sequence that the window is packed into."""
+    """Index of the sequence into which the window is packed."""
     offset: np.ndarray
-    """The index at which it begins there."""
+    """Index in the sequence at which the window begins."""
 
     def select(self, index: np.ndarray | slice) -> "WindowArrays":
-        """Return the windows at some indices."""
+        """Return the windows at the given indices."""
         return WindowArrays(*(getattr(self, name)[index] for name in self.__dataclass_fields__))
 
 
@@ -63,14 +63,14 @@ class LossWindows:
     ids: tuple[str, ...]
     """Id of each text."""
     before: tuple[np.ndarray, ...]
-    """Of each text int64[piece + 1], the number of tokens before each piece, and of all, without special ones."""
+    """Number of tokens before each piece and in all, int64[piece + 1] for each text, special tokens excluded."""
     characters: tuple[int, ...]
     """Number of characters of each text."""
     windows: WindowArrays
     first_window: np.ndarray
-    """int64[sequence + 1]: number of the first window of each sequence, and of all."""
+    """Number of each sequence's first window, and of all windows, int64[sequence + 1]."""
     first_token: np.ndarray
-    """int64[sequence + 1]: number of tokens that are predicted before each sequence, and by all."""
+    """Number of tokens predicted before each sequence, and by all, int64[sequence + 1]."""
 
     @property
     def sequences(self) -> int:
@@ -78,7 +78,7 @@ class LossWindows:
         return len(self.first_window) - 1
 
     def count(self, sequences: int) -> Count:
-        """Return how much the first `sequences` sequences hold."""
+        """Count the windows and tokens in the first `sequences` sequences."""
         return Count(int(self.first_window[sequences]), int(self.first_token[sequences]))
 
     def job(self, first: int, last: int) -> "LossJob":
@@ -92,7 +92,7 @@ class LossWindows:
         )  # fmt: skip
 
     def table(self, first: int, rows: Rows, scores: Mapping[str, np.ndarray]) -> pa.Table:
-        """Return the results of some sequences, a row per window; see `shardplan.eval.windows.Windows`."""
+        """Return the results of some sequences, one row per window; see `shardplan.eval.windows.Windows`."""
         windows = rows.windows
         # the loss of a token is that of the position before it; the last element ends the last range
         losses = np.append(scores["loss"].astype(np.float64), 0.0)
@@ -106,7 +106,7 @@ class LossWindows:
         return pa.table(columns, SCHEMA)
 
     def find_tokens(self, rows: Rows) -> np.ndarray:
-        """Return which elements of sequences are tokens; the windows of a sequence leave no gap before its padding."""
+        """Return which elements of sequences are tokens; a sequence's windows leave no gap before its padding."""
         first, ends = rows.windows["index"], rows.windows["index"] + rows.windows["tokens"] + 1
         row = first // self.position
         lengths = np.zeros(len(rows.inputs[0]), np.int64)
@@ -123,16 +123,16 @@ class LossJob:
     is_packed: bool
     special: SpecialTokens
     first: int
-    """The first sequence."""
+    """Index of the first sequence."""
     sequences: int
     windows: WindowArrays
     before: Mapping[int, np.ndarray]
-    """Text -> int64[piece + 1], the number of tokens before each piece, and of all."""
+    """Text -> number of tokens before each piece, and of all tokens, int64[piece + 1]."""
     characters: Mapping[int, int]
-    """Text -> number of its characters."""
+    """Text -> number of characters in it."""
 
     def make(self, texts: TextReader) -> Rows:
-        """Make tokens, which of them predict the next one, and, if packed, where each token's window begins."""
+        """Make the tokens, whether each predicts the next one, and, if packed, where its window begins."""
         shape, w = (self.sequences, self.position), self.windows
         tokens, starts, predicts = np.zeros(shape, np.int32), np.zeros(shape, np.int32), np.zeros(shape, bool)
         spans = np.zeros((len(w.text), 3), np.int64)
@@ -150,7 +150,7 @@ class LossJob:
         return Rows((tokens, predicts, starts) if self.is_packed else (tokens, predicts), windows)
 
     def _make_window(self, texts: TextReader, i: int) -> tuple[np.ndarray, tuple[int, int, int]]:
-        """Return the tokens of a window, and the characters from and to which it predicts, and their bytes."""
+        """Return a window's tokens, and the first character, end and bytes of the text that it predicts."""
         text = int(self.windows.text[i])
         start, end, predicted = (int(getattr(self.windows, name)[i]) for name in ("start", "end", "predicted"))
         shift, before = len(self.special.before), self.before[text]

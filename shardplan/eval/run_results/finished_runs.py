@@ -18,9 +18,9 @@ SUMMARY_PARTS = {
     EvaluationKind.EXTRACTION: ("texts", "total", "plots", "plan"),
     EvaluationKind.LOSS: ("texts", "total", "plan"),
 }
-"""Task -> the parts of run.json and summary.json that are compared."""
+"""Task -> parts of run.json and summary.json that are compared."""
 NAMES = {EvaluationKind.EXTRACTION: "an extraction", EvaluationKind.LOSS: "a loss"}
-"""Task -> what a run of it is called."""
+"""Task -> name of a run of it, with its article."""
 
 
 def model_name(summary: Mapping[str, Any]) -> str:
@@ -42,9 +42,9 @@ class FinishedRun:
     ref: str
     kind: EvaluationKind
     summary: dict[str, Any]
-    """Its summary.json."""
+    """Content of the run's summary.json."""
     run: dict[str, Any]
-    """Its run.json: what determines the results."""
+    """Content of the run's run.json, which determines the results."""
 
     @property
     def model(self) -> str:
@@ -58,18 +58,18 @@ class MatchedTexts:
 
     common: tuple[str, ...]
     differing: tuple[str, ...]
-    """Texts that all runs have, with different contents."""
+    """Ids of texts that all runs have with different contents."""
     missing: tuple[str, ...]
-    """Texts that only some runs have."""
+    """Ids of texts that only some runs have."""
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """Texts that cannot be compared."""
+        """Ids of texts that cannot be compared."""
         return self.differing + self.missing
 
 
 def read_runs(refs: Sequence[str]) -> list[FinishedRun]:
-    """Read results folders of one task.
+    """Read results folders, which must be of one task.
 
     Raises:
         ConfigError: fewer than two folders, one that is named twice or holds no finished results, or runs of several
@@ -92,7 +92,7 @@ def read_runs(refs: Sequence[str]) -> list[FinishedRun]:
 
 
 def match_texts(runs: Sequence[FinishedRun]) -> MatchedTexts:
-    """Return which texts runs have in common, by id and content.
+    """Match the texts of runs by id and content.
 
     >>> texts = {"first": {"a": "1f", "b": "2e"}, "second": {"a": "1f", "b": "3d", "c": "4c"}}
     >>> match_texts([FinishedRun(ref, EvaluationKind.LOSS, {}, {"texts": each}) for ref, each in texts.items()])
@@ -119,7 +119,7 @@ def match_texts(runs: Sequence[FinishedRun]) -> MatchedTexts:
 
 
 def other_tokenizers(runs: Sequence[FinishedRun], labels: Sequence[str]) -> tuple[str, ...]:
-    """Return the labels of the runs with another tokenizer than the first run.
+    """Return the labels of the runs whose tokenizer differs from the first run's.
 
     >>> digests = {"a": "1f", "b": "1f", "c": "2e"}
     >>> runs = [FinishedRun(ref, EvaluationKind.LOSS, {}, {"tokenizer": digest}) for ref, digest in digests.items()]
@@ -143,7 +143,7 @@ def labels_of(runs: Sequence[FinishedRun]) -> tuple[str, ...]:
 
 
 def check_protocol(first: FinishedRun, other: FinishedRun, expected: dict[str, Any], actual: dict[str, Any]) -> None:
-    """Check that two runs have windows of the same protocol.
+    """Check that two runs have the same window protocol.
 
     >>> first, other = (FinishedRun(ref, EvaluationKind.LOSS, {}, {}) for ref in ("a", "b"))
     >>> check_protocol(first, other, {"stride": 5}, {"stride": 9})  # doctest: +ELLIPSIS
@@ -212,7 +212,7 @@ def _parse(ref: str, name: str, data: bytes) -> dict[str, Any]:
 
 
 def _hint(path: Path) -> str:
-    """Name the results folder in or beside a path whose name is most similar, or all of them."""
+    """Suggest the results folder, in or beside a path, with the most similar name, or else all of them."""
     near = {*path.parent.glob(f"*/{SUMMARY}"), *path.glob(f"*/{SUMMARY}")}
     if not near:
         return f"name the output of `shardplan eval`, a folder with {SUMMARY}"

@@ -35,7 +35,7 @@ from shardplan.storage.writing import OutputFolder
 PARTS, WINDOWS, SUMMARY = "parts", "windows.parquet", "summary.json"
 EXPERTS = "experts"
 READ_BYTES = 2**20
-"""Bytes that are read from a file of results at a time."""
+"""Bytes that are read at a time from a file of results."""
 PART, EXPERT_RECORD = re.compile(r"(\d{12})-(\d{12})\.parquet"), re.compile(r"(\d{12})-(\d{12})\.json")
 
 
@@ -56,7 +56,7 @@ class ResultsFolder(RunFolder):
             shards: of each shard its first window, and the one after its last.
         """
         spans: list[tuple[int, int]] = []
-        """Parts that follow each other or overlap, as one range."""
+        """(First, end) of finished windows, with adjacent and overlapping parts merged."""
         for first, end in self._ranges():
             if spans and first <= spans[-1][1]:
                 first, end = spans[-1][0], max(spans.pop()[1], end)
@@ -83,7 +83,7 @@ class ResultsFolder(RunFolder):
         self._write(f"{EXPERTS}/{first:012d}-{last:012d}.json", json_bytes(records))
 
     def read_experts(self) -> Iterator[tuple[int, int, dict[str, Any]]]:
-        """Yield each record of experts with its range of windows: first, one past the last, record.
+        """Yield each record of experts with its range of windows: (first, one past the last, record).
 
         Of records with windows in common, which runs on other devices write, the first one counts.
         """
@@ -100,7 +100,7 @@ class ResultsFolder(RunFolder):
             ConfigError: some of the `total` windows are in no part.
         """
         needed = []
-        """Of each part that has windows which no part before it has: its range, and the first of these windows."""
+        """The parts that add windows to earlier parts: range of each part, and the first window that it adds."""
         end = 0
         # an empty part at the end, so that windows that are missing there are noticed as others are
         for first, last in [*self._ranges(), (total, total)]:
@@ -131,11 +131,11 @@ class ResultsFolder(RunFolder):
         self._write(RUN, json_bytes({**self._read_run(), EXPERTS: section}))
 
     def _ranges(self, subfolder: str = PARTS, pattern: re.Pattern[str] = PART) -> list[tuple[int, int]]:
-        """Return the first window of each part, and the one after its last, in order."""
+        """Return (first window, one past the last) of each part, in order."""
         return sorted((int(m[1]), int(m[2])) for name in self._names(subfolder) if (m := pattern.fullmatch(name)))
 
     def _write_table(self, name: str, tables: Iterable[pa.Table]) -> None:
-        """Write each table as a row group of a file."""
+        """Write each table as one row group of a file."""
         with (
             self._folder.create(name) as file,
             pq.ParquetWriter(Sink(file), self._schema, compression="zstd") as writer,
@@ -173,5 +173,5 @@ def _read_parquet(folder: Folder, name: str) -> pq.ParquetFile:
 
 
 def _part(first: int, last: int) -> str:
-    """Return the name of the file of some windows."""
+    """Return the name of the file for a range of windows."""
     return f"{PARTS}/{first:012d}-{last:012d}.parquet"

@@ -1,4 +1,4 @@
-"""Tokens that the files beside a tokenizer.json add to it, in the order in which transformers adds them.
+"""Adds the tokens that files beside a tokenizer.json define, in the order of transformers.
 
 `tokenizer_config.json` lists them under `added_tokens_decoder`; older checkpoints have `added_tokens.json` and
 `special_tokens_map.json` instead. Named tokens, such as that of the beginning, are added where nothing else has them.
@@ -14,15 +14,15 @@ from shardplan.errors import CheckpointError, one_line
 from shardplan.storage import Folder, read_bytes
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""Keys that name one token."""
+"""Keys whose value is one token."""
 LISTED_TOKENS = ("additional_special_tokens", "extra_special_tokens")
-"""Keys that name several."""
+"""Keys whose value is a list of tokens."""
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
-"""How a token that is added is found in a text."""
+"""Flags that say how an added token is found in a text."""
 
 
 def with_added_tokens(data: bytes, folder: Folder) -> bytes:
-    """Return tokenizer.json with the tokens that other files of the folder add; unchanged if there are none.
+    """Return tokenizer.json with the tokens that other files of the folder add; unchanged without such tokens.
 
     Raises:
         CheckpointError: a file is damaged, or gives a token another id than it gets.
@@ -78,7 +78,7 @@ def _read_json(folder: Folder, name: str) -> dict[str, Any]:
 def _listed_tokens(
     config: Mapping[str, Any], names: Mapping[str, Any], added: Mapping[str, Any]
 ) -> Iterator[tuple[int, AddedToken]]:
-    """Yield id and token of every token that is listed with its id, by id."""
+    """Yield (id, token) for every token that is listed with its id, in the order of ids."""
     if "added_tokens_decoder" in config:
         for number, entry in sorted(config["added_tokens_decoder"].items(), key=lambda item: int(item[0])):
             yield int(number), _make_token(entry)
@@ -90,7 +90,7 @@ def _listed_tokens(
 
 
 def _special_tokens(values: Mapping[str, Any]) -> Iterator[AddedToken]:
-    """Yield every token that a key names."""
+    """Yield every token that a key defines."""
     for key in NAMED_TOKENS:
         if values.get(key):
             yield _make_token(values[key], special=True)
@@ -101,7 +101,7 @@ def _special_tokens(values: Mapping[str, Any]) -> Iterator[AddedToken]:
 
 
 def _make_token(entry: Any, special: bool | None = None) -> AddedToken:
-    """Make a token of its text, or of its text and flags."""
+    """Make a token from its text, or from its text and flags."""
     if isinstance(entry, str):
         return AddedToken(entry, special=bool(special))
     flags = {key: entry[key] for key in FLAGS if key in entry}

@@ -1,4 +1,4 @@
-"""Tokens of texts, piece by piece: what a worker process needs to encode its part of a text. Imports no JAX.
+"""Encodes a text piece by piece, each in a worker process. Imports no JAX.
 
 A text is encoded in pieces, each with some of the text around it. Where two pieces meet, the first token at which the
 encodings of both sides agree begins the second one, so that the tokens are those of the text encoded at once. If they
@@ -14,24 +14,24 @@ from shardplan.errors import CheckpointError, one_line
 from shardplan.eval.texts.store import PIECE, read_characters
 
 CONTEXT = 512
-"""Characters around a boundary between two pieces in which the encodings of both sides must agree."""
+"""Characters on each side of a boundary between pieces, in which the encodings of both pieces must agree."""
 AGREEMENT = 4
-"""Tokens that must be equal where two encodings agree."""
+"""Number of consecutive tokens that must be equal for two encodings to agree."""
 
 
 class Tokens(NamedTuple):
     """Tokens of a part of a text."""
 
     ids: np.ndarray
-    """int32[token]."""
+    """Token ids, int32[token]."""
     starts: np.ndarray
-    """int64[token]: the character of the text at which the token begins."""
+    """Character of the text at which each token begins, int64[token]."""
     ends: np.ndarray
-    """int64[token]: the character after its last."""
+    """Character of the text after each token's last, int64[token]."""
 
 
 def make_tokenizer(data: bytes, name: str) -> Tokenizer:
-    """Make the tokenizer of a tokenizer.json; it encodes every token of a text, without padding.
+    """Make the tokenizer of a tokenizer.json, set to encode texts completely and without padding.
 
     >>> from tokenizers.models import WordLevel
     >>> stored = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a"))
@@ -64,7 +64,7 @@ class PieceEncoder:
         self._tokenizer, self._path, self._places, self._characters = tokenizer, path, places, characters
 
     def encode(self, piece: int) -> Tokens:
-        """Return the tokens of a piece: those from its boundary up to the next piece's."""
+        """Encode a piece: return the tokens from its boundary up to the next piece's boundary."""
         start, end = self._boundary(piece), self._boundary(piece + 1)
         # as much before the piece as `_boundary` encoded, so that its first token is the one that was found there
         first = start if start == piece * PIECE else piece * PIECE - 2 * CONTEXT

@@ -1,4 +1,4 @@
-"""Tokens of the texts of a run, as worker processes read them. Imports no JAX."""
+"""Reads the tokens of a run's texts, in worker processes. Imports no JAX."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from shardplan.eval.texts.encoding import PieceEncoder, Tokens, make_tokenizer
 from shardplan.eval.texts.store import TextStore, read_characters
 
 CACHED_PIECES = 64
-"""Encoded pieces that a worker keeps: neighbouring windows need the same ones."""
+"""Number of encoded pieces that a worker caches, because neighbouring windows need the same pieces."""
 
 
 class SpecialTokens(NamedTuple):
@@ -43,28 +43,28 @@ class Source:
     """The texts and the tokenizer that a worker encodes them with."""
 
     tokenizer: bytes
-    """The tokenizer.json."""
+    """Content of the tokenizer.json."""
     name: str
     """Name of the tokenizer, for messages."""
     path: str
     """Path of the `TextStore`."""
     pieces: tuple[np.ndarray, ...]
-    """Of each text, `Text.pieces`."""
+    """`Text.pieces` of each text."""
     characters: tuple[int, ...]
-    """Of each text, the number of its characters."""
+    """Number of characters of each text."""
 
     @property
     def all_pieces(self) -> list[tuple[int, int]]:
-        """Text and piece of every piece of all texts, in order."""
+        """(Text, piece) for every piece of all texts, in order."""
         return [(text, i) for text, places in enumerate(self.pieces) for i in range(len(places) - 1)]
 
     def by_text(self, values: Sequence[int]) -> list[np.ndarray]:
-        """Return values of all pieces, in the order of `all_pieces`, as an array int64[piece] for each text."""
+        """Divide values of all pieces, in the order of `all_pieces`, into one array int64[piece] per text."""
         return np.split(np.array(values, np.int64), np.cumsum([len(each) - 1 for each in self.pieces])[:-1])
 
 
 def make_source(store: TextStore, tokenizer: bytes, name: str) -> Source:
-    """Return what workers need to encode the texts of `store`.
+    """Collect what workers need to encode the texts of `store`.
 
     >>> import tempfile
     >>> from shardplan.eval.texts.store import PIECE, Text
@@ -86,7 +86,7 @@ class TextReader:
         self._encoded = lru_cache(CACHED_PIECES)(self._encode)
 
     def count_tokens(self, pieces: Sequence[tuple[int, int]]) -> tuple[list[int], int]:
-        """Return the number of tokens of each of some pieces, given as text and piece, and the largest token."""
+        """Return the number of tokens of each given (text, piece), and the largest token."""
         ids = [self._encoded(*piece).ids for piece in pieces]
         return [len(each) for each in ids], max((int(each.max()) for each in ids if len(each)), default=0)
 

@@ -1,4 +1,4 @@
-"""Texts to evaluate: read from files of several kinds, and kept in one temporary file.
+"""Reads the texts of an evaluation from files of several kinds, and keeps them in one temporary file.
 
 | ending | texts |
 |---|---|
@@ -31,11 +31,11 @@ from shardplan.storage.stream import FileStream
 from shardplan.storage.text_files import PARQUET, PLAIN_TEXT, open_text_files
 
 PIECE = 2**16
-"""Characters of a piece of a text."""
+"""Number of characters in a piece of a text."""
 SHOWN = 40
-"""Most characters of a wrong value in a message."""
+"""Maximum number of characters of a wrong value that a message shows."""
 READ_BYTES = 2**24
-"""Bytes that are read from a file at a time."""
+"""Bytes that are read at a time from a file."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ class Text:
     id: str
     characters: int
     digest: str
-    """SHA-256 of its bytes in UTF-8, in hexadecimal."""
+    """SHA-256 of the text in UTF-8, hexadecimal."""
     pieces: np.ndarray
-    """int64[piece + 1]: the byte of the store at which each piece of `PIECE` characters begins, and the last ends."""
+    """Byte of the store at which each piece of `PIECE` characters begins, and the last ends, int64[piece + 1]."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def _append(store: Any, id_: str, parts: Iterator[str]) -> Text:
 
 
 def _texts(path: str) -> Iterator[tuple[str, str, Iterator[str]]]:
-    """Yield id, place and parts of every text of a file or folder."""
+    """Yield id, location and parts of every text in a file or folder."""
     files = open_text_files(path)
     for name, file in files:
         stream = io.BufferedReader(FileStream(file), READ_BYTES)
@@ -162,7 +162,7 @@ def _texts(path: str) -> Iterator[tuple[str, str, Iterator[str]]]:
 
 
 def _decode(name: str, stream: Any) -> Iterator[str]:
-    """Yield the parts of a file of UTF-8, without the byte order mark."""
+    """Yield the decoded parts of a UTF-8 file, without the byte order mark."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     try:
         while data := stream.read(READ_BYTES):
@@ -194,7 +194,7 @@ def _decompress(name: str, stream: Any) -> Any:
 
 
 def _read_lines(name: str, stream: Any, prefix: str) -> Iterator[tuple[str, str, Iterator[str]]]:
-    """Yield the texts of JSON lines; a text without an id has the number of its line."""
+    """Yield the texts of JSON lines; the line number is the id of a text without one."""
     lines = enumerate(stream, start=1)
     while True:
         try:
@@ -239,7 +239,7 @@ def _check_row(place: str, row: Any) -> None:
 
 
 def _read_parquet(name: str, stream: Any, prefix: str) -> Iterator[tuple[str, str, Iterator[str]]]:
-    """Yield the texts of a Parquet file; a text without an id has the number of its row."""
+    """Yield the texts of a Parquet file; the row number is the id of a text without one."""
     try:
         file = pq.ParquetFile(stream)
         schema = file.schema_arrow

@@ -9,7 +9,7 @@ from shardplan.storage import Folder, read_bytes
 
 
 def read_tokenizer(folder: Folder) -> bytes:
-    """Return the tokenizer.json of a checkpoint folder, with tokens that other files of the folder add.
+    """Return the tokenizer.json of a checkpoint folder, with the tokens that other files of the folder add.
 
     Raises:
         CheckpointError: it has none, or one of the files is damaged.
@@ -43,7 +43,7 @@ def check_tokens(largest: int, model: Model, folder: Folder) -> None:
 
 
 def _embedding_rows(model: Model, folder: Folder) -> int:
-    """Return the number of rows of the stored embeddings; without any, the vocabulary size of config.json."""
+    """Return the number of rows of the stored embedding; without one, the vocabulary size in config.json."""
     size, tensors = model.vocab.size, read_tensor_index(folder).tensors
     names = [name for name, shape in expected_tensors(model.template).items() if shape[:1] == (size,)]
     rows = {

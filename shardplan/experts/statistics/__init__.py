@@ -1,1 +1,1 @@
-"""Statistics of routed experts: what a forward pass records, and the figures that it gives."""
+"""Statistics of routed experts: the records of a forward pass, and the figures computed from them."""

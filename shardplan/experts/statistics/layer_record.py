@@ -17,21 +17,21 @@ class LayerRecord(NamedTuple):
     """
 
     load: Any
-    """int[experts]: the rows of each expert, of tokens that count: padding does not."""
+    """Rows of each expert, padding tokens excluded, int[experts]."""
     tokens: Any
-    """int[]: the tokens that count."""
+    """Number of tokens, padding excluded, int[]."""
     entropy: Any
-    """float[]: sum over these tokens of the entropy of the router's probabilities, in nats."""
+    """Sum over tokens of the entropy of the router's probabilities, in nats, float[]."""
     largest_rows: Any
-    """int[]: rows of the device that has most, padding included; summed over steps."""
+    """Rows of the device with most rows, padding included, summed over steps, int[]."""
     mean_rows: Any
-    """float[]: rows of a device in the mean, padding included; summed over steps."""
+    """Mean rows of a device, padding included, summed over steps, float[]."""
     buffer_use: Any
-    """float[]: most rows of a device, relative to those of its buffer; above 1 rows overflowed."""
+    """Most rows of a device / rows of its buffer, float[]; above 1, rows overflowed."""
     overflow_rows: Any
-    """int[]: rows of all devices that did not fit in the buffers."""
+    """Rows of all devices that did not fit in the buffers, int[]."""
     further_rounds: Any
-    """int[]: rounds that the slowest device needed for them."""
+    """Number of rounds that the slowest device needed for overflow rows, int[]."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the record as JSON."""
@@ -44,13 +44,13 @@ class LayerRecord(NamedTuple):
 
     @classmethod
     def from_arrays(cls, arrays: "LayerRecord") -> "LayerRecord":
-        """Return the record of one step with numbers that are wide enough to be added up over a run."""
+        """Return the record of one step in number types wide enough to be added up over a run."""
         wide = {"i": np.int64, "f": np.float64}
         return cls(*(np.asarray(array, wide[np.asarray(array).dtype.kind]) for array in arrays))
 
 
 def add_records(first: LayerRecord, second: LayerRecord) -> LayerRecord:
-    """Return the record of the steps of two records of one layer.
+    """Add two records of one layer.
 
     >>> step = LayerRecord(*map(np.asarray, ([3, 1], 2, 0.5, 3, 2.0, 0.75, 0, 0)))
     >>> both = add_records(step, step._replace(buffer_use=np.asarray(1.25)))
@@ -100,7 +100,7 @@ def layer_figures(record: LayerRecord, xp: ModuleType = np) -> dict[str, Any]:
 
 
 def expert_loads(record: LayerRecord, xp: ModuleType = np) -> Any:
-    """Return float[experts]: the part of all rows that each expert gets.
+    """Return each expert's fraction of all rows, float[experts].
 
     >>> expert_loads(LayerRecord(*map(np.asarray, ([3, 1], 2, 0.5, 3, 2.0, 0.75, 0, 0)))).tolist()
     [0.75, 0.25]

@@ -1,4 +1,4 @@
-"""Names and values of the metrics that trackers receive of layers with routed experts. Imports no JAX."""
+"""Names and values of trackers' metrics of layers with routed experts. Imports no JAX."""
 
 from collections.abc import Mapping
 from types import ModuleType
@@ -9,7 +9,7 @@ import numpy as np
 from shardplan.experts.statistics.layer_record import LayerRecord, expert_loads, layer_figures
 
 MAX_LOADS = 1024
-"""Most experts of all layers whose loads are metrics of their own: trackers are slow with more."""
+"""Maximum number of experts in all layers whose loads are separate metrics: more make trackers slow."""
 
 
 def layer_metrics(records: Mapping[int, LayerRecord], xp: ModuleType = np) -> dict[str, Any]:

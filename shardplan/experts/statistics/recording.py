@@ -31,16 +31,16 @@ class RouterRecord(NamedTuple):
 
 
 class DeviceRows(NamedTuple):
-    """The rows of a device in a layer, each [1]; or of all devices, each [device]."""
+    """The rows of one device in a layer, each array [1]; or of all devices, each array [device]."""
 
     rows: Array
-    """int32."""
+    """Number of rows, int32."""
     buffer_use: Array
-    """float32: largest use of a buffer; above 1 rows did not fit."""
+    """Largest use of a buffer, float32; above 1, rows did not fit."""
     overflow_rows: Array
-    """int32."""
+    """Number of rows that did not fit in the buffer, int32."""
     further_rounds: Array
-    """int32."""
+    """Number of rounds after the first, int32."""
 
 
 @dataclass
@@ -48,15 +48,15 @@ class RoutingRecording:
     """The records of one forward pass."""
 
     is_token: NamedArray | None = None
-    """bool with the axes of the tokens: which of them count; None for all."""
+    """Whether each token counts, bool with the tokens' axes; None if all do."""
     segments: list[tuple[LayerRecord, ...]] = field(default_factory=list)
-    """Of each loop over layers, the layers with experts in its block: records [repetition, ...]."""
+    """Records [repetition, ...] of each loop over layers, one per layer with experts in its block."""
     routers: list[RouterRecord] = field(default_factory=list)
     devices: list[DeviceRows] = field(default_factory=list)
-    """Of layers outside of loops, or in one repetition, in the order of the model; so are `routers`."""
+    """Rows of the layers outside of loops, or of one repetition, in the order of the model, as `routers` are."""
 
     def of_repetition(self) -> AbstractContextManager["RoutingRecording"]:
-        """Record one repetition of a block of layers by itself, until the block of the context ends."""
+        """Record one repetition of a block of layers separately, until the context's block ends."""
         return record_routing(self.is_token)
 
     def layers(self) -> tuple[LayerRecord, ...]:
@@ -66,11 +66,11 @@ class RoutingRecording:
 
 _recording: ContextVar[RoutingRecording | None] = ContextVar("routing_recording", default=None)
 _rounds: ContextVar[list[DeviceRows] | None] = ContextVar("device_rounds", default=None)
-"""Within the program of a device: what it has computed so far."""
+"""Rows that a device's program has computed so far; None outside of a recorded program."""
 
 
 def routing_recording() -> RoutingRecording | None:
-    """Return the recording of the forward pass that is traced; None outside of `record_routing`.
+    """Return the recording of the forward pass being traced; None outside of `record_routing`.
 
     >>> routing_recording()
     >>> with record_routing() as recording:
@@ -81,7 +81,7 @@ def routing_recording() -> RoutingRecording | None:
 
 
 def is_recording() -> bool:
-    """Whether the forward pass that is traced is recorded.
+    """Return whether the forward pass being traced is recorded.
 
     >>> is_recording()
     False
@@ -94,7 +94,7 @@ def is_recording() -> bool:
 
 @contextmanager
 def record_routing(is_token: NamedArray | None = None) -> Iterator[RoutingRecording]:
-    """Record the forward passes that are traced within the block.
+    """Record the forward passes that are traced within the context's block.
 
     >>> import haliax as hax
     >>> chosen = hax.named(jnp.array([[3], [0]]), ("token", "k"))
@@ -146,7 +146,7 @@ def record_router(probabilities: NamedArray, chosen: NamedArray) -> None:
 
 
 def with_device_rows(run: Callable[[Any], Array]) -> Callable[[Any], tuple[Array, DeviceRows]]:
-    """Let a device's program return its result, and the rows that `record_rounds` records in it.
+    """Make a device's program return its result together with the rows that `record_rounds` records in it.
 
     >>> def run(tokens):
     ...     for part in (6, 3):
@@ -177,7 +177,7 @@ def with_device_rows(run: Callable[[Any], Array]) -> Callable[[Any], tuple[Array
 
 
 def device_rows_spec(mesh: Mesh) -> PartitionSpec:
-    """Return the spec of the arrays of `DeviceRows`: a device of the mesh has an element of each.
+    """Return the spec of the arrays of `DeviceRows`, of which each device of the mesh has one element.
 
     >>> tuple(device_rows_spec(jax.sharding.AbstractMesh((2, 4), ("data", "model"))))
     (('data', 'model'),)
@@ -186,7 +186,7 @@ def device_rows_spec(mesh: Mesh) -> PartitionSpec:
 
 
 def take_device_rows(outputs: tuple[Array, DeviceRows]) -> Array:
-    """Record the rows of all devices, and return the result beside them.
+    """Record the rows of all devices, and return the result without them.
 
     >>> rows = DeviceRows(*(jnp.zeros(2) for _ in DeviceRows._fields))
     >>> with record_routing() as recording:
@@ -202,12 +202,12 @@ def take_device_rows(outputs: tuple[Array, DeviceRows]) -> Array:
 
 
 def records_rounds() -> bool:
-    """Whether the program of a device that is traced is recorded."""
+    """Return whether the device program being traced is recorded."""
     return _rounds.get() is not None
 
 
 def record_rounds(rows: Array, buffer_rows: int, rounds: Array) -> None:
-    """Record the rows that a device computes for some tokens, and which of them its buffer does not hold.
+    """Record the rows that a device computes, and how many of them do not fit in its buffer.
 
     >>> def run(tokens):
     ...     record_rounds(jnp.int32(6), buffer_rows=4, rounds=jnp.int32(2))

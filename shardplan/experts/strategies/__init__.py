@@ -1,1 +1,1 @@
-"""What travels between the devices that share experts. All of it runs inside `jax.shard_map`."""
+"""The exchanges between the devices that share experts; all run inside `jax.shard_map`."""

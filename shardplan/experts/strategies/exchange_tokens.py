@@ -22,25 +22,25 @@ from shardplan.experts.statistics.recording import record_rounds, records_rounds
 
 
 class Slices(NamedTuple):
-    """The slices of a ragged all-to-all, as `jax.lax.ragged_all_to_all` takes them: those for device 0 first."""
+    """The slices of a ragged all-to-all, as `jax.lax.ragged_all_to_all` takes them, slices for device 0 first."""
 
     input_offsets: Array
-    """int32[slices], where each begins on this device."""
+    """Where each slice begins on this device, int32[slices]."""
     send_sizes: Array
-    """int32[slices], the rows of each."""
+    """Number of rows of each slice, int32[slices]."""
     output_offsets: Array
-    """int32[slices], where each begins at its receiver."""
+    """Where each slice begins at its receiver, int32[slices]."""
     recv_sizes: Array
-    """int32[slices], the rows of each slice that this device receives."""
+    """Number of rows of each slice that this device receives, int32[slices]."""
 
 
 class Exchange(NamedTuple):
     """The slices of one round of an all-to-all: one for each device and each of that device's experts."""
 
     there: Slices
-    """From a device's sorted rows to the buffers of their experts."""
+    """Slices from a device's sorted rows to the buffers of their experts' devices."""
     back: Slices
-    """From the buffer of a device's experts to the sorted rows of each sender."""
+    """Slices from the buffer of an expert's device to the sorted rows of each sender."""
 
     def reverse(self) -> "Exchange":
         """Return the exchange that sends the same slices back."""
@@ -49,7 +49,7 @@ class Exchange(NamedTuple):
 
 @dataclass(frozen=True)
 class ExchangeRounds:
-    """Sends in each round as many rows as fit at each receiver, and returns their outputs."""
+    """Sends, in each round, as many rows as fit at each receiver, and returns their outputs."""
 
     axes: tuple[str, ...]
     """Mesh axes that shard experts."""
@@ -57,7 +57,7 @@ class ExchangeRounds:
     function: ExpertFunction
 
     def __call__(self, index: int | Array, sizes: Array, operands: tuple[Array, Array, LocalWeights]) -> Array:
-        """Return [rows, embed]: the weighted outputs of this round's rows, sorted by expert; 0 for all other rows.
+        """Return the weighted outputs of this round's rows, sorted by expert, 0 for all other rows: [rows, embed].
 
         Args:
             sizes: int32[devices, experts], the rows that each device has for each expert.
@@ -84,7 +84,7 @@ def exchange_tokens(
     axes: tuple[str, ...],
     buffer_rows: int,
 ) -> Array:
-    """Return [tokens, embed]: each token's weighted sum of expert outputs, computed on the experts' devices.
+    """Return each token's weighted sum of expert outputs, computed on the experts' devices: [tokens, embed].
 
     Args:
         tokens: [tokens, embed], those of this device.
@@ -134,7 +134,7 @@ def find_slices(sizes: Array, device: Array, start: int | Array, size: int) -> E
     arrives_at = jnp.cumsum(arriving, axis=1) - arriving
 
     def by_sender(values: Array) -> Array:
-        """From [receiver, expert and sender] to [sender, receiver, expert]."""
+        """Reorder [receiver, expert and sender] to [sender, receiver, expert]."""
         return values.reshape(devices, -1, devices).transpose(2, 0, 1).astype(jnp.int32)
 
     rows = by_sender(window_sizes(arriving, start, size))
@@ -152,7 +152,7 @@ def find_slices(sizes: Array, device: Array, start: int | Array, size: int) -> E
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _send_rows(rows: Array, output: Array, exchange: Exchange, axes: tuple[str, ...]) -> Array:
-    """Exchange slices of rows, and return `output` with the slices that arrive written into it.
+    """Exchange slices of rows, and return `output` with the received slices written into it.
 
     Gradients are sent back. JAX's own gradient of the collective has those of `output` too, and fills as many rows.
 
@@ -180,7 +180,7 @@ _send_rows.defvjp(_send_forward, _send_backward)
 
 
 def _zeros(shape: tuple[int, ...], dtype: Any) -> Array:
-    """Make zeros in the usual layout: in the collective's, with one row per tile, they take ten times as long."""
+    """Make zeros in the usual layout; in the collective's layout, one row per tile, they take ten times as long."""
     zeros: Array = jax.lax.optimization_barrier(jnp.zeros(shape, dtype))
     return zeros
 
@@ -206,12 +206,12 @@ def ragged_all_to_all(operand: Array, output: Array, slices: Slices, axes: tuple
 
 
 def _gather_and_take(operand: Array, output: Array, slices: Slices, axes: tuple[str, ...]) -> Array:
-    """Do as `jax.lax.ragged_all_to_all`, with collectives that XLA has for CPUs."""
+    """Compute `jax.lax.ragged_all_to_all` by collectives that XLA supports on CPUs."""
     operands = jax.lax.all_gather(operand, axes)
     devices, me = len(operands), jax.lax.axis_index(axes)
 
     def received(values: Array) -> Array:
-        """The values of the slices for this device, of all senders."""
+        """Return the values of the slices that all senders have for this device."""
         return jax.lax.all_gather(values, axes).reshape(devices, devices, -1)[:, me].reshape(-1)
 
     begins, places = received(slices.input_offsets), received(slices.output_offsets)

@@ -1,4 +1,4 @@
-"""Checks of the batch: what Levanter's trainer and data loader divide it by, for every stage of a schedule."""
+"""Checks of the batch, for every stage of a schedule: by which numbers Levanter's trainer and data loader divide it."""
 
 from itertools import pairwise
 
@@ -13,7 +13,7 @@ BATCH_KEY, PER_DEVICE_KEY = "trainer.train_batch_size", "trainer.per_device_para
 
 
 def check_batch(subject: Subject) -> Findings:
-    """Find a batch that its shards or microbatches do not divide; of a schedule every stage."""
+    """Find a batch, or a stage of a schedule, that its shards or microbatches do not divide."""
     if subject.section.stages:
         yield from _check_schedule(subject)
         return

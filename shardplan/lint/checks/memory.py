@@ -1,4 +1,4 @@
-"""Checks of a trainer section by its predicted memory: steps that do not fit, large parameters with few shards."""
+"""Checks of a trainer section's predicted memory: steps that do not fit, large parameters with few shards."""
 
 import dataclasses
 
@@ -9,11 +9,11 @@ from shardplan.plan.plan import Plan
 from shardplan.plan.sections import MemoryPlan
 
 LARGE_FRACTION = 0.01
-"""Fraction of a device's memory from which on a parameter is large."""
+"""Fraction of a device's memory at and above which a parameter counts as large."""
 BARELY_SHARDED_FACTOR = 4
 """A parameter is barely sharded if it has at most 1 / this many shards per device."""
 NUM_LARGEST = 3
-"""How many of the largest parts of memory and parameters a finding names."""
+"""Number of the largest memory parts and parameters that a finding names."""
 MEMORY_PARTS = [
     part.name
     for part in dataclasses.fields(MemoryPlan)
@@ -22,7 +22,7 @@ MEMORY_PARTS = [
 
 
 def check_memory(subject: Subject, plan: Plan) -> Findings:
-    """Find a step that does not fit, or that may not: its peak is within the error of the prediction."""
+    """Find a step that does not fit, or whose peak is so close to the limit that it may not fit."""
     memory = plan.memory
     if memory.fits:
         return

@@ -21,7 +21,7 @@ from shardplan.lint.subject import Subject
 from shardplan.plan.workload.dtypes import itemsize
 
 OTHER_BACKENDS = frozenset(ATTENTION_BACKENDS) - {"default", "splash"}
-"""Values of `model.attn_backend` with which Levanter does not use splash attention on a TPU."""
+"""Values of `model.attn_backend` for which Levanter does not use splash attention on a TPU."""
 
 
 def check_unknown_axes(subject: Subject) -> Findings:
@@ -116,7 +116,7 @@ def check_heads(subject: Subject) -> Findings:
 
 
 def _heads_remedy(subject: Subject, key_heads: str, mesh_axes: list[str]) -> str:
-    """Suggest to shard the axis of key heads, so that every device has complete groups of heads."""
+    """Suggest sharding the axis of key heads, so that every device has complete groups of heads."""
     size, devices, names = subject.size(key_heads), subject.devices(mesh_axes), names_text(mesh_axes)
     divisor = math.gcd(size, devices)
     if divisor == devices:
@@ -207,7 +207,7 @@ def check_vocabulary(subject: Subject) -> Findings:
 
 
 def check_attention(subject: Subject) -> Findings:
-    """Find sharding that splash attention ignores: it runs on each device as if that had everything along them."""
+    """Find sharding that splash attention ignores because it treats a device's shard as the whole axis."""
     if subject.hardware.is_cpu or (subject.attention_backend or "").lower() in OTHER_BACKENDS:
         return
     required = {axis for a in subject.step.attention_axes for axis in a.unsharded_in_kernels}

@@ -1,4 +1,4 @@
-"""Memory of a training file beside parameters, gradients and Adam's state, and findings on what is not counted.
+"""Memory of a training file besides parameters, gradients and Adam's state; findings on sections that are not counted.
 
 With adapters (LoRA), frozen parameters are stored in the compute type and have neither gradients nor optimizer state;
 the adapters themselves have all three. DPO computes two sequences of every example, and keeps a second model in the
@@ -33,13 +33,13 @@ from shardplan.search.given_plan import plan_given_mappings
 from shardplan.steps.optimizer import EMA_SUFFIX
 
 ADAPTER_COPIES = 4
-"""Copies of an adapter in memory: its parameters, their gradients, and Adam's two moments."""
+"""Number of copies of an adapter in memory: its parameters, their gradients, and Adam's two moments."""
 SEQUENCES_OF_A_PAIR = 2
-"""Sequences of an example of DPO: the chosen and the rejected one."""
+"""Number of sequences in an example of DPO: the chosen and the rejected one."""
 
 
 def with_optimizer(workload: Workload, extras: TrainingExtras, is_given: bool) -> Workload:
-    """Return `workload` with the optimizer of the file, which averages the parameters if the file does.
+    """Return `workload` with the optimizer of the file, averaging the parameters if the file does.
 
     Args:
         is_given: the user names the optimizer, so that the file's is not looked at.
@@ -52,7 +52,7 @@ def with_optimizer(workload: Workload, extras: TrainingExtras, is_given: bool) -
 
 
 def count_extras(plan: Plan, config: PlanConfig, model: Model, hardware: Slice, extras: TrainingExtras) -> Plan:
-    """Return `plan`, made for training all parameters, with the memory of `extras` instead."""
+    """Return `plan`, made for training all parameters, with the memory of training with `extras`."""
     if not extras.is_other_step:
         return plan
     counted = plan
@@ -72,7 +72,7 @@ def count_extras(plan: Plan, config: PlanConfig, model: Model, hardware: Slice, 
 
 
 def _adapter_memory(plan: Plan, model: Model, hardware: Slice, width: float, adapters: int) -> MemoryPlan:
-    """Return the memory of training adapters alone, of `adapters` bytes per device, with the mappings of `plan`.
+    """Return the memory of training only adapters, of `adapters` bytes per device, under the mappings of `plan`.
 
     Args:
         width: bytes of the compute type per byte of the parameter type.
@@ -96,7 +96,7 @@ def _adapter_memory(plan: Plan, model: Model, hardware: Slice, width: float, ada
 
 
 def adapter_bytes(plan: Plan, model: Model, extras: TrainingExtras) -> int:
-    """Bytes per device of the parameters of the file's adapters, as Levanter itself adds them to the model."""
+    """Return the bytes per device of the file's adapter parameters, which Levanter itself adds to the model."""
     lora = import_module("levanter.adaptor.lora")
     values = dict(extras.lora or {})
     names = {field for field in lora.LoraConfig.__dataclass_fields__}
@@ -121,7 +121,7 @@ def _bytes_per_device(leaf: Any, plan: Plan) -> int:
 
 
 def check_extras(extras: TrainingExtras, workload: Workload, is_optimizer_given: bool) -> Iterator[Finding]:
-    """List the sections that the prediction ignores, and whether it is too high or too low for that reason."""
+    """List the sections that the prediction ignores, and whether this makes it too high or too low."""
     if workload.kind_row.makes_tokens:
         yield _not_counted(
             "engine", "the prediction is of the prompts alone: cached keys and values, and the tokens that are "

@@ -13,7 +13,7 @@ from shardplan.lint.lint import LintResult, LintTarget, assumptions, lint_traine
 
 @dataclass(frozen=True)
 class LintedFile:
-    """A Levanter configuration, what it was linted for, and the findings on its trainer section."""
+    """A Levanter configuration, the target of its lint, and the findings on its trainer section."""
 
     prepared: PreparedFile
     target: LintTarget

@@ -1,4 +1,4 @@
-"""Prepares a Levanter configuration for the lint: its program, Levanter's own verdict, and its sections corrected.
+"""Prepares a Levanter configuration for the lint: its program, Levanter's own verdict, and its corrected sections.
 
 Sections of levanter 1.2 are converted first; whatever Levanter's parser
 refuses then is corrected or left out, so that the other checks see what was probably meant.
@@ -27,19 +27,19 @@ CORRECTED_ELSEWHERE = ("model.attn_backend", "trainer")
 
 @dataclass(frozen=True)
 class PreparedFile:
-    """A Levanter configuration as the lint goes on with it."""
+    """A Levanter configuration, prepared for the lint."""
 
     file: LevanterFile
     config: PlanConfig
-    """The user's configuration, with the kind of workload and the slice of the file."""
+    """The user's configuration, with the file's kind of workload and slice."""
     choice: ProgramChoice
     corrected: CorrectedSections
     findings: tuple[Finding, ...]
-    """What Levanter's parser refuses, and keys of levanter 1.2."""
+    """Findings on what Levanter's parser refuses, and on keys of levanter 1.2."""
     converted: Mapping[str, Any]
-    """Section -> its content as Levanter has it today, for sections that are of levanter 1.2."""
+    """Section -> its content for today's Levanter, for sections of levanter 1.2."""
     notes: tuple[str, ...]
-    """What is assumed, and what could not be asked."""
+    """Assumptions, and questions that the parser could not be asked."""
 
     @property
     def sections(self) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def prepare_file(path: str, config: PlanConfig) -> PreparedFile:
 
 
 def _check_length(sections: Mapping[str, Any], choice: ProgramChoice) -> Iterator[Finding]:
-    """Find a training on longer sequences than the model has positions."""
+    """Find training on sequences that are longer than the model's number of positions."""
     model, length = sections.get("model"), choice.position(sections)
     positions = model.get("max_seq_len") if isinstance(model, Mapping) else None
     uses_section = choice.program.kind == "train" and sections.get("use_hf_model_config") is not True
@@ -90,7 +90,7 @@ def _check_length(sections: Mapping[str, Any], choice: ProgramChoice) -> Iterato
 
 
 def _convert(sections: Mapping[str, Any], hardware: Slice) -> tuple[dict[str, Any], list[Finding], list[str]]:
-    """Return the sections as Levanter has them today, findings where a file is of levanter 1.2, and what changed."""
+    """Return the sections for today's Levanter, findings on a file of levanter 1.2, and the changed sections."""
     converted, old, corrections = convert_nearest(sections, hardware)
     if not old:
         return converted, [], []
@@ -109,7 +109,7 @@ def _convert(sections: Mapping[str, Any], hardware: Slice) -> tuple[dict[str, An
 def _ask(
     file: LevanterFile, choice: ProgramChoice, sections: Mapping[str, Any] | None
 ) -> tuple[ParserVerdict, list[str]]:
-    """Return the verdict of Levanter's parser on the file, or on the converted `sections`, and what it cannot judge."""
+    """Return the verdict of Levanter's parser on the file or the converted `sections`, and what it cannot judge."""
     try:
         if sections is None:
             verdict = shared_parser().parse(file.text, choice.program, file.inside)
@@ -125,5 +125,5 @@ def _ask(
 
 
 def _is_about_the_whole_file(problem: Problem) -> bool:
-    """Whether the problem is that the file lacks a section, or is refused as a whole."""
+    """Return whether the problem is that the file lacks a section, or is refused as a whole."""
     return not problem.path or (problem.kind == ProblemKind.MISSING_KEY and len(problem.path) == 1)

@@ -1,4 +1,4 @@
-"""The model, slice and workload that a file is linted for: the user's, or else the file's."""
+"""The model, slice and workload for the lint of a file: the user's, or else the file's."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -55,7 +55,7 @@ def file_target(
 def _section_target(
     prepared: PreparedFile, section: ModelSection, extras: TrainingExtras
 ) -> tuple[LintTarget, list[str]]:
-    """Return the target with the model of the `model` section."""
+    """Return the target with the model that the `model` section describes."""
     config, values = prepared.config, prepared.sections.get("model")
     if not isinstance(values, Mapping):
         raise ConfigError(
@@ -70,7 +70,7 @@ def _section_target(
 
 
 def _vocabulary(sections: Mapping[str, Any]) -> tuple[int, list[str]]:
-    """Return the number of tokens of the file's tokenizer, and what is assumed for it."""
+    """Return the number of tokens of the file's tokenizer, and the assumption about it."""
     data = sections.get("data")
     data = data if isinstance(data, Mapping) else {}
     tokenizer = data.get("tokenizer", sections.get("tokenizer"))

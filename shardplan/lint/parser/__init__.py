@@ -1,1 +1,1 @@
-"""The verdict of the installed Levanter's own parser on a configuration file, from a process of its own."""
+"""Asks the installed Levanter's own parser for its verdict on a configuration file, in a separate process."""

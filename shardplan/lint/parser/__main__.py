@@ -1,4 +1,4 @@
-"""`python -m shardplan.lint.parser`: a process in which Levanter parses configurations."""
+"""`python -m shardplan.lint.parser`: runs a process in which Levanter parses configurations."""
 
 from shardplan.lint.parser.worker import main
 

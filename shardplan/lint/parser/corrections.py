@@ -1,4 +1,4 @@
-"""Turns errors of Levanter's parser into findings, and removes what it refuses from the sections.
+"""Converts errors of Levanter's parser to findings, and removes what the parser refuses from the sections.
 
 A misspelt key is renamed to the one that was probably meant, and a value that is refused is left out, so that
 Levanter's default holds: all other checks can run then, and the smallest edit contains these changes.
@@ -16,21 +16,21 @@ from shardplan.lint.findings import Finding, FindingKind, Severity
 from shardplan.lint.parser.problem import ParserVerdict, Problem, ProblemKind
 
 RENAME_CUTOFF = 0.75
-"""Similarity (`difflib.SequenceMatcher.ratio`) from which on an unknown name is taken for a misspelt one."""
+"""Least similarity (`difflib.SequenceMatcher.ratio`) at which an unknown name counts as misspelt."""
 TRAINER_SECTIONS = (("trainer",), ("trainer", "mesh"), ("trainer", "mesh", "axes"))
-"""Sections whose unknown keys `shardplan.lint.corrections` corrects, which knows what their values mean."""
+"""Sections whose unknown keys `shardplan.lint.corrections` corrects, because it knows what their values mean."""
 
 
 @dataclass(frozen=True)
 class CorrectedSections:
-    """The sections of a file without what Levanter's parser refuses."""
+    """The sections of a file without the parts that Levanter's parser refuses."""
 
     sections: dict[str, Any]
     findings: tuple[Finding, ...]
     lines: tuple[str, ...]
     """The changes as lines of a unified diff."""
     is_complete: bool
-    """Whether nothing is left that the parser refuses."""
+    """Whether the parser refuses nothing more in the sections."""
 
     @property
     def edits(self) -> int:
@@ -72,7 +72,7 @@ def _program_findings(verdict: ParserVerdict, program: LevanterProgram) -> Itera
 
 
 def _finding(problem: Problem, program: LevanterProgram, present: Collection[str]) -> Finding:
-    """Make a finding of an error of Levanter's parser, with the value to write instead.
+    """Make a finding from an error of Levanter's parser, with the value to write instead.
 
     Args:
         present: the keys of the section, which an unknown key was not meant to be.
@@ -97,12 +97,12 @@ def _finding(problem: Problem, program: LevanterProgram, present: Collection[str
 
 
 def _quoted(text: str) -> str:
-    """Return the word in quotes."""
+    """Return the word that the text has in quotes."""
     return text.split("'")[1] if "'" in text else text
 
 
 def _correct(sections: dict[str, Any], problem: Problem) -> list[str]:
-    """Change `sections` so that the problem disappears; return the changes, or an empty list if none helps."""
+    """Change `sections` so that the problem disappears; return the changes, or an empty list if no change helps."""
     if problem.kind == ProblemKind.MISSING_KEY or not problem.path:
         return []
     path = (*problem.path, "type") if problem.kind == ProblemKind.UNKNOWN_TYPE else problem.path
@@ -127,7 +127,7 @@ def _correct(sections: dict[str, Any], problem: Problem) -> list[str]:
 
 
 def _meant(problem: Problem, name: Any, value: Any) -> str | None:
-    """Return the key or type that was probably meant."""
+    """Return the key or type that was probably intended."""
     misspelt = str(value) if problem.kind == ProblemKind.UNKNOWN_TYPE else str(name)
     return closest(misspelt, problem.valid, RENAME_CUTOFF)
 

@@ -1,4 +1,4 @@
-"""Imports Levanter's training program with all of its configuration classes, in as few seconds as that takes.
+"""Imports Levanter's training program with all its configuration classes, as fast as possible.
 
 What its packages compute while they are imported, and parsing does not ask for, is put off until something asks: the
 `__init__` of three packages, and the table of all installed distributions that `transformers` makes, for which the
@@ -58,7 +58,7 @@ class _LazyDistributions(Mapping[str, list[str]]):
 
 
 class _NamesOnly(ModuleType):
-    """A stand-in for a package whose names occur only in type annotations; calling one is an error."""
+    """A stand-in for a package of which only names in type annotations are used; a call raises an error."""
 
     def __getattr__(self, name: str) -> Self:
         if name.startswith("__"):

@@ -1,4 +1,4 @@
-"""An error of Levanter's parser in a form that is sent between the two processes. Imports no JAX."""
+"""An error of Levanter's parser, in the form that is sent between the two processes. Imports no JAX."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class ProblemKind(StrEnum):
-    """Why Levanter does not accept a value."""
+    """The reason why Levanter does not accept a value."""
 
     UNKNOWN_KEY = "unknown key"
     """The section has no such key."""
@@ -18,7 +18,7 @@ class ProblemKind(StrEnum):
     VALUE = "value"
     """The value cannot be converted, or the class refuses it."""
     NOT_INSTALLED = "not installed"
-    """What the key names cannot be imported here: nothing that the file is to blame for."""
+    """The key needs a package that cannot be imported here, which is no fault of the file."""
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,11 @@ class Problem:
 
     kind: ProblemKind
     path: tuple[str, ...]
-    """Keys from the top of the file down to the one concerned."""
+    """Keys from the top of the file down to the key or value with the problem."""
     text: str
-    """The parser's own words, on one line."""
+    """The parser's own message, on one line."""
     valid: tuple[str, ...] = ()
-    """Keys or types that Levanter has in this place."""
+    """Keys or types that Levanter accepts there."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,12 @@ class ParserVerdict:
 
     @property
     def starts(self) -> bool:
-        """Whether Levanter parses the file."""
+        """Whether Levanter can parse the file."""
         return self.is_program_installed and not self.of_the_file
 
     @property
     def of_the_file(self) -> tuple[Problem, ...]:
-        """The problems of the file, without problems of the environment."""
+        """The problems of the file itself, without those of the environment."""
         return tuple(problem for problem in self.problems if problem.kind != ProblemKind.NOT_INSTALLED)
 
     def to_json(self) -> dict[str, Any]:

@@ -22,9 +22,9 @@ from shardplan.levanter_config.programs import LevanterProgram
 from shardplan.lint.parser.problem import ParserVerdict
 
 TIME_LIMIT_SECONDS = 600.0
-"""Seconds after which the parser is given up: many times what it takes, also on a machine that is busy."""
+"""Seconds after which the parser is stopped: many times what it takes, even on a busy machine."""
 MAX_LINE = 300
-"""Characters of the last line of output that an error keeps."""
+"""Maximum characters that an error keeps of the output's last line."""
 
 
 class ParserStopped(Exception):
@@ -32,7 +32,7 @@ class ParserStopped(Exception):
 
 
 class LevanterParser:
-    """Levanter's parser in a process that runs until this is closed; it starts at once, in the background."""
+    """Levanter's parser in a background process, which starts at once and runs until this is closed."""
 
     def __init__(self) -> None:
         self._log = _LastLine()
@@ -72,7 +72,7 @@ class LevanterParser:
             self._process.stdin.close()
 
     def parse(self, text: str, program: LevanterProgram, inside: Sequence[str] = ()) -> ParserVerdict:
-        """Return what Levanter's parser says of the text of a file.
+        """Return the verdict of Levanter's parser on the text of a file.
 
         Args:
             inside: keys of the section that holds Levanter's configuration, from the top of the file down.
@@ -96,7 +96,7 @@ class LevanterParser:
         return ParserVerdict.from_json(json.loads(answer))
 
     def parse_values(self, values: object, program: LevanterProgram) -> ParserVerdict:
-        """Return what Levanter's parser says of a file with these sections."""
+        """Return the verdict of Levanter's parser on a file with these sections."""
         return self.parse(yaml.safe_dump(values), program)
 
     def _read(self, stdout: IO[str]) -> None:
@@ -120,7 +120,7 @@ _shared: list[LevanterParser] = []
 
 
 def shared_parser() -> LevanterParser:
-    """Return a parser that all callers of this process share: starting one takes seconds."""
+    """Return the parser that all callers of this process share, because starting one takes seconds."""
     if not _shared or _shared[0].has_ended:
         parser = LevanterParser()
         atexit.register(parser.close)

@@ -21,24 +21,24 @@ from shardplan.lint.parser.import_levanter import import_levanter
 from shardplan.lint.parser.problem import ParserVerdict, Problem, ProblemKind
 
 MAX_PROBLEMS = 50
-"""Parsing ends after so many problems of one file."""
+"""Maximum number of problems of a file; parsing ends after so many."""
 MAX_TEXT = 300
-"""Characters of the parser's words that are kept."""
+"""Maximum characters of the parser's message that are kept."""
 PARENT_POLL_SECONDS = 1.0
 FIELDS = re.compile(r"`([^`]*)`")
-"""A name in the parser's list of fields."""
+"""Pattern for a name in the parser's list of fields."""
 CLASS_NAME = re.compile(r"<class '([\w.]+)\.(\w+)'>")
-"""A class in the parser's words."""
+"""Pattern for a class in the parser's message."""
 CHOICE = re.compile(r"Couldn't find a choice class for '(.*?)' in ")
-"""A `type` that is not registered."""
+"""Pattern for a `type` that is not registered."""
 UNION = "Could not decode the value into any of the given types"
-"""How the parser begins where it tried several types, of which it lists the errors."""
+"""Pattern for the message of a parser that tried several types, and lists the error of each."""
 MEMBER = re.compile(r"^    (\S[^:]*): (.*)$", re.MULTILINE)
-"""One of these types, and its error."""
+"""Pattern for one of these types, and its error."""
 NESTED = re.compile(r"`([^`]+)`: (.*)$", re.DOTALL)
-"""An error within a value: the keys down to it."""
+"""Pattern for an error within a value, with the keys down to it."""
 UNDERLYING = re.compile(r'Underlying error is "(\w+): (.*)"$', re.DOTALL)
-"""The error within a value that the parser wraps."""
+"""Pattern for the error within a value that the parser wraps."""
 
 
 def main() -> None:
@@ -88,7 +88,7 @@ def find_problems(values: Any, target: type) -> Iterator[Problem]:
 
 
 def _error(values: Any, target: type) -> Exception | None:
-    """Return the error that parsing `values` raises, if any."""
+    """Return the error that parsing `values` raises; None without one."""
     import draccus
 
     try:
@@ -128,14 +128,14 @@ def _describe(error: Exception, values: Any, target: type) -> Iterator[Problem]:
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error, its cause, and so on."""
+    """Yield an error, its cause, the cause of its cause, and so on."""
     while error is not None:
         yield error
         error = error.__cause__
 
 
 def _member_of_union(path: tuple[str, ...], text: str, value: Any) -> tuple[tuple[str, ...], str]:
-    """Return the path and words of the error that belongs to the kind of `value`, where several types were tried.
+    """Return path and message of the one error, among several tried types, that belongs to the kind of `value`.
 
     The parser lists every type with its error; of a section or a list, the one that names keys says what is wrong.
     """
@@ -165,7 +165,7 @@ def _value_text(error: Exception, text: str) -> str:
 
 
 def _choices(text: str) -> tuple[str, ...]:
-    """Return the registered types of the class in the parser's words."""
+    """Return the registered types of the class that the parser's message names."""
     found = CLASS_NAME.search(text)
     if found is None:
         return ()
@@ -187,7 +187,7 @@ def _keys_beside(path: tuple[str, ...], values: Any, target: type) -> tuple[str,
 
 
 def _types_along(path: tuple[str, ...], values: Any) -> Any:
-    """Return the sections on the way to `path` with nothing but their `type`."""
+    """Return the sections on the way to `path`, reduced to their `type`."""
     if isinstance(values, list):
         return [_types_along(path[1:], values[int(path[0])])]
     types = {"type": values["type"]} if "type" in values else {}
@@ -201,7 +201,7 @@ def _child(parsed: Any, key: str) -> Any:
 
 
 def _locate(error: Exception, values: Any, target: type) -> tuple[str, ...]:
-    """Find the most deeply nested key without which the error disappears."""
+    """Return the most deeply nested key without which the error disappears."""
     path: tuple[str, ...] = ()
     while isinstance(section := _get(values, path), dict | list) and section:
         names = section if isinstance(section, dict) else range(len(section))
@@ -218,7 +218,7 @@ def _locate(error: Exception, values: Any, target: type) -> tuple[str, ...]:
 
 
 def _gist(error: Exception) -> str:
-    """Return the words of an error without the value that it repeats."""
+    """Return the message of an error without the value that it repeats."""
     return str(error).partition(", got ")[0]
 
 
@@ -229,7 +229,7 @@ def _get(values: Any, path: Sequence[str]) -> Any:
 
 
 def _key(section: Any, name: str) -> Any:
-    """Return the key of `section` that the parser writes as `name`: numbers are text in its words."""
+    """Return the key of `section` that the parser writes as `name`; the parser writes numbers as text."""
     if isinstance(section, list):
         return int(name)
     return next((key for key in section if str(key) == name), name)
@@ -254,7 +254,7 @@ def _words(text: str) -> str:
 
 
 def _end_with_parent(parent: int) -> None:
-    """End this process as soon as its parent has ended, also while it imports."""
+    """End this process as soon as its parent has ended, even during imports."""
     while os.getppid() == parent:
         time.sleep(PARENT_POLL_SECONDS)
     os._exit(1)

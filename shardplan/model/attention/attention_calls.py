@@ -1,4 +1,4 @@
-"""Replaces the attention functions that models call: Levanter's and shardplan's functions `dot_product_attention`.
+"""Replaces the attention functions that models call: Levanter's and shardplan's `dot_product_attention`.
 
 A model of your own may call such a function from any module, without Levanter's `Attention`. So while the model is
 traced, the name is replaced in every module that has imported the function. A planner's trace uses this to mark
@@ -19,7 +19,7 @@ from levanter.layers.attention import Attention
 from levanter.models.olmo import Olmo2Attention
 
 FUNCTION = "dot_product_attention"
-"""The name of the functions."""
+"""The name of these functions."""
 OWN_MODULES = ("shardplan.attention.dot_product", "shardplan.decoder.parts.attention.levanter_attention")
 """The modules of shardplan's two functions: sequence-parallel attention, and the decoder's attention."""
 POSITIONAL = (
@@ -32,7 +32,7 @@ Arguments = Mapping[str, Any]
 """The arguments of a call, by name."""
 
 REPLACEABLE_CALLS = (Attention.__call__, Olmo2Attention.__call__)
-"""Forward methods of Levanter's attention that `shardplan.attention.levanter` can replace, in any order of positions.
+"""Forward methods of Levanter's attention that `shardplan.attention.levanter` can replace, for any order of positions.
 
 Other subclasses of `Attention` do more, such as sinks; for them, only the function that they call is replaced."""
 
@@ -41,7 +41,7 @@ _LOCK = RLock()
 
 @contextmanager
 def replace_attention(compute: Callable[[Arguments], NamedArray]) -> Iterator[None]:
-    """Replace every call of attention by `compute`, as long as the context lasts.
+    """Replace every call of attention by `compute` within the context.
 
     If another thread replaces attention as well, it waits until the context ends.
 

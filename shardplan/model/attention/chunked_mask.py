@@ -27,9 +27,9 @@ class ChunkedMask(AttentionMask):
     chunk: int = eqx.field(static=True, default=0)
     """Positions of a chunk."""
     own_radius: int | None = eqx.field(static=True, default=None)
-    """The two-sided window of the mask before it got chunks; None if it had no such window."""
+    """Two-sided window of the mask, apart from its chunks; None if it has no such window."""
     has_documents: bool = eqx.field(static=True, default=False)
-    """Whether segment ids separate documents, and not only chunks."""
+    """Whether segment ids separate documents, in addition to chunks."""
 
     def with_segment_ids(self, segment_ids: NamedArray, kv_segment_ids: NamedArray | None = None) -> AttentionMask:
         """Refuse segment ids, because chunks were counted without them.
@@ -76,7 +76,7 @@ def with_chunks(
 
 
 def indices_in_documents(segment_ids: NamedArray, Pos: Axis) -> NamedArray:
-    """Return int32[..., position], the index of each token in its run of equal int32[..., position] `segment_ids`.
+    """Return the index of each token in its run of equal `segment_ids`, int32[..., position] like these.
 
     >>> ids = hax.named([5, 5, 5, 2, 2], "position")
     >>> indices_in_documents(ids, ids.axes[0]).array.tolist()

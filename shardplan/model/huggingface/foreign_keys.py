@@ -42,14 +42,14 @@ def _has_windows(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class ForeignKey:
-    """A key that changes what is computed, in the model types that have it."""
+    """A key that changes the computation, in the model types that have it."""
 
     changes: Callable[[Any], bool]
-    """Whether a value of the key changes what is computed without the key."""
+    """Returns whether a value of the key changes the computation."""
     meaning: str
-    """What the key gives a model."""
+    """Name of the feature that the key gives a model."""
     owners: tuple[str, ...] = ()
-    """Supported model types that have this property, or whose configuration reads the key."""
+    """Supported model types that have this feature, or whose configuration reads the key."""
 
 
 EXPERTS = "routed experts"
@@ -66,7 +66,7 @@ SHARED = "shared experts"
 LATENT_TYPES = (
     "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "kimi_k2", "mistral4",
 )  # fmt: skip
-"""Types with latent attention, whose experts have the keys of DeepSeek's."""
+"""Types with latent attention, whose experts have DeepSeek's keys."""
 
 FOREIGN_KEYS = {
     "num_experts": ForeignKey(
@@ -164,7 +164,7 @@ FOREIGN_KEYS = {
     "ssm_state_size": ForeignKey(_is_true, RECURRENT),
     "ssm_cfg": ForeignKey(_is_true, RECURRENT),
 }
-"""Key -> which values change the computation, what they mean, and which supported types have the key."""
+"""Key -> the values that change the computation, their meaning, and the supported types that have the key."""
 
 
 def foreign_keys(config: Config, model_type: str = "") -> Iterator[tuple[str, str]]:
@@ -185,7 +185,7 @@ READ_BY_OTHERS = frozenset(
         "sliding_window", "use_sliding_window",
     }
 )  # fmt: skip
-"""Keys that transformers reads in some model types only; in other types, they are leftovers of conversions."""
+"""Keys that transformers reads for some model types only; in configurations of other types, they have no effect."""
 
 
 def changes_nothing(name: str, config: Config) -> bool:
@@ -201,7 +201,7 @@ def changes_nothing(name: str, config: Config) -> bool:
 
 
 def _is_neutral(name: str, config: Config, model_type: str) -> bool:
-    """Return whether the value of a key says what the model computes without the key."""
+    """Return whether a key has the value by which the model computes anyway."""
     match name:
         case "query_pre_attn_scalar":  # attention is scaled by the head size
             return bool(config[name] == config.get("head_dim", 256 if model_type == "gemma" else None))

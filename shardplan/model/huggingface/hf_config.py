@@ -21,26 +21,26 @@ POSITIVE_INTEGER_KEYS = (
     "num_key_value_heads", "head_dim", "max_position_embeddings", "num_local_experts", "num_experts_per_tok", "n_embd",
     "n_layer", "n_head", "n_positions", "n_inner",
 )  # fmt: skip
-"""Keys whose value, if present and not null, must be a positive integer."""
+"""Keys whose value, if given and not null, must be a positive integer."""
 WINDOW_TYPES = ("gemma2", "mistral", "mixtral", "qwen2", "qwen3")
-"""Model types that have `sliding_window`; transformers ignores the key in others."""
+"""Model types that use `sliding_window`; transformers ignores the key for others."""
 HEAD_DIM_TYPES = ("gemma", "gemma2", "qwen3")
 """Model types whose head size does not follow from other keys."""
 SIZE_KEYS = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "max_position_embeddings", "n_embd", "n_layer", "n_head", "n_positions",
 )  # fmt: skip
-"""Keys that may be absent, for the default of the model type, but not null."""
+"""Keys that may be absent, for the model type's default, but must not be null."""
 BOOLEAN_KEYS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_cache", "scale_attn_by_inverse_layer_idx")
-"""Keys whose value, if present and not null, must be true or false."""
+"""Keys whose value, if given and not null, must be true or false."""
 POSITIVE_NUMBER_KEYS = ("rope_theta", "rms_norm_eps", "layer_norm_epsilon", "query_pre_attn_scalar")
-"""Keys whose value, if present and not null, must be a positive number."""
+"""Keys whose value, if given and not null, must be a positive number."""
 
 
 def read_config(
     path: str | None, folder: Folder | None, model_class: str | None = None, keeps_dtype: bool = False
 ) -> dict[str, Any]:
-    """Read the config.json at `path`, or of the bundled model `path`; without a `path`, read it in `folder`.
+    """Read the config.json at `path`, or of the bundled model `path`; without a `path`, the one in `folder`.
 
     For a multimodal wrapper, the configuration of its text model is returned.
 
@@ -89,7 +89,7 @@ def read_config(
 
 
 def _check_is_decoder(name: str, keeps_dtype: bool) -> None:
-    """Refuse to keep weights in stored form in any class but the decoder.
+    """Refuse to keep stored weights in any model class but the decoder.
 
     Raises:
         ConfigError: they are to stay so in another class.

@@ -12,13 +12,13 @@ from shardplan.model.huggingface.quantization import ByteCodes
 from shardplan.model.huggingface.read_quantization import read_quantization
 
 KEEP_KEY = "load.keep_dtype"
-"""Key that `read_config` puts into a config.json if weights stay as they are stored."""
+"""Key that `read_config` adds to a config.json if weights stay as they are stored."""
 KEPT_TYPES = ("float8_e4m3fn", "float8_e5m2")
 """Types of codes that can stay on the devices."""
 
 
 def stored_codes(hf_config: Mapping[str, Any]) -> ByteCodes | None:
-    """Return how a checkpoint stores its weights, if they can stay so on the devices; None if they cannot."""
+    """Return how a checkpoint stores its weights if they can stay so on the devices; else None."""
     found = read_quantization(hf_config, "config.json")
     return found if isinstance(found, ByteCodes) and found.dtype in KEPT_TYPES else None
 

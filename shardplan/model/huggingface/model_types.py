@@ -1,4 +1,4 @@
-"""Lists the supported model types of Hugging Face, and says how well-known unsupported types differ from them.
+"""Lists the supported model types of Hugging Face, and describes how well-known unsupported types differ from them.
 
 Imports no JAX, because configurations are checked before it is imported.
 """
@@ -42,12 +42,12 @@ wrappers."""
 
 @dataclass(frozen=True)
 class OtherType:
-    """How an unsupported model type differs from the nearest supported type."""
+    """The difference between an unsupported model type and the nearest supported type."""
 
     nearest: str | None
     """A key of `SUPPORTED_TYPES`; None if the model is of another kind altogether."""
     differences: str
-    """What models of this type have, and models of the nearest type do not have."""
+    """The features that this type has and the nearest type lacks."""
 
 
 EXPERTS = "routed experts in place of its MLPs"

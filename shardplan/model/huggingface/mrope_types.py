@@ -1,4 +1,4 @@
-"""Reads text models with rotary positions in three parts (mrope) as the supported types that they are of pure text.
+"""Reads text models with three-part rotary positions (mrope) as the supported types that equal them for pure text.
 
 A token of an image has a time, a row and a column, each of which rotates some channels of a head. The three positions
 of a token of text are equal, so that every channel is rotated by the ordinary position, whichever part it belongs to:
@@ -15,21 +15,21 @@ from shardplan.errors import ConfigError
 ROPE_KEYS = ("rope_scaling", "rope_parameters")
 """Keys of a config.json that describe rotary embeddings."""
 PART_KEYS = ("mrope_section", "mrope_interleaved")
-"""Keys of rotary embeddings that say which channels belong to which of the three positions."""
+"""Keys of rotary embeddings that assign channels to the three parts of a position."""
 
 
 @dataclass(frozen=True)
 class MropeType:
-    """The supported type that computes the pure text of a type with mrope."""
+    """The supported type that computes pure text as a type with mrope does."""
 
     type: str
     """A key of `SUPPORTED_TYPES`."""
     defaults: Mapping[str, Any]
-    """What keys are without a value, as transformers has it; defaults of the supported type differ."""
+    """Values of absent keys in transformers, where they differ from the supported type's defaults."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Keys that the supported type reads, and this one does not -> what it computes with."""
+    """Keys that the supported type reads and this type lacks -> the value that this type computes with."""
     derives_head_size: bool = False
-    """Whether head_dim is hidden_size / num_attention_heads, and the supported type has another default."""
+    """Whether head_dim is hidden_size / num_attention_heads, unlike the supported type's default."""
 
 
 QWEN2_VL = MropeType(
@@ -78,7 +78,7 @@ MROPE_TYPES = {
 
 
 def read_mrope_type(values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Translate a text model's mrope keys to the supported type; other configurations are unchanged.
+    """Translate a text model's mrope keys to the supported type; return other configurations unchanged.
 
     >>> rope = {"type": "mrope", "mrope_section": [16, 24, 24]}
     >>> read_mrope_type({"model_type": "qwen2_vl_text", "rope_scaling": rope}, "config.json")["rope_scaling"]
@@ -118,6 +118,6 @@ def _head_size(values: Mapping[str, Any], where: str) -> int:
 
 
 def _without_parts(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """Return rotary embeddings of one position for all channels."""
+    """Return rotary embeddings with one position for all channels."""
     kinds = {key: "default" for key in ("rope_type", "type") if rope.get(key) == "mrope"}
     return {key: value for key, value in rope.items() if key not in PART_KEYS} | kinds

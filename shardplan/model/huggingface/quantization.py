@@ -8,22 +8,22 @@ from dataclasses import dataclass
 from functools import cached_property
 
 NOTHING = "(?!)"
-"""A regular expression that fits nothing."""
+"""A regular expression that never matches."""
 PATTERN = "re:"
-"""What a regular expression begins with in a list of modules."""
+"""Prefix that marks a regular expression in a list of modules."""
 
 
 @dataclass(frozen=True)
 class Quantization:
-    """The stored form of a checkpoint's weights."""
+    """The form in which a checkpoint stores weights."""
 
     method: str
-    """What it is called in messages."""
+    """Name of the form in messages."""
     plain_modules: tuple[str, ...]
-    """Modules that are stored as plain numbers: parts of names, with `*` for anything, or `re:` and a pattern."""
+    """Modules stored as plain numbers: parts of names with `*` for anything, or `re:` and a pattern."""
 
     def is_plain(self, name: str) -> bool:
-        """Whether config.json says that a tensor is stored as plain numbers.
+        """Return whether config.json says that a tensor is stored as plain numbers.
 
         >>> Quantization("mxfp4", ("model.layers.*.mlp.gate", "lm_head")).is_plain("model.layers.3.mlp.gate.weight")
         True
@@ -37,12 +37,12 @@ class Quantization:
 
 @dataclass(frozen=True)
 class ByteCodes(Quantization):
-    """Numbers or integers of eight bits with scales of blocks, rows, matrices or tensors."""
+    """Eight-bit floats or integers, with scales of blocks, rows, matrices or tensors."""
 
     dtype: str
     """Type of the stored numbers."""
     block: tuple[int, int] | None
-    """Rows and columns that share a scale; None if a tensor, or each of its rows, has one."""
+    """Rows and columns that share a scale; None if each tensor, or each row of it, has one scale."""
 
 
 @dataclass(frozen=True)
@@ -52,13 +52,13 @@ class Mxfp4(Quantization):
 
 @dataclass(frozen=True)
 class Nvfp4Names:
-    """The suffixes of the parts of a weight, after its module's name."""
+    """Suffixes of the names of a weight's parts, after its module's name."""
 
     codes: str
     group_scale: str
     tensor_scale: str
     divides: bool
-    """Whether scales of groups are divided by that of the tensor."""
+    """Whether the scales of groups are divided by the tensor's scale, rather than multiplied."""
 
 
 @dataclass(frozen=True)
@@ -70,21 +70,21 @@ class Nvfp4(Quantization):
 
 @dataclass(frozen=True)
 class PackedIntegers(Quantization):
-    """Integers of four or eight bits in words of 32 bits, with scales of groups of a row (compressed-tensors)."""
+    """Four-bit or eight-bit integers in words of 32 bits, with scales of groups within a row (compressed-tensors)."""
 
     bits: int
     group: int | None
-    """Columns that share a scale; None for all of a row."""
+    """Columns that share a scale; None for a complete row."""
     is_symmetric: bool
-    """Whether zero points are in the middle, and not stored."""
+    """Whether zero points are in the middle of the range, and not stored."""
 
 
 @dataclass(frozen=True)
 class Awq(Quantization):
-    """Integers of four bits with scales and zero points of groups of inputs, in the order of AWQ's kernel."""
+    """Four-bit integers with scales and zero points of groups of inputs, in the order of AWQ's kernel."""
 
     group: int | None
-    """Inputs that share a scale; None for all."""
+    """Inputs that share a scale; None for all inputs."""
 
 
 @dataclass(frozen=True)
@@ -93,15 +93,15 @@ class Gptq(Quantization):
 
     bits: int
     group: int | None
-    """Inputs that share a scale; None for all."""
+    """Inputs that share a scale; None for all inputs."""
     zero_offset: int
-    """What is added to stored zero points."""
+    """Number added to stored zero points."""
     has_order: bool
-    """Whether inputs are in the order of their activations (act-order)."""
+    """Whether inputs are ordered by their activations (act-order)."""
 
 
 def _pattern_of(part: str) -> str:
-    """Return a regular expression for the modules that an entry of `plain_modules` stands for."""
+    """Return a regular expression for the modules that an entry of `plain_modules` names."""
     if part.startswith(PATTERN):
         return rf"^(?:{part.removeprefix(PATTERN)})"
     names = ".*".join(map(re.escape, part.split("*")))

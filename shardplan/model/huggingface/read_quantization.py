@@ -75,7 +75,7 @@ def read_modelopt_file(data: bytes, where: str) -> Quantization | None:
 
 
 class _Keys(CheckedKeys):
-    """The keys of a quantization_config, including lists of modules that are stored as plain numbers."""
+    """The keys of a quantization_config, among them lists of modules that are stored as plain numbers."""
 
     def __init__(self, values: Any, where: str) -> None:
         super().__init__(values, where)
@@ -100,7 +100,7 @@ class _Keys(CheckedKeys):
         return value[0], value[1]
 
     def section(self, name: str) -> "_Keys":
-        """Return the keys of a value that is a mapping."""
+        """Return the keys of the mapping that is a key's value."""
         return _Keys(self.take(name, {}), f"{self.where}.{name}")
 
 
@@ -158,7 +158,7 @@ def _read_compressed(keys: _Keys) -> Quantization:
 
 
 WEIGHT_KEYS = ("observer", "observer_kwargs", "dynamic", "scale_dtype", "zp_dtype", "targets")
-"""Keys of a group's weights that say how it was quantized, and not how it is stored."""
+"""Keys of a group's weights about how it was quantized, which do not affect how it is stored."""
 
 
 def _read_compressed_bytes(keys: _Keys, weights: _Keys) -> ByteCodes:
@@ -209,7 +209,7 @@ COMPRESSED: Mapping[str, Callable[[_Keys, _Keys], Quantization]] = {
     "int-quantized": _read_compressed_bytes, "naive-quantized": _read_compressed_bytes,
     "nvfp4-pack-quantized": _read_compressed_nvfp4,
 }  # fmt: skip
-"""`format` of compressed-tensors -> what reads the weights of a group."""
+"""`format` of compressed-tensors -> function that reads the weights of a group."""
 
 
 def _read_awq(keys: _Keys) -> Awq:
@@ -241,4 +241,4 @@ READERS: Mapping[str, Callable[[_Keys], Quantization]] = {
     "fp8": _read_fp8, "fbgemm_fp8": _read_fbgemm, "mxfp4": _read_mxfp4, "compressed-tensors": _read_compressed,
     "modelopt": _read_modelopt, "awq": _read_awq, "gptq": _read_gptq,
 }  # fmt: skip
-"""Value of `quant_method` -> what reads the other keys."""
+"""Value of `quant_method` -> function that reads the other keys."""

@@ -1,4 +1,4 @@
-"""Checks the rotary embeddings of a config.json, and brings the keys of transformers 4 and 5 into one form.
+"""Checks the rotary embeddings of a config.json, and converts the keys of transformers 4 and 5 to one form.
 
 transformers 5 writes `rope_parameters`; transformers 4 wrote `rope_theta` and `rope_scaling`, and many files mix them.
 They are read as by transformers 5: `rope_scaling` wins over `rope_parameters`, a `rope_theta` inside of these wins over
@@ -20,7 +20,7 @@ NEEDED_KEYS = {
 }
 """Type of scaling -> its required keys; all keys of YaRN have defaults."""
 NEUTRAL_VALUES = {"partial_rotary_factor": 1.0, "llama_4_scaling_beta": 0.0}
-"""Key that changes the computation in other model types -> the value that changes nothing."""
+"""Key that changes the computation for other model types -> its value that changes nothing."""
 ROPE_KEYS = ("rope_scaling", "rope_parameters", "rope_theta")
 
 

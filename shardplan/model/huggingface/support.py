@@ -18,7 +18,7 @@ from shardplan.model.model_class import LEVANTER_CLASSES
 MISSPELT = 0.85
 """Least similarity to a supported type at which an unknown type counts as misspelt: `lama` does, `llava` does not."""
 MAX_NAMED = 3
-"""Largest number of keys that a message names."""
+"""Maximum number of keys that a message names."""
 
 
 def check_supported(config: Mapping[str, Any], where: str) -> None:
@@ -69,7 +69,7 @@ def _describe_type(config: Mapping[str, Any]) -> str:
 
 
 def _name_keys(foreign: list[tuple[str, str]], config: Mapping[str, Any]) -> str:
-    """Return a text with the meaning, name and value of each key."""
+    """Format the meaning, name and value of each key."""
     values: dict[str, list[str]] = {}
     for name, meaning in foreign[:MAX_NAMED]:
         values.setdefault(meaning, []).append(f"{name} is {_short(config[name])}")
@@ -82,7 +82,7 @@ def _short(value: Any) -> str:
 
 
 def _nearest(config: Mapping[str, Any]) -> str | None:
-    """Return the supported type that is nearest to an unknown type, by its name, else by its keys."""
+    """Return the supported type nearest to an unknown type, by its name or else by its keys."""
     names = [each for each in SUPPORTED_TYPES if config["model_type"].startswith(each)]
     has_experts = any("expert" in name for name, _ in foreign_keys(config))
     return max(names, key=len, default="mixtral" if has_experts else None)

@@ -11,14 +11,14 @@ from shardplan.model.huggingface.mrope_types import MROPE_TYPES, read_mrope_type
 from shardplan.model.huggingface.read_quantization import KEYS as QUANTIZATION_KEYS
 
 TEXT_KEYS = ("text_config", "llm_config", "language_config")
-"""Keys under which multimodal wrappers have the configuration of their text model."""
+"""Keys under which multimodal wrappers have their text model's configuration."""
 TIES = "tie_word_embeddings"
 SHARED_KEYS = (TIES, "dtype", "torch_dtype", *QUANTIZATION_KEYS)
-"""Keys of the wrapper that hold for its text model as well."""
+"""Keys of the wrapper that apply to its text model as well."""
 SIZE_KEYS = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
 )  # fmt: skip
-"""Keys of the text model that some wrappers repeat, and that transformers reads in the text model's part alone."""
+"""Keys of the text model that some wrappers repeat; transformers reads only the text model's."""
 TEXT_TYPES = {
     "aya_vision": "cohere2", "gemma3": "gemma3_text", "glm46v": "glm4v_text", "glm4v": "glm4v_text",
     "glm4v_moe": "glm4v_moe_text", "idefics2": "mistral", "idefics3": "llama", "internvl": "qwen2", "janus": "llama",
@@ -27,11 +27,11 @@ TEXT_TYPES = {
     "qwen2_5_vl": "qwen2_5_vl_text", "qwen2_vl": "qwen2_vl_text", "qwen3_vl": "qwen3_vl_text", "smolvlm": "llama",
     "video_llava": "llama", "vipllava": "llama",
 }  # fmt: skip
-"""Model type of a wrapper -> model type of its text model, if the text model's configuration does not name it."""
+"""Model type of a wrapper -> model type of its text model, if the text model's configuration does not give it."""
 FLAT_TYPES = ("qwen2_5_vl", "qwen2_vl")
-"""Wrappers whose releases have the keys of their text model beside those of images."""
+"""Wrappers whose released configurations mix the text model's keys with those of images."""
 IMAGE_KEYS = ("vision_config",)
-"""Keys of the model of images in the config.json of these releases."""
+"""Keys of the image model in these configurations."""
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ def _say_read(outer: str, part: str, result: Mapping[str, Any], where: str) -> N
 
 
 def _shared_values(config: Mapping[str, Any], inner: Mapping[str, Any], key: str, where: str) -> dict[str, Any]:
-    """Return the values of the wrapper that hold for its text model.
+    """Return the wrapper's values that apply to its text model.
 
     Raises:
         ConfigError: both say how weights are stored, and differ.

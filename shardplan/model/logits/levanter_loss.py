@@ -24,9 +24,9 @@ from levanter.models import loss
 from levanter.models.lm_model import LmExample
 
 FUSED_LOSS = "fused_cross_entropy_loss_and_logsumexp_penalty"
-"""Function of `levanter.models.loss` with which Levanter's language models compute their losses."""
+"""Name of the function of `levanter.models.loss` by which Levanter's language models compute losses."""
 LEVANTERS_FUSED_LOSS = getattr(loss, FUSED_LOSS, None)
-"""Levanter's own function of that name; None if this version has none."""
+"""Levanter's own function of this name; None if this version has none."""
 KERNELS = "levanter.kernels.pallas.fused_cross_entropy_loss"
 """Package of Levanter that computes the losses of one device."""
 
@@ -54,7 +54,7 @@ def next_token_losses(
 
 @contextmanager
 def block_sizes_of(device_kind: str) -> Iterator[None]:
-    """Let Levanter choose the blocks of its loss as on devices of `device_kind`, even if this machine has none.
+    """Let Levanter choose the blocks of its loss for devices of `device_kind`, even if this machine has none.
 
     Args:
         device_kind: as JAX names it, such as "TPU v4".
@@ -66,7 +66,7 @@ def block_sizes_of(device_kind: str) -> Iterator[None]:
 
 @contextmanager
 def one_block_of_tokens() -> Iterator[None]:
-    """Let Levanter's loss take all tokens of a device at once, and divide only the vocabulary into blocks.
+    """Make Levanter's loss process all tokens of a device at once, and divide only the vocabulary into blocks.
 
     Tracing needs this: a traced program has the tokens of all devices, so that the number of tokens on a device, which
     decides the size of blocks, is not known. Nor does it compare its choice of a kernel with those of other processes,
@@ -136,7 +136,7 @@ def fused_loss(
 def _losses_of_vocab_shards(
     activations: NamedArray, head: NamedArray, targets: NamedArray, logsumexp_weight: float | None, settings: Any
 ) -> NamedArray:
-    """Compute float32[..., position] losses: each device sums over its shard of the vocabulary, then devices add up.
+    """Compute float32[..., position] losses: each device sums over its vocabulary shard, then devices add their sums.
 
     Args:
         activations: [..., position, embed].
@@ -166,14 +166,14 @@ def _losses_of_vocab_shards(
 
 @contextmanager
 def _right_for_sharded_vocab() -> Iterator[None]:
-    """Replace Levanter's loss by `fused_loss`, as long as the context lasts, so that vocab may be sharded."""
+    """Replace Levanter's loss by `fused_loss` within the context, so that vocab may be sharded."""
     with _replaced(loss, FUSED_LOSS, fused_loss):
         yield
 
 
 @contextmanager
 def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
-    """Replace a function of a Levanter module, as long as the context lasts."""
+    """Replace a function of a Levanter module within the context."""
     before = getattr(module, name)
     setattr(module, name, value)
     try:

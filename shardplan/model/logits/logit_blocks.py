@@ -44,17 +44,17 @@ def map_blocks(function: Callable[..., Any], position: Axis, blocks: int, *array
 
 
 class OutputHead(eqx.Module):
-    """The output head, which makes logits from the residual stream."""
+    """The output head, which computes logits from the residual stream."""
 
     weight: NamedArray
-    """{vocab, embed}."""
+    """Weight of the head, {vocab, embed}."""
     bias: NamedArray | None
-    """{vocab}; None for most models."""
+    """Bias of the head, {vocab}; None for most models."""
     soft_cap: float | None = eqx.field(static=True)
     """Bound of the logits, applied as `soft_cap * tanh(logits / soft_cap)`."""
 
     def finish(self, products: NamedArray) -> NamedArray:
-        """Add the bias to products of activations and weight, and apply the soft cap: float32[..., vocab] logits."""
+        """Add the bias to products of activations and weight, and apply the soft cap: logits float32[..., vocab]."""
         logits = products.astype(jnp.float32)
         if self.bias is not None:
             logits = logits + self.bias.astype(jnp.float32)

@@ -29,12 +29,12 @@ class TokenScores(NamedTuple):
     """Scores of the token after each position; at the last position, scores of the first token of the sequence."""
 
     log_prob: NamedArray
-    """float32[batch, position]: log-probability of the token in nats, by softmax(logits / temperature) over the whole
+    """Log-probability of the token in nats, float32[batch, position], by softmax(logits / temperature) over the whole
     vocabulary."""
     rank: NamedArray
-    """int32[batch, position]: number of tokens that are more probable, or equally probable with a smaller id."""
+    """Number of tokens that are more probable, or equally probable with a smaller id, int32[batch, position]."""
     top_log_prob: NamedArray
-    """float32[batch, position]: log of the summed probability of the top k tokens, in nats; 0 if `top_k` is 0."""
+    """Log of the summed probability of the top k tokens in nats, float32[batch, position]; 0 if `top_k` is 0."""
 
 
 def score_next_tokens(

@@ -1,4 +1,4 @@
-"""Gradient checkpointing: what becomes of the activations of layers between forward pass and gradients.
+"""Gradient checkpointing: which activations of layers are kept, offloaded or recomputed for the gradients.
 
 A policy is a kind, which says what happens to the inputs of layers and to all that has no name of its own, and the
 names of activations that are kept beside, on the device or in the memory of the host. `nested:4` is a policy with four
@@ -13,24 +13,24 @@ from typing import Any
 from shardplan.errors import nearest
 
 OPEN_CHECKPOINTING = "auto"
-"""Text that leaves the policy to the search."""
+"""Text that leaves the choice of the policy to the search."""
 LEVANTER_FIELDS: dict[str, dict[str, Any]] = {
     "default": {}, "nested": {"nested": True}, "offload": {"save_carries": "offload", "save_inputs": "offload"},
     "offload_carries": {"save_carries": "offload"}, "recompute": {"save_carries": False},
 }  # fmt: skip
-"""Kind that may keep further activations -> the fields of Haliax's `ScanCheckpointPolicy` that make it.
+"""Kind of policy -> the fields of Haliax's `ScanCheckpointPolicy` for it; such a kind may keep further activations.
 
 Carries are the residual stream between layers; the inputs that `offload` moves to the host as well are the weights of
 every layer, which is what the word means in Haliax."""
 HALIAX_WORDS = ("default", "nested", "offload", "recompute", "save_all")
-"""Kinds that Haliax has a word for; `default` is true there."""
+"""Kinds for which Haliax has a word; `default` is true there."""
 KINDS = (*LEVANTER_FIELDS, "save_all")
 DEFAULT = "default"
 NESTED = "nested"
 HOST = "@host"
-"""Ending of the name of an activation that is kept in the memory of the host."""
+"""Ending of the name of an activation that is kept in host memory."""
 ALIASES = {"true": "default", "false": "save_all", "full": "recompute", "none": "save_all"}
-"""What else users write, as in Levanter's configuration -> its name here."""
+"""Other names that users write, as in Levanter's configuration -> shardplan's name."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,12 @@ class CheckpointPolicy:
     offloaded: tuple[str, ...] = ()
     """Names of activations that are copied to the host, and back for the gradients."""
     blocks: int | None = None
-    """Of `nested`: number of blocks of layers. Only their inputs are kept. None for about the root of the number of
-    layers."""
+    """For `nested`: number of blocks of layers, only whose inputs are kept; None for about the square root of the
+    number of layers."""
 
     @staticmethod
     def parse(text: str) -> "CheckpointPolicy":
-        """Read a policy from its text, without checks; `checkpointing_problem` has those.
+        """Parse the text of a policy, without the checks of `checkpointing_problem`.
 
         >>> CheckpointPolicy.parse("default+attn_out+query_proj@host")
         CheckpointPolicy(kind='default', kept=('attn_out',), offloaded=('query_proj',), blocks=None)
@@ -73,17 +73,17 @@ class CheckpointPolicy:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of all activations that are not computed again."""
+        """Names of all activations that are kept or offloaded."""
         return self.kept + self.offloaded
 
     @property
     def copied(self) -> int:
-        """Number of activations that are copied to the host; the inputs of layers are one."""
+        """Number of activations that are copied to the host; the inputs of layers count as one."""
         return len(self.offloaded) + (self.kind in ("offload", "offload_carries"))
 
     @property
     def levanter_value(self) -> str | dict[str, Any]:
-        """The value of `gradient_checkpointing` in a Levanter file: a word, or the fields of a policy.
+        """Value of `gradient_checkpointing` in a Levanter file: a word, or the fields of a policy.
 
         >>> CheckpointPolicy("recompute", ("attn_out",)).levanter_value
         {'save_carries': False, 'save_block_internals': ['attn_out']}
@@ -101,7 +101,7 @@ class CheckpointPolicy:
 
 
 def checkpointing_problem(key: str, text: str) -> str | None:
-    """Return what is wrong with the text of a policy, if anything.
+    """Explain what is wrong with the text of a policy; None if nothing is.
 
     >>> checkpointing_problem("workload.gradient_checkpointing", "nested:4")
     >>> checkpointing_problem("workload.gradient_checkpointing", "ofload")

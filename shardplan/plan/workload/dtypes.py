@@ -7,11 +7,11 @@ DTYPE_SYNONYMS = {
     "bf16": "bfloat16", "fp16": "float16", "f16": "float16", "half": "float16", "fp32": "float32", "f32": "float32",
     "single": "float32", "float": "float32",
 }  # fmt: skip
-"""What else users call a type -> its name here."""
+"""Other names of a type -> shardplan's name."""
 
 
 def itemsize(dtype: str) -> int:
-    """Bytes per element of a type in `DTYPES`.
+    """Return the bytes per element of a type in `DTYPES`.
 
     >>> itemsize("bfloat16"), itemsize("float32")
     (2, 4)

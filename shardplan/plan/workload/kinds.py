@@ -1,4 +1,4 @@
-"""The kinds of workloads: a row for each, with what configurations, the search and reports decide by.
+"""The kinds of workloads, one row each, with the facts by which configurations, the search and reports decide.
 
 What a kind computes is in `shardplan.steps`, a module for each. Imports no JAX, as configurations must not.
 """
@@ -8,35 +8,35 @@ from enum import StrEnum
 
 
 class LogitBlocks(StrEnum):
-    """Whether a step computes its logits in blocks of positions; the planner chooses how many."""
+    """Whether a step computes its logits in blocks of positions, whose number the planner chooses."""
 
     NONE = "none"
-    """It needs few logits, or Levanter divides them."""
+    """Blocks are never used: the step needs few logits, or Levanter divides them."""
     POSSIBLE = "possible"
-    """Where blocks make it fit, or faster."""
+    """Blocks are used if they make the step fit, or make it faster."""
     NEEDED = "needed"
-    """So that logits are small beside everything else."""
+    """Blocks are always used, so that logits take little memory."""
 
 
 @dataclass(frozen=True)
 class WorkloadKind:
-    """What sets a kind of workload apart from the others."""
+    """The facts that distinguish a kind of workload."""
 
     name: str
-    """The value of `workload.kind`."""
+    """The value of `workload.kind` that selects it."""
     activity: str
-    """What a user does with it, for sentences."""
+    """The use of this kind as a gerund, such as `scoring`, for sentences."""
     synonyms: tuple[str, ...]
-    """What else users call it."""
+    """Other names that users write."""
     is_training: bool = False
     """Whether a step computes gradients and updates the parameters."""
     is_scoring: bool = False
     """Whether a step computes scores of tokens, not their losses alone."""
     makes_tokens: bool = False
-    """Whether the step begins work that goes on with tokens that the model itself makes."""
+    """Whether the step is followed by steps on tokens that the model generates."""
     logit_blocks: LogitBlocks = LogitBlocks.NONE
     param_dtype: str = "bfloat16"
-    """The type of stored parameters where a workload names none."""
+    """Default type of stored parameters."""
 
 
 ROWS = (
@@ -53,8 +53,8 @@ ROWS = (
     ),
 )  # fmt: skip
 KINDS = {row.name: row for row in ROWS}
-"""Value of `workload.kind` -> its kind."""
+"""Value of `workload.kind` -> row of the kind."""
 KIND_SYNONYMS: dict[str, str] = {}
-"""What else users call a kind of workload -> its name here."""
+"""Other name of a kind -> the kind's name."""
 for _row in ROWS:
     KIND_SYNONYMS |= dict.fromkeys(_row.synonyms, _row.name)

@@ -3,11 +3,12 @@
 from shardplan.positions.sequence_layout import KERNEL_BLOCK
 
 MAX_BLOCKS = 4
-"""Most blocks of the attention kernel in a packed sequence of short windows: it computes scores across windows, too."""
+"""Maximum number of kernel blocks in a packed sequence of short windows: attention computes scores across windows
+too."""
 
 
 def packed_length(window: int) -> int:
-    """Return the length of sequences that windows of `window` tokens fill best: a multiple of the kernel's block.
+    """Return the sequence length that windows of `window` tokens fill best, a multiple of the kernel's block.
 
     Of lengths that are filled equally well it is the shortest.
 

@@ -1,4 +1,4 @@
-"""Numbers of tokens as people write them: 15T, 4M, 2.5e9."""
+"""Parses numbers of tokens as people write them: 15T, 4M, 2.5e9."""
 
 import math
 import re
@@ -7,19 +7,19 @@ from typing import NamedTuple
 from shardplan.errors import ConfigError
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
-"""Letter behind a number -> what it is multiplied by."""
+"""Letter after a number -> its factor."""
 _COUNT = re.compile(r"(\d+(?:_\d+)*(?:\.\d+)?(?:[eE]\+?\d+)?)([KMBGT]?)")
 
 
 class TokenRange(NamedTuple):
-    """Fewest and most tokens of a step."""
+    """The fewest and the most tokens of a step."""
 
     least: float
     most: float
 
 
 def parse_token_count(key: str, text: str) -> float:
-    """Read a number of tokens.
+    """Parse a number of tokens.
 
     >>> parse_token_count("token_budget", "15T"), parse_token_count("token_budget", "2_000_000")
     (15000000000000.0, 2000000.0)
@@ -38,7 +38,7 @@ def parse_token_count(key: str, text: str) -> float:
 
 
 def parse_token_range(key: str, text: str) -> TokenRange:
-    """Read the fewest and the most tokens of a step.
+    """Parse the fewest and the most tokens of a step.
 
     >>> parse_token_range("step_tokens", "4M-16M")
     TokenRange(least=4000000.0, most=16000000.0)

@@ -1,4 +1,4 @@
-"""The workload: what one step computes, as a configuration asks for it and as a Plan records it."""
+"""The workload: what one step computes, as a configuration requests it and as a Plan records it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -10,11 +10,11 @@ from shardplan.plan.workload.dtypes import DTYPE_SYNONYMS, DTYPES
 from shardplan.plan.workload.kinds import KIND_SYNONYMS, KINDS, LogitBlocks, WorkloadKind
 
 BATCH_AXIS = "batch"
-"""Logical axis of the sequences of a step, as Levanter's trainer calls it."""
+"""Logical axis of the sequences of a step, named as in Levanter's trainer."""
 LOGIT_BYTES = 256 * 2**20
-"""Bytes of logits, float32, that a device holds at a time at most, if all devices share them."""
+"""Maximum bytes of float32 logits that a device holds at a time, if all devices share the logits."""
 AUTO = "auto"
-"""Key of the metadata of a field that users may set to auto: the value that this stands for."""
+"""Key of a field's metadata that gives the value for which `auto` stands."""
 AUTO_BATCH = -1
 """The batch in a configuration that leaves it to the planner, as Levanter writes it."""
 AUTO_POSITION = -1
@@ -22,9 +22,9 @@ AUTO_POSITION = -1
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 100.0
 """Between these, float32 logits say enough of the probabilities of tokens."""
 MAX_LOAD_SPREAD = 4.0
-"""Largest spread of the loads of experts; one of 256 experts that has all tokens is a spread of 16, and no model."""
+"""Largest spread of expert loads; if one of 256 experts had all tokens, the spread would be 16."""
 MIN_POSITION = 2
-"""Fewest tokens of a sequence: a single one predicts nothing."""
+"""Fewest tokens of a sequence, because a single one predicts nothing."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,8 @@ class Workload:
     position: int = field(default=2048, metadata={AUTO: AUTO_POSITION})
     """Tokens per sequence; auto for the length that packed windows fill best. Default: at most the model's."""
     param_dtype: str = None  # type: ignore[assignment]  # text from __post_init__ on
-    """Of parameters, except routers (float32): bfloat16, float16, float32; default: float32 to train, else bfloat16."""
+    """Type of stored parameters, except routers (float32): bfloat16, float16, float32; default: float32 to train, else
+    bfloat16."""
     compute_dtype: str = "bfloat16"
     """Type of activations and products: bfloat16, float16 or float32."""
     gradient_checkpointing: str = "default"
@@ -48,15 +49,15 @@ class Workload:
     microbatches: int | None = None
     """Parts of a training batch, one after the other; default: the fastest that fits."""
     optimizer: str = "adamw"
-    """As optax has it; +ema adds averages, +mu_bfloat16 narrows moments."""
+    """Name in optax; +ema adds averages, +mu_bfloat16 narrows moments."""
     top_k: int = 40
-    """Of score: most probable tokens to write for each position; 0 for none."""
+    """For score: most probable tokens written per position; 0 for none."""
     temperature: float = 1.0
-    """Of score: probabilities are those of softmax(logits / temperature)."""
+    """For score: probabilities are those of softmax(logits / temperature)."""
     window: int | None = None
-    """Of score: tokens of each window where several share a sequence; default: one window."""
+    """For score: tokens per window if several share a sequence; default: one window."""
     logit_blocks: int | None = None
-    """Of eval and score: blocks of positions whose logits are in memory in turn. Default: for score within 256 MiB per
+    """For eval and score: blocks of positions whose logits are in memory in turn. Default: for score within 256 MiB per
     device, for eval the fastest that fits."""
     expert_load_spread: float = 0.0
     """How unevenly experts are used: standard deviation of their tokens, over the mean."""
@@ -67,7 +68,7 @@ class Workload:
 
     @property
     def kind_row(self) -> WorkloadKind:
-        """What sets the kind apart. An unknown name, which `problems` reports, gets the row of an evaluation."""
+        """Row of the workload's kind; for an unknown name, which `problems` reports, the row of an evaluation."""
         return KINDS.get(self.kind, KINDS["eval"])
 
     @property
@@ -82,7 +83,7 @@ class Workload:
 
     @property
     def windows(self) -> int:
-        """Windows per step, over all devices; what is left of a sequence is padding."""
+        """Windows per step, over all devices; the rest of each sequence is padding."""
         return self.batch * (self.position // (self.window or self.position))
 
     @property
@@ -92,22 +93,22 @@ class Workload:
 
     @property
     def has_logit_blocks(self) -> bool:
-        """Whether the step computes its logits in blocks that the planner chooses; training has Levanter's."""
+        """Whether the planner chooses blocks for the step's logits; in training, Levanter does."""
         return self.kind_row.logit_blocks is not LogitBlocks.NONE
 
     @property
     def num_logit_blocks(self) -> int:
-        """The number of logit blocks; 1 where the workload leaves it open."""
+        """Number of logit blocks; 1 if the workload leaves it open."""
         return self.logit_blocks or 1
 
     @property
     def num_microbatches(self) -> int:
-        """The number of microbatches; 1 where the workload leaves it open."""
+        """Number of microbatches; 1 if the workload leaves it open."""
         return self.microbatches or 1
 
     @property
     def checkpoint_policy(self) -> CheckpointPolicy:
-        """The gradient checkpointing policy; Levanter's default where the workload leaves it open."""
+        """Gradient checkpointing policy; Levanter's default if the workload leaves it open."""
         if self.gradient_checkpointing == OPEN_CHECKPOINTING:
             return CheckpointPolicy()
         return CheckpointPolicy.parse(self.gradient_checkpointing)
@@ -117,7 +118,7 @@ class Workload:
         return replace(self, gradient_checkpointing=str(self.checkpoint_policy), microbatches=self.num_microbatches)
 
     def with_logit_blocks(self, vocab: int, devices: int) -> "Workload":
-        """This workload with the number of its logit blocks, for `vocab` tokens and a number of devices."""
+        """Return this workload with the number of its logit blocks, for `vocab` tokens and a number of devices."""
         if not self.has_logit_blocks or self.logit_blocks is not None:
             return self
         total = self.tokens * vocab * 4
@@ -125,7 +126,7 @@ class Workload:
         return replace(self, logit_blocks=next(fitting, self.position))
 
     def settings_text(self) -> str:
-        """The settings of a step in words; empty where there are none to name."""
+        """Format the settings of a step in words; empty if there are none to mention."""
         if not self.is_training:
             return f"logits in {self.logit_blocks} blocks of positions" if self.num_logit_blocks > 1 else ""
         resolved = self.resolve()
@@ -133,7 +134,7 @@ class Workload:
         return f"{self.optimizer}, {parts}, gradient checkpointing {resolved.gradient_checkpointing}"
 
     def problems(self) -> Iterator[str]:
-        """Every value that no step can have."""
+        """Yield an error for every value that no step can have."""
         for key, value, minimum in (
             ("batch", self.batch, 1), ("position", self.position, MIN_POSITION), ("microbatches", self.microbatches, 1),
         ):  # fmt: skip
@@ -159,7 +160,7 @@ class Workload:
         yield from self.score_problems()
 
     def score_problems(self) -> Iterator[str]:
-        """Every value that no scoring step can have, and what is set for other kinds."""
+        """Yield an error for every value that no scoring step can have, and for scoring settings of other kinds."""
         if self.window is not None and not self.is_scoring:
             yield f"workload.window is for workload.kind score, and the kind is {self.kind}; leave it out"
         if self.logit_blocks is not None and not self.has_logit_blocks:
@@ -180,7 +181,7 @@ class Workload:
             )
 
     def microbatch_problems(self) -> Iterator[str]:
-        """Every conflict between the kind, the batch and the number of microbatches."""
+        """Yield every conflict between the kind, the batch and the number of microbatches."""
         batch, parts = self.batch, self.num_microbatches
         if self.is_training and batch % parts:
             near = min((n for n in range(1, batch + 1) if batch % n == 0), key=lambda n: abs(n - parts))
@@ -190,7 +191,7 @@ class Workload:
 
 
 def temperature_problem(key: str, value: float) -> str:
-    """Return what is wrong with a temperature that is too low, too high or no number.
+    """Explain why a temperature is too low, too high or no number; None if it is valid.
 
     >>> temperature_problem("task.temperature", -1.0)
     'task.temperature is -1; it must be 0.01 to 100 (ranks say what greedy decoding produces, the limit of 0)'
@@ -202,7 +203,7 @@ def temperature_problem(key: str, value: float) -> str:
 
 
 def raise_first(problems: Iterator[str]) -> None:
-    """Raise the first of some problems.
+    """Raise the first problem, if there is any.
 
     >>> raise_first(iter([]))
     >>> raise_first(iter(["workload.batch is 0; it must be at least 1"]))

@@ -1,4 +1,4 @@
-"""Fusion as a compiler for TPUs does it: which values of a sequence of operations are written to memory.
+"""Fusion as a TPU compiler performs it: which values of a sequence of operations are written to memory.
 
 The results of matmuls, lookups and scatters are written, and of elementwise results those that one of these reads. All
 other values exist only inside a fused operation: an elementwise chain behind a matmul is fused into that matmul, unless
@@ -20,7 +20,7 @@ from shardplan.program.operations import Operation, OperationKind
 FUSIBLE = (OperationKind.ELEMENTWISE, OperationKind.CONTRACTION)
 """Kinds of operations whose results may exist only inside a fused operation."""
 MULTIPLE = -1
-"""In place of one value: there are several."""
+"""Stands for several values, in place of one value."""
 NOTHING: frozenset[int] = frozenset()
 
 
@@ -29,11 +29,11 @@ class _Origin:
     """The matmuls from whose results a value is computed by elementwise operations alone."""
 
     last_matmul: int | None = None
-    """The result of the last of these matmuls; the value itself if a matmul makes it."""
+    """Result of the last of these matmuls; the value itself if a matmul computes it."""
     summed_matmuls: int = 0
-    """Number of matmuls if their results are only added up, 2 for any more; 0 if they are used otherwise."""
+    """Number of matmuls (2 for any more) if their results are only added up; 0 if they are used otherwise."""
     last_summed: int | None = None
-    """The result of the last of these matmuls."""
+    """Result of the last matmul that is only added up."""
 
 
 @dataclass(frozen=True)
@@ -41,18 +41,18 @@ class _Use:
     """The use of a value by elementwise operations alone."""
 
     final: int | None = None
-    """The value that is needed in memory, or `MULTIPLE`; the value itself if other operations use it; None for none.
-    Of values that one operation computes together, the first."""
+    """The value needed in memory, or `MULTIPLE`; the value itself if other operations use it; None for no value. Of
+    values that one operation computes together, the first."""
     is_reduced: bool = False
     """Whether these operations reduce over the value, so that they need all of it first."""
     by_grouped: bool = False
-    """Whether grouped matmuls use the value, or what is computed from it."""
+    """Whether grouped matmuls use the value, or values computed from it."""
     by_others: bool = False
-    """Whether other operations do that are not elementwise."""
+    """Whether other operations that are not elementwise use it."""
 
 
 class Fusion:
-    """The values that one sequence of operations writes to memory, and the values in memory they are computed from."""
+    """The values that one sequence of operations writes to memory, and the values in memory that they are made of."""
 
     def __init__(
         self, operations: Sequence[Operation], arrays: Sequence[TracedArray], outputs: Set[int], writes_outputs: bool
@@ -111,7 +111,7 @@ class Fusion:
         """Values that stay in memory until the end of the sequence, because outputs are computed from them."""
 
     def base_of(self, value: int) -> int:
-        """The value that `value` is a view of; `value` itself where it is none."""
+        """Return the value that `value` is a view of; `value` itself if it is no view."""
         return self._base.get(value, value)
 
     def sources(self, value: int) -> frozenset[int]:
@@ -119,7 +119,7 @@ class Fusion:
         return self._sources.get(value, frozenset({value}))
 
     def is_executed(self, operation: Operation) -> bool:
-        """Whether the operation runs at its place in the sequence, rather than fused into a later one."""
+        """Return whether an operation runs at its place in the sequence, rather than fused into a later one."""
         if operation.kind == OperationKind.CONTRACTION and is_scores(self.arrays[operation.results[0]]):
             return True  # in a kernel, which writes no scores
         if operation.kind in FUSIBLE:
@@ -127,11 +127,11 @@ class Fusion:
         return True
 
     def reads(self, operation: Operation) -> set[int]:
-        """The values in memory that an operation reads, directly or through what is fused into it."""
+        """Return the values in memory that an operation reads, directly or through operations fused into it."""
         return set[int]().union(*(self.sources(self.base_of(operand)) for operand in operation.operands))
 
     def moved(self, operation: Operation) -> tuple[set[int], list[int]]:
-        """Return the values that an elementwise operation reads and writes, with matmuls and all else fused into it.
+        """Return the values that an elementwise operation, with matmuls and all else fused into it, reads and writes.
 
         Of a value that is sliced, or into which a slice is written, it is the slice.
         """
@@ -145,7 +145,7 @@ class Fusion:
         return set[int]().union(*map(self._parts_of, operands)), writes
 
     def factors_of(self, value: int) -> tuple[int, ...]:
-        """The two values whose elements are multiplied, without a sum, to make `value`; else `value` alone."""
+        """Return the two values whose elements are multiplied, without a sum, to make `value`; else `value` alone."""
         base = self.base_of(value)
         if base not in self._producer:
             return (value,)
@@ -154,25 +154,25 @@ class Fusion:
         return operation.operands if is_product else (value,)
 
     def fused_matmuls(self, operation: Operation) -> list[Operation]:
-        """The matmuls that an elementwise operation is fused with."""
+        """Return the matmuls that an elementwise operation is fused with."""
         if operation.kind != OperationKind.ELEMENTWISE:
             return []
         fused = NOTHING.union(*(self._fused.get(self.base_of(operand), NOTHING) for operand in operation.operands))
         return [self.operations[self._producer[value]] for value in sorted(fused)]
 
     def is_read_by_grouped_matmuls(self, value: int) -> bool:
-        """Whether only grouped matmuls consume `value`, directly or through elementwise operations."""
+        """Return whether only grouped matmuls consume `value`, directly or through elementwise operations."""
         use = self._uses.get(value)
         return use is not None and use.by_grouped and not use.by_others
 
     def is_grouped_summand(self, value: int) -> bool:
-        """Whether `value` is a grouped matmul's result and is only added to other matmuls' results."""
+        """Return whether `value` is a grouped matmul's result and is only added to other matmuls' results."""
         consumers = [self.operations[i] for i in self._consumers[value]]
         is_grouped = value in self._producer and self.operations[self._producer[value]].groups > 1
         return is_grouped and len(consumers) == 1 and self._origins[consumers[0].results[0]].summed_matmuls > 1
 
     def resharded(self, operation: Operation) -> tuple[tuple[TracedArray, ...], tuple[TracedArray, ...]]:
-        """Return what a change of sharding reads and writes.
+        """Return the arrays that a change of sharding reads and writes.
 
         The compiler reshards the factors of a product, which are smaller, and multiplies afterwards.
         """
@@ -183,7 +183,7 @@ class Fusion:
         return operands, tuple(_replicate_like(result, factor) for factor in operands)
 
     def reduces_partial_sums(self, value: int) -> bool:
-        """Whether partial sums in the result `value` of a matmul are added up over devices at once.
+        """Return whether the partial sums in a matmul's result `value` are added up over devices at once.
 
         False where `value` is only added to results of other matmuls and is not the last of them: the sum of them all
         is reduced once.
@@ -192,7 +192,7 @@ class Fusion:
         return summed.summed_matmuls < 2 or summed.last_summed == value
 
     def _origin(self, value: int) -> _Origin:
-        """The origin of the base of `value`."""
+        """Return the origin of the base of `value`."""
         value = self.base_of(value)
         return self._origins.get(value) or _Origin()
 
@@ -240,7 +240,7 @@ class Fusion:
         )
 
     def _find_sum(self, value: int) -> int:
-        """Return the sum of matmul results that `value` is a term of, or `value` if it is a term of none."""
+        """Return the sum of matmul results of which `value` is a term; `value` itself if it is a term of none."""
         consumers = self._consumers[value]
         if len(consumers) != 1:
             return value
@@ -262,18 +262,18 @@ class Fusion:
         return sources, NOTHING.union(*(self._fused.get(operand, NOTHING) for operand in operands))
 
     def _parts_of(self, value: int) -> frozenset[int]:
-        """The values or slices of values from which `value` is computed; `value` itself if it is in memory."""
+        """Return the values, or slices of them, from which `value` is computed; `value` itself if it is in memory."""
         return self._parts.get(value, frozenset({value}))
 
     def _find_parts(self, operation: Operation, value: int) -> frozenset[int]:
-        """Find the values or slices of values from which a result is computed."""
+        """Find the values, or slices of them, from which a result is computed."""
         is_slice = operation.kind == OperationKind.ELEMENTWISE and find_primitive(operation.primitive).is_slice
         if value in self.written or operation.kind not in FUSIBLE or is_slice:
             return frozenset({value})
         return NOTHING.union(*(self._parts_of(self.base_of(operand)) for operand in operation.operands))
 
     def _is_view(self, operation: Operation) -> bool:
-        """Whether an elementwise result exists only as its operand: a view of it, or what is cheap to compute again.
+        """Return whether an elementwise result is never in memory: a view of its operand, or cheap to recompute.
 
         That is a cast to a wider type, in which it would take more memory, or a scaled copy of a weight.
         """
@@ -289,7 +289,7 @@ class Fusion:
         return result.weight is not None and result.weight == operand.weight and result.itemsize == operand.itemsize
 
     def _is_written(self, value: int) -> bool:
-        """Whether a value is written to memory, rather than computed within the operations that use it."""
+        """Return whether a value is written to memory, rather than computed within the operations that use it."""
         array, operation = self.arrays[value], self.operations[self._producer[value]]
         if value in self._base or is_scores(array) or not array.dims:
             return False
@@ -300,19 +300,19 @@ class Fusion:
         return True  # grouped matmuls are separate kernels
 
     def _is_needed_in_memory(self, value: int) -> bool:
-        """Whether an elementwise result is an output, or an operand of an operation of another kind."""
+        """Return whether an elementwise result is an output, or an operand of an operation of another kind."""
         return value in self._must_write or any(
             self.operations[i].kind != OperationKind.ELEMENTWISE for i in self._consumers[value]
         )
 
     def _saves_memory_if_written(self, value: int) -> bool:
-        """Whether an elementwise result takes less memory than the inputs from which consumers would recompute it."""
+        """Return whether an elementwise result is smaller than the inputs from which its users would recompute it."""
         size = self.arrays[value].elements
         large = [source for elements, source in self._largest_inputs[value] if elements >= size]
         return self._uses[value].final == MULTIPLE and len(large) > 1
 
     def _is_fused(self, value: int) -> bool:
-        """Whether a matmul's result is used by one elementwise chain alone, into which it is fused."""
+        """Return whether only one elementwise chain uses a matmul's result, so that the matmul is fused into it."""
         use = self._uses[value]
         if use.final in (None, MULTIPLE, value) or use.is_reduced:
             return False
@@ -320,6 +320,6 @@ class Fusion:
 
 
 def _replicate_like(product: TracedArray, factor: TracedArray) -> TracedArray:
-    """Return `factor` without the names of axes that its product has lost where it is replicated."""
+    """Return `factor` with its names removed for axes that its product has lost because it is replicated there."""
     kept = set(product.axes)
     return replace(factor, dims=tuple(tuple((n if n in kept else None, s) for n, s in dim) for dim in factor.dims))

@@ -15,25 +15,25 @@ from shardplan.program.operations import OperationKind
 
 
 class HeldForGradients(NamedTuple):
-    """Values that stay in memory, and until when."""
+    """The values that stay in memory after their last use, and until when."""
 
     unfreed_rows: Set[int] = frozenset()
-    """Rows that stay after their last use, where a compiler does not free them."""
+    """Rows that stay after their last use, if the compiler does not free rows."""
     routed_tokens: Set[int] = frozenset()
-    """Tokens from which rows are looked up; they stay after their last use, where a compiler frees the rows."""
+    """Tokens from which rows are looked up, which stay after their last use if the compiler frees rows."""
     factors: Sequence[TracedArray] = ()
     """Resharded factors of the gradient of rows, which the gradient of the routing weights reads again."""
     gathered_rows: Set[int] = frozenset()
     """The experts' results, which the gradient of the routing weights needs again."""
     start: int = -1
-    """Index of the first operation that computes a gradient of the experts' parameters: from there on `factors` and
-    `gathered_rows` are in memory."""
+    """Index of the first operation that computes a gradient of experts' parameters; `factors` and `gathered_rows` are
+    in memory from there on."""
     end: int = -1
-    """Index of the operation until which everything stays; -1 for a program without gradients of experts."""
+    """Index of the operation until which all these values stay; -1 for a program without gradients of experts."""
 
 
 def hold_for_gradients(fusion: Fusion) -> HeldForGradients:
-    """Return what stays in memory until the gradients of experts are computed."""
+    """Return the values that stay in memory until the gradients of experts are computed."""
     operations, arrays = fusion.operations, fusion.arrays
     grouped = [operation for operation in operations if operation.groups > 1]
     sizes = {arrays[operation.operands[0]].elements for operation in grouped}
@@ -52,7 +52,7 @@ def hold_for_gradients(fusion: Fusion) -> HeldForGradients:
 
 
 def _overwritten(rows: Set[int], fusion: Fusion) -> Set[int]:
-    """Return the values whose memory an operation takes for its result."""
+    """Return the values whose memory an operation reuses for its result."""
     overwritten = set[int]()
     for operation in fusion.operations:
         if operation.collective == CollectiveKind.ALL_REDUCE:

@@ -1,4 +1,4 @@
-"""Predicts what a compiler moves out of a loop: gathered parameters that are the same in every iteration."""
+"""Predicts which gathered parameters a compiler moves out of a loop, because they are equal in every iteration."""
 
 from collections.abc import Sequence, Set
 
@@ -8,7 +8,7 @@ from shardplan.program.operations import Operation, OperationKind
 
 
 def invariant_copies(loop: Operation, arrays: Sequence[TracedArray]) -> Set[int]:
-    """Return the gathered parameters of a loop's `shard_map`s, and copies made of them, such as padded ones.
+    """Return the gathered parameters of a loop's `shard_map`s, and copies made from them, such as padded ones.
 
     They are the same in every iteration, so that the compiler makes them before the loop: those of the output head, in
     a loop over microbatches.

@@ -1,4 +1,4 @@
-"""Sibling fusion: elementwise gradients that read the same rows of experts are computed by one operation. Pure.
+"""Sibling fusion: one operation computes the elementwise gradients that read the same rows of experts. Pure.
 
 The kernels of grouped matmuls fuse nothing, so that what follows them is a loop of its own. The gradients of the two
 factors in a gated MLP are one loop, which writes both over rows that it reads.
@@ -15,7 +15,7 @@ from shardplan.program.operations import Operation, OperationKind
 def fuse_with_siblings(
     operations: Sequence[Operation], arrays: Sequence[TracedArray], outputs: Set[int], writes_outputs: bool
 ) -> Fusion:
-    """Fuse a sequence of operations, with two gradients that read the same rows as one operation.
+    """Fuse a sequence of operations, joining two gradients that read the same rows into one operation.
 
     It runs in the place of the second one, and what reads the first one's result runs after it. The arguments are
     those of `Fusion`.
@@ -44,7 +44,7 @@ def _siblings(fusion: Fusion) -> Iterator[tuple[int, int]]:
 
 
 def _reorder(operations: Sequence[Operation], first_of: dict[int, int]) -> list[Operation]:
-    """Return the operations with each pair as one; `first_of` gives the second of a pair its first."""
+    """Return the operations with each pair joined; `first_of` maps the second of a pair to the first."""
     firsts = set(first_of.values())
     ordered: list[Operation] = []
     waiting: list[Operation] = []

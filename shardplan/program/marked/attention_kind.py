@@ -1,4 +1,4 @@
-"""Kinds of attention: what a matmul of attention belongs to, so that each kind gets a method and a price of its own.
+"""Kinds of attention, by which each attention matmul gets its own method and price.
 
 A model may have several: layers with a window beside layers without one, heads of several sizes, sinks. Two calls of
 attention are of one kind if their masks, as far as they are known while tracing, and these facts are equal. The trace
@@ -23,17 +23,17 @@ class AttentionKind:
     pattern: Pattern = CAUSAL
     """The part of the mask that is known while tracing."""
     head_size: int | None = None
-    """Elements of a query and of a key; None where the call of attention is not marked."""
+    """Elements of a query and of a key; None if the call of attention is not marked."""
     value_head_size: int | None = None
     """Elements of a value."""
     soft_cap: float | None = None
     """Bound of the scores, applied as `cap * tanh(scores / cap)`."""
     has_sinks: bool = False
-    """Whether every head has a sink: one more score beside the scores of the keys, without a value."""
+    """Whether every head has a sink, an additional score without a value."""
     has_bias: bool = False
     """Whether an array is added to the scores."""
     uses_own_kernel: bool = False
-    """Whether shardplan's kernel computes it where positions are not sharded too, as in the decoder.
+    """Whether shardplan's kernel computes it even if positions are not sharded, as in the decoder.
 
     In other models Levanter's does.
     """
@@ -42,7 +42,7 @@ class AttentionKind:
 
     @property
     def can_shard_positions(self) -> bool:
-        """Whether shardplan's attention, which has no bias, computes it; Levanter's cannot shard positions."""
+        """Whether shardplan's attention, which supports no bias, can compute it; Levanter's cannot shard positions."""
         return self.head_size is not None and not self.has_bias
 
     @cached_property
@@ -65,4 +65,4 @@ class AttentionKind:
 
 
 UNMARKED = AttentionKind()
-"""The kind of attention that no known function computes, where the trace finds no other: causal."""
+"""The kind assumed for attention that no known function computes: causal."""

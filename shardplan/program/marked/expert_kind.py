@@ -16,13 +16,13 @@ class ExpertKind:
     has_gate: bool = True
     has_bias: bool = False
     weighs_inputs: bool = False
-    """Whether tokens are multiplied by their routing weights before their experts."""
+    """Whether the routing weight multiplies the expert's input rather than its output."""
     load_spread: float = 0.0
-    """Standard deviation of the numbers of rows of the experts, relative to their mean."""
+    """Standard deviation / mean of the experts' numbers of rows."""
 
     @property
     def matrices(self) -> int:
-        """Matrices of an expert."""
+        """Number of matrices per expert."""
         return 3 if self.has_gate else 2
 
     @property

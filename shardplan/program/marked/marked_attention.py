@@ -26,14 +26,14 @@ from shardplan.model.attention.mask_pattern import pattern_of_mask
 from shardplan.program.marked.attention_kind import AttentionKind
 
 POSITIONAL_OF_RESULT = POSITIONAL[: POSITIONAL.index("use_flash")]
-"""Positional arguments on which the result depends; the others choose an implementation, or are for dropout."""
+"""Positional arguments that affect the result; others choose an implementation, or are for dropout."""
 KEYWORDS_OF_RESULT = ("scaling_factor", "logits_soft_cap")
-"""Keyword arguments on which the result depends, other than sinks."""
+"""Keyword arguments, other than sinks, that affect the result."""
 SCOPE = "shardplan_attention_"
-"""Begins the named scope of a marked call; the number of its kind follows."""
+"""Prefix of the named scope of a marked call, which the number of its kind follows."""
 
 _KINDS: list[AttentionKind] = []
-"""All kinds that this process has marked. JAX keeps traces of functions, so that a number keeps its meaning."""
+"""All kinds that this process has marked, by number; numbers stay valid because JAX caches traces of functions."""
 
 
 @contextmanager
@@ -62,7 +62,7 @@ def mark_attention(uses_own_kernel: bool = False) -> Iterator[None]:
 
 
 def _attend_with_sinks(arguments: Arguments) -> NamedArray:
-    """Compute attention with a sink for every head, and so that scores have no more keys than there are.
+    """Compute attention with a sink per head such that scores have no more keys than there are.
 
     Levanter's plain implementation adds a key for the sink, and no axis has the size that results.
     """
@@ -85,13 +85,13 @@ def _attend_with_sinks(arguments: Arguments) -> NamedArray:
 
 
 def kind_of_label(label: str) -> AttentionKind | None:
-    """Return the kind of attention that the name stack of an operation names; None outside of marked attention."""
+    """Return the kind of attention in the name stack of an operation; None outside of marked attention."""
     found = re.search(rf"{SCOPE}(\d+)", label)
     return _KINDS[int(found[1])] if found else None
 
 
 def without_mark(label: str) -> str:
-    """Return the name stack of an operation without the scope that marks attention."""
+    """Return the name stack of an operation without the scope of a marked attention."""
     return re.sub(rf"/?{SCOPE}\d+", "", label)
 
 

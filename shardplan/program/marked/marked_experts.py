@@ -22,11 +22,11 @@ from shardplan.experts.expert_weights import ExpertWeights
 from shardplan.program.marked.expert_kind import ExpertKind
 
 EXPERTS = "shardplan_experts"
-"""Name of the primitive of a block: tokens, chosen experts, routing weights, and the weights of `ExpertWeights` that
-there are; its result has the shape of the tokens."""
+"""Name of the primitive of a block. Operands: tokens, chosen experts, routing weights, and the `ExpertWeights` that
+exist; the result has the tokens' shape."""
 EXPERTS_GRADIENT = "shardplan_experts_gradient"
-"""Name of the primitive of its gradient: the gradient of the result, and the operands of the block; its results are the
-gradients of the tokens, of the routing weights, and of the weights."""
+"""Name of the primitive of a block's gradient. Operands: gradient of the result, operands of the block; results:
+gradients of tokens, routing weights and weights."""
 
 _experts_p = Primitive(EXPERTS)
 _gradient_p = Primitive(EXPERTS_GRADIENT)
@@ -35,7 +35,7 @@ _gradient_p.multiple_results = True
 
 @contextmanager
 def mark_experts(load_spread: float = 0.0) -> Iterator[None]:
-    """Make every block of routed experts one operation.
+    """Trace every block of routed experts as one operation.
 
     Args:
         load_spread: see `ExpertKind`.

@@ -23,11 +23,11 @@ from shardplan.positions.pattern import CAUSAL
 from shardplan.program.marked.attention_kind import AttentionKind
 
 SPARSE_ATTENTION = "shardplan_sparse_attention"
-"""Name of the primitive of a call: `TokenInputs`, then `GroupInputs`, as arrays; its results are the sum of the
-branches, in the type of queries, and the selected blocks."""
+"""Name of the primitive of a call. Operands: arrays of `TokenInputs`, then of `GroupInputs`; results: sum of the
+branches, in the queries' type, and selected blocks."""
 SPARSE_GRADIENT = "shardplan_sparse_attention_gradient"
-"""Name of the primitive of its gradient: the gradient of the sum, the operands of the call, and the selected blocks;
-its results are the gradients of the operands."""
+"""Name of the primitive of a call's gradient. Operands: gradient of the sum, operands of the call, selected blocks;
+results: gradients of the operands."""
 VALUES = 2
 """Index of an operand of a call that has the channels of values."""
 
@@ -39,7 +39,7 @@ _gradient_p.multiple_results = True
 
 @contextmanager
 def mark_sparse_attention() -> Iterator[None]:
-    """Make every call of Native Sparse Attention one operation."""
+    """Trace every call of Native Sparse Attention as one operation."""
     with replace_sparse_calls(_mark):
         yield
 

@@ -1,1 +1,1 @@
-"""Logical axes of the results of JAX primitives: one table of primitives, and the rules that its rows name."""
+"""Logical axes of the results of JAX primitives: a table of primitives, and the rules that its rows name."""

@@ -1,4 +1,4 @@
-"""The state that rules for JAX primitives share while they name axes, and the signature of a rule."""
+"""The state that rules for JAX primitives share while they name axes, and the interface of a rule."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -16,17 +16,17 @@ class AxisNaming:
     """The facts about a program's axes that rules collect."""
 
     merged_axes: dict[str, Dim] = field(default_factory=dict)
-    """Logical axis -> the axes that it is split into elsewhere in the program."""
+    """Logical axis -> the axes into which other parts of the program split it."""
     unnamed: Counter[str] = field(default_factory=Counter)
     """Primitive -> number of its results that no rule could name."""
     expert_dims: list[Dim] = field(default_factory=list)
     """Dimensions that number the matrices of grouped matmuls."""
     unpriced: Counter[str] = field(default_factory=Counter)
-    """Primitive without a rule -> how often it occurs."""
+    """Primitive without a rule -> number of its occurrences."""
     resized_axes: set[str] = field(default_factory=set)
-    """Logical axes along which slices are taken: if they were sharded, their elements would have to move."""
+    """Logical axes along which slices are taken; if such an axis were sharded, its elements would have to move."""
     is_local: bool = False
-    """Whether each device computes by itself, in a `shard_map`: it takes slices of its own part of an array."""
+    """Whether each device computes separately, in a `shard_map`, and takes slices of its own part of an array."""
 
     def unify(self, left: Dim, right: Dim) -> Dim:
         """Return one dimension for two operands; if their axes differ, record which axis is split into which."""
@@ -41,22 +41,22 @@ class AxisNaming:
 
 
 RuleResult = tuple[OperationKind, list[TracedArray], dict[str, Any]]
-"""Kind of the operation, its results, and further fields of `Operation`."""
+"""The kind of the operation, its results, and further fields of `Operation`."""
 
 Rule = Callable[[AxisNaming, Any, list[TracedArray]], RuleResult]
-"""A function from what is known about axes, an equation of a jaxpr and its operands to the equation's results."""
+"""A rule: function of the known facts about axes, an equation of a jaxpr and its operands -> the equation's results."""
 
 
 def itemsize_of(atom: Any) -> int:
-    """Bytes per element of an operand or result of an equation."""
+    """Return the bytes per element of an operand or result of an equation."""
     return np.dtype(atom.aval.dtype).itemsize if hasattr(atom.aval, "dtype") else 0
 
 
 def unnamed_dims(atom: Any) -> tuple[Dim, ...]:
-    """The dimensions of an operand or result of an equation, without names."""
+    """Return the dimensions of an operand or result of an equation, without names."""
     return tuple(((None, size),) for size in atom.aval.shape)
 
 
 def join_factors(dims: Sequence[Dim]) -> Dim:
-    """The logical axes of several dimensions, with their sizes, in order."""
+    """Join the logical axes of several dimensions, with their sizes, in order."""
     return tuple(factor for dim in dims for factor in dim)

@@ -16,7 +16,7 @@ from shardplan.program.operations import OperationKind
 
 
 def elementwise(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) -> RuleResult:
-    """Name results by the operands of equal rank; a result with no such operand is reported as unnamed."""
+    """Name results by the operands of equal rank; report a result without such an operand as unnamed."""
     for v in equation.outvars:
         rank = len(v.aval.shape)
         if rank and arrays and not any(len(array.dims) == rank for array in arrays):
@@ -25,7 +25,7 @@ def elementwise(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) ->
 
 
 def source(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) -> RuleResult:
-    """Give results the best names of the operands of equal rank, dimension by dimension where sizes agree.
+    """Name results by the best names of operands of equal rank, for each dimension whose size agrees.
 
     As a rule of its own it is for primitives that make arrays, such as `iota`, whose results need no names.
     """
@@ -45,7 +45,7 @@ def source(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) -> Rule
 
 
 def resize(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) -> RuleResult:
-    """Keep the names of the dimensions whose size does not change; in a shard_map the names of all dimensions."""
+    """Keep the names of dimensions whose size does not change; in a shard_map keep all names."""
     results = []
     for v in equation.outvars:
         dims = unnamed_dims(v)
@@ -67,7 +67,7 @@ def resize(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) -> Rule
 
 
 def update_slice(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) -> RuleResult:
-    """Write a slice into an array, whose unnamed dimensions get the names of the slice's in a shard_map."""
+    """Name an array into which a slice is written; in a shard_map, unnamed dimensions get the slice's names."""
     kind, results, extra = elementwise(naming, equation, arrays)
     if naming.is_local:
         pairs = zip(results[0].dims, arrays[1].dims, strict=True)
@@ -77,7 +77,7 @@ def update_slice(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) -
 
 
 def broadcast(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) -> RuleResult:
-    """Repeat an array along new dimensions, which have no names."""
+    """Name an array repeated along new dimensions, which get no names."""
     v = equation.outvars[0]
     dims = list(unnamed_dims(v))
     for dim, i in zip(arrays[0].dims, equation.params["broadcast_dimensions"], strict=True):
@@ -87,14 +87,14 @@ def broadcast(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) -> R
 
 
 def transpose(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) -> RuleResult:
-    """Put the dimensions of an array in another order."""
+    """Reorder the dimensions of an array with their names."""
     array = arrays[0]
     dims = tuple(array.dims[i] for i in equation.params["permutation"])
     return OperationKind.ELEMENTWISE, [replace(array, dims=dims)], {}
 
 
 def reshape(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) -> RuleResult:
-    """Flatten dimensions or split them, each with the logical axes that it consists of."""
+    """Divide the logical axes of an array among the dimensions of its new shape."""
     v = equation.outvars[0]
     dims = reshape_factors(arrays[0].factors, v.aval.shape, naming.merged_axes)
     if dims is None:
@@ -104,7 +104,7 @@ def reshape(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) -> Rul
 
 
 def reduce(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) -> RuleResult:
-    """Combine all elements along the reduced dimensions, which the results do not have."""
+    """Name the combination of all elements along reduced dimensions, which the results lack."""
     reduced = equation.params["axes"]
     results = []
     for array, v in zip(arrays, equation.outvars, strict=False):
@@ -114,7 +114,7 @@ def reduce(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) -> Rule
 
 
 def top_k(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) -> RuleResult:
-    """The largest elements along a dimension, whose places in it the results do not have."""
+    """Name the largest elements along a dimension; the results do not have the dimension's name."""
     axis = equation.params["axis"]
     results = []
     for v in equation.outvars:
@@ -125,5 +125,5 @@ def top_k(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) -> RuleR
 
 
 def _resized_dim(naming: AxisNaming, new: Dim, old: Dim) -> Dim:
-    """A dimension `new` that is a slice of `old`, or `old` with padding: it keeps a name in a shard_map alone."""
+    """Return a dimension `new` that is a slice or a padding of `old`; it keeps a name only in a shard_map."""
     return ((old[0][0], size_of(new)),) if naming.is_local and len(old) == 1 else new

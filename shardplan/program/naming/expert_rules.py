@@ -9,14 +9,14 @@ from shardplan.program.operations import OperationKind
 
 
 def experts(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) -> RuleResult:
-    """A block of experts; its result has the axes of its tokens."""
+    """Name the result of a block of experts, which has the axes of its tokens."""
     del naming
     result = TracedArray(arrays[0].dims, itemsize_of(equation.outvars[0]))
     return OperationKind.EXPERTS, [result], {"experts": equation.params["kind"]}
 
 
 def experts_gradient(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) -> RuleResult:
-    """The gradient of a block of experts; each result has the axes of the operand that it is the gradient of."""
+    """Name the gradients of a block of experts, each of which has the axes of its operand."""
     del naming
     _, x, _, *others = arrays
     results = [

@@ -8,7 +8,7 @@ from shardplan.program.operations import OperationKind
 
 
 def dot(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) -> RuleResult:
-    """A matmul; elementwise if nothing is contracted, or if both operands are vectors, batch dimensions aside."""
+    """Name a matmul's result; elementwise if nothing is contracted, or if both operands are batches of vectors."""
     (contract_l, contract_r), (batch_l, batch_r) = equation.params["dimension_numbers"]
     left, right = arrays
     contracted = [naming.unify(left.dims[i], right.dims[j]) for i, j in zip(contract_l, contract_r, strict=True)]
@@ -46,7 +46,7 @@ def ragged_dot(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) -> 
 
 
 def convolve(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) -> RuleResult:
-    """A convolution: a matmul of every window of the first operand; elementwise where each channel is by itself.
+    """Name a convolution's result: a matmul of every window of the first operand, elementwise with separate channels.
 
     It sums over the channels of the second operand and its window. Groups of channels, or of rows in the gradient, are
     independent matmuls. If a mesh axis shards positions along which the window moves, the exchange of neighbours is

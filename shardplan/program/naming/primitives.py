@@ -38,7 +38,7 @@ from shardplan.program.naming.sparse_rules import sparse_attention, sparse_gradi
 
 @dataclass(frozen=True)
 class Primitive:
-    """A row of the table: JAX primitives with the same rules."""
+    """A row of the table: JAX primitives that have the same rules."""
 
     names: tuple[str, ...]
     rule: Rule | None = elementwise
@@ -50,25 +50,25 @@ class Primitive:
     is_cast: bool = False
     """Whether the result is the operand in another type."""
     is_product: bool = False
-    """Whether the operands are multiplied by each other; where nothing is contracted, element by element."""
+    """Whether the operands are multiplied by each other, elementwise if nothing is contracted."""
     is_scaling: bool = False
-    """Whether the last operand scales the first one: with a constant of 1 the result is the first operand."""
+    """Whether the last operand scales the first; if it is the constant 1, the result is the first operand."""
     is_reduction: bool = False
-    """Whether the result combines all elements along a dimension, so that all of them are needed first."""
+    """Whether the result combines all elements along a dimension, so that it needs all of them first."""
     is_rewrite: bool = False
-    """Whether an array is written in another form; a compiler moves it out of a loop if the array does not change."""
+    """Whether an array is written in another form; a compiler moves this out of a loop if the array does not change."""
     is_move: bool = False
-    """Whether elements are chosen or moved, and none is computed."""
+    """Whether elements are only chosen or moved, not computed."""
     is_slice: bool = False
-    """Whether no more of the first operand is read than the result has."""
+    """Whether only as much of the first operand is read as the result holds."""
     is_update: bool = False
-    """Whether the second operand is written into the first, and nothing else of it is read or written."""
+    """Whether the second operand is written into the first, of which nothing else is read or written."""
     ordered_dimensions: str | None = None
-    """The parameter with the dimensions along which elements are ordered or accumulated."""
+    """Name of the equation parameter with the dimensions along which elements are ordered or accumulated."""
     result_dimensions: Callable[[Mapping[str, Any]], Sequence[int]] | None = None
-    """For each dimension of the operand its place in the result, from the parameters of an equation."""
+    """Function of an equation's parameters -> for each dimension of the operand, its dimension in the result."""
     approximation: str | None = None
-    """What is counted instead of work that the jaxpr does not determine, or that no rule knows."""
+    """Text on what is counted instead of work that the jaxpr does not determine, or that no rule knows."""
 
 
 ROWS = (
@@ -145,7 +145,7 @@ ROWS = (
 PRIMITIVES = {name: row for row in ROWS for name in row.names}
 """Name of a primitive -> its row."""
 WITHOUT_ROW = Primitive((), rule=None)
-"""In place of a row, for a primitive that has none."""
+"""The row for primitives that have none."""
 
 
 def find_primitive(name: str) -> Primitive:
@@ -154,7 +154,7 @@ def find_primitive(name: str) -> Primitive:
 
 
 def name_results(naming: AxisNaming, name: str, equation: Any, arrays: list[TracedArray]) -> RuleResult:
-    """Return the results of one equation, traced as the primitive `name`; without a rule as if it were elementwise."""
+    """Name the results of an equation traced as the primitive `name`; without a rule as if it were elementwise."""
     rule = find_primitive(name).rule
     if rule is None:
         naming.unpriced[name] += 1
@@ -163,12 +163,12 @@ def name_results(naming: AxisNaming, name: str, equation: Any, arrays: list[Trac
 
 
 def has_result_of_operands_shape(name: str) -> bool:
-    """Whether results of the primitive `name` have the same logical axes as the operands of their shape."""
+    """Return whether results of the primitive `name` have the logical axes of operands of their shape."""
     return find_primitive(name).rule in (None, elementwise, source)
 
 
 def moved_axes(equation: Any, arrays: list[TracedArray]) -> Iterator[tuple[str, TracedArray]]:
-    """Yield the logical axes along which an equation moves elements, each with the operand that has it.
+    """Yield each logical axis along which an equation moves elements, with the operand that has the axis.
 
     Devices that have shards of such an axis exchange elements. A single element, as the last position, does not count.
     """
@@ -186,5 +186,5 @@ def moved_axes(equation: Any, arrays: list[TracedArray]) -> Iterator[tuple[str, 
 
 
 def is_one(atom: Any) -> bool:
-    """Whether an operand of an equation is the scalar constant 1."""
+    """Return whether an operand of an equation is the scalar constant 1."""
     return isinstance(atom, jex.Literal) and np.ndim(atom.val) == 0 and bool(atom.val == 1)

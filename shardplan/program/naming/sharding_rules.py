@@ -13,14 +13,14 @@ from shardplan.program.operations import OperationKind
 
 
 def constrain(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) -> RuleResult:
-    """Take names from a sharding: the program is traced on a mesh with one axis for every logical axis."""
+    """Name an array by a sharding constraint: the program is traced on a mesh with an axis per logical axis."""
     array = arrays[0]
     dims = dims_of_spec(equation.params["sharding"].spec, shape_of(array))
     return OperationKind.ELEMENTWISE, [adopt_names(array, dims)], {}
 
 
 def name_activation(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) -> RuleResult:
-    """Name an activation that was given a name, some of which say that an axis is never sharded."""
+    """Name an activation; some names say that one of its axes is never sharded."""
     kind, results, fields = elementwise(naming, equation, arrays)
     name = equation.params["name"]
     fields["activation"] = name
@@ -31,15 +31,15 @@ def name_activation(naming: AxisNaming, equation: Any, arrays: list[TracedArray]
 
 
 def _unsharded(dim: Dim, axis: str) -> Dim:
-    """Return a dimension with a logical axis replaced by one that no mapping shards."""
+    """Return a dimension in which a logical axis is replaced by one that no mapping shards."""
     return tuple((UnshardedAxis(name) if name == axis else name, size) for name, size in dim)
 
 
 def collective(kind: CollectiveKind) -> Rule:
-    """Return the rule for a collective of a shard_map that is compiled to a collective of `kind`."""
+    """Return the rule for a shard_map's collective that is compiled to a collective of `kind`."""
 
     def name_result(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) -> RuleResult:
-        """A collective over the mesh axes that it names; elementwise if it names logical axes alone."""
+        """Name a collective's result; it is elementwise if it is over logical axes only."""
         if all(shape_of(array) == v.aval.shape for array, v in zip(arrays, equation.outvars, strict=True)):
             pairs = zip(arrays, equation.outvars, strict=True)
             results = [replace(array, itemsize=itemsize_of(v)) for array, v in pairs]

@@ -10,7 +10,7 @@ from shardplan.program.operations import OperationKind
 
 
 def sparse_attention(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) -> RuleResult:
-    """A call: its sum of branches has the axes of queries and the channels of values; blocks have the axes of keys."""
+    """Name a call's results: the sum has the queries' axes and the values' channels, the blocks have the keys' axes."""
     del naming
     (mixed, blocks), queries, values = equation.outvars, arrays[0], arrays[VALUES]
     results = [
@@ -21,7 +21,7 @@ def sparse_attention(naming: AxisNaming, equation: Any, arrays: list[TracedArray
 
 
 def sparse_gradient(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) -> RuleResult:
-    """The gradient of a call; each result has the axes of the operand that it is the gradient of."""
+    """Name the gradients of a call, each of which has the axes of its operand."""
     del naming
     results = [
         replace(array, weight=None, itemsize=itemsize_of(v))

@@ -1,1 +1,1 @@
-"""Derives other steps from one trace: with other gradient checkpointing, and with other batches."""
+"""Derives other steps from one trace: with other gradient checkpointing, or with another batch."""

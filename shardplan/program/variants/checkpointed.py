@@ -23,11 +23,11 @@ from shardplan.program.trace import Trace
 
 SELECTED_BLOCKS = ActivationName.SELECTED_BLOCKS.value
 CARRY = "__carry"
-"""Ending of the name that Haliax gives the carry of a loop over layers."""
+"""Ending of the name by which Haliax names the carry of a loop over layers."""
 
 
 def with_policy(trace: Trace, policy: CheckpointPolicy) -> Trace:
-    """Return the trace of a step under `policy`, given its trace under the default one.
+    """Return the trace of a step under `policy`, given its trace under the default policy.
 
     Args:
         trace: one that selects blocks again, too.
@@ -53,7 +53,7 @@ def always_kept(operations: Iterable[Operation]) -> tuple[str, ...]:
 
 
 def is_rewritable(trace: Trace, policy: CheckpointPolicy) -> bool:
-    """Whether `with_policy` makes the step of a policy: all that gradients compute again must be in pairs of loops.
+    """Return whether `with_policy` supports a policy: everything that gradients recompute must be in pairs of loops.
 
     Layers that are not stacked, but called one after the other, have no loops.
     """
@@ -62,7 +62,7 @@ def is_rewritable(trace: Trace, policy: CheckpointPolicy) -> bool:
 
 
 def _count_names(operations: Sequence[Operation]) -> tuple[int, int]:
-    """Count the recomputed activations with a name, and how many of them are in pairs of loops."""
+    """Count the recomputed activations with a name, and the ones among them that are in pairs of loops."""
     gradient_loops = {_gradient_loop(operations, i) for i in range(len(operations))}
     names = in_pairs = 0
     for i, operation in enumerate(operations):
@@ -74,7 +74,7 @@ def _count_names(operations: Sequence[Operation]) -> tuple[int, int]:
 
 
 class _Rewriter:
-    """Rewrites pairs of loops so that the second reads activations that the first keeps."""
+    """Rewrites pairs of loops such that the second loop reads activations that the first one keeps."""
 
     def __init__(self, arrays: list[TracedArray], on_host: Mapping[str, bool], carries_on_host: bool) -> None:
         """
@@ -98,7 +98,7 @@ class _Rewriter:
         return tuple(rewritten)
 
     def _rewrite_pair(self, forward: Operation, backward: Operation) -> tuple[Operation, Operation]:
-        """Return a loop over layers and the loop of its gradients with the activations that are kept."""
+        """Return a pair, the loop over layers and the loop of its gradients, with activations kept between them."""
         forward = self._name_selections(forward, backward)
         shared = {stack for stack, _ in forward.slices} & {stack for stack, _ in backward.slices}
         carry_stack = next(stack for stack in shared if stack in forward.results)
@@ -110,7 +110,7 @@ class _Rewriter:
         return self._write_stacks(forward, kept, carry_stack), backward
 
     def _name_selections(self, forward: Operation, backward: Operation) -> Operation:
-        """Return a loop over layers that names the blocks that it selects, as the loop of its gradients does.
+        """Return a loop over layers in which the selected blocks have the names that the gradients' loop gives them.
 
         JAX leaves out the names in the forward loop, because nothing reads these blocks by themselves.
         """
@@ -125,7 +125,7 @@ class _Rewriter:
         return replace(forward, body=tuple(body))
 
     def _make_stack(self, operation: Operation, carry_stack: int) -> int:
-        """Return the stack for the activation that an operation names; carries have one already."""
+        """Return the stack for the activation that an operation names; a carry has one already."""
         on_host, carries = bool(self._is_on_host(operation)), self.arrays[carry_stack]
         if operation.activation.endswith(CARRY):
             self.arrays[carry_stack] = replace(carries, is_on_host=on_host)
@@ -134,7 +134,7 @@ class _Rewriter:
         return self._add(replace(array, dims=(carries.dims[0], *array.dims), is_on_host=on_host))
 
     def _write_stacks(self, loop: Operation, stacks: Sequence[int | None], carry_stack: int) -> Operation:
-        """Return the loop over layers that writes activations into stacks.
+        """Return the loop over layers, extended to write activations into stacks.
 
         Args:
             stacks: of the activations in the order of the loop; None for one that is not kept.
@@ -156,7 +156,7 @@ class _Rewriter:
         return replace(loop, body=tuple(body), results=tuple(results), slices=tuple(slices))
 
     def _keep(self, operation: Operation, on_host: bool) -> tuple[int, list[Operation]]:
-        """Return what is written into the stack of an activation, and the operations that name and make it."""
+        """Return the value to write into an activation's stack, and the operations that name and compute it."""
         (named,) = operation.results
         if on_host:
             copy = self._add(replace(self.arrays[named], is_on_host=True))
@@ -169,7 +169,7 @@ class _Rewriter:
         return named, [replace(operation, results=(before,)), barrier]
 
     def _read_stacks(self, loop: Operation, stacks: Sequence[int], carry_stack: int) -> Operation:
-        """Return the loop of gradients with needed activations read from stacks.
+        """Return the loop of gradients, changed to read the needed activations from stacks.
 
         Args:
             stacks: of the activations in the order of the forward loop.
@@ -199,7 +199,7 @@ class _Rewriter:
         return replace(loop, body=needed, operands=(*constants, *read), slices=tuple(slices))
 
     def _is_on_host(self, operation: Operation) -> bool | None:
-        """Whether a kept activation is in host memory; None if the activation is not kept."""
+        """Return whether a kept activation is in host memory; None if the activation is not kept."""
         if operation.activation.endswith(CARRY):
             return self.carries_on_host
         return self.on_host.get(operation.activation)
@@ -210,7 +210,7 @@ class _Rewriter:
 
 
 def _host_copy(operation: Operation, source: int, result: int) -> Operation:
-    """Return a copy between memories in place of an operation that names an activation."""
+    """Return a copy between memories, to replace an operation that names an activation."""
     return replace(
         operation,
         kind=OperationKind.HOST_COPY,
@@ -222,7 +222,7 @@ def _host_copy(operation: Operation, source: int, result: int) -> Operation:
 
 
 def _gradient_loop(operations: Sequence[Operation], i: int) -> int | None:
-    """Return the index of the loop that computes gradients of the loop `i`: it reads stacks that this one writes."""
+    """Return the index of the loop of the gradients of loop `i`, which reads stacks that loop `i` writes."""
     written = {stack for stack, _ in operations[i].slices if stack in operations[i].results}
     for j in range(i + 1, len(operations)):
         is_read = any(stack in written for stack, _ in operations[j].slices)
@@ -232,12 +232,12 @@ def _gradient_loop(operations: Sequence[Operation], i: int) -> int | None:
 
 
 def _is_of_gradients(loop: Operation) -> bool:
-    """Whether a loop computes activations of layers again."""
+    """Return whether a loop recomputes activations of layers."""
     return any(REMATERIALIZED_SCOPE in operation.label for operation in loop.body)
 
 
 def _needed(operations: Iterable[Operation], needed: Set[int]) -> tuple[Operation, ...]:
-    """Return the operations that `needed` values are computed by."""
+    """Return the operations by which the values `needed` are computed."""
     wanted, kept = set(needed), list[Operation]()
     for operation in reversed([*operations]):
         if wanted.intersection(operation.results):

@@ -1,4 +1,4 @@
-"""Scores of attention that are computed again for gradients alone.
+"""Attention scores that are recomputed only for gradients.
 
 The gradients of attention need the weights of keys, and plain operations compute these again from queries and keys. A
 kernel of gradients does so by itself, given the log-sum-exp of the scores, which is kept with the context of attention.
@@ -16,7 +16,7 @@ from shardplan.program.tasks import Task, TaskKind
 
 
 def mark_gradient_kernels(tasks: Iterable[Task]) -> list[Task]:
-    """Return the tasks, those marked that compute scores again for a context that is not computed again."""
+    """Return the tasks, marking those that recompute scores for a context that is not recomputed."""
     tasks = [*tasks]
     contexts = Counter(_call(task) for task in tasks if _is_computed_again(task) and not is_scores(task.results[0]))
     marked = []
@@ -35,5 +35,5 @@ def _is_computed_again(task: Task) -> bool:
 
 
 def _call(task: Task) -> tuple[AttentionKind | None, int]:
-    """Return a key that the matmuls of one call of attention share."""
+    """Return a key that is equal for the matmuls of one attention call."""
     return task.attention, task.executions

@@ -1,4 +1,4 @@
-"""Computes what a step gains and costs if it keeps an activation between forward pass and gradients.
+"""Computes the gain and the cost of keeping an activation between forward pass and gradients.
 
 Under the default policy of gradient checkpointing, layers keep their carries alone. Here every other thing that can
 become of an activation (kept on the device, or copied to the host and back) is an `Option`: the tasks that it adds and
@@ -26,12 +26,12 @@ from shardplan.program.variants.checkpointed import always_kept, with_policy
 from shardplan.program.walk import Walk, walk
 
 TOGETHER = (("key_proj", "value_proj"),)
-"""Activations for which the same is chosen: both are small, and gradients of attention need both."""
+"""Groups of activations that have the same option: these are small, and gradients of attention need both."""
 
 MAX_ACTIVATIONS = 8
-"""Largest number of activations, beside the carries of layers, about which something is chosen."""
+"""Maximum number of activations, besides the carries of layers, that have options."""
 Place = tuple[int, bool]
-"""`PlacedPoint.place`."""
+"""The place of a program point, see `PlacedPoint.place`."""
 Buffers = Mapping[LiveBuffer, int]
 
 
@@ -41,39 +41,39 @@ class HostCopies(NamedTuple):
     window: int
     """Index in `KeptActivations.windows`."""
     task: Task
-    """The copy, without the FLOPs that it can hide behind."""
+    """The task of the copy, without the FLOPs that can hide it."""
     number: int
 
 
 @dataclass(frozen=True)
 class Option:
-    """One alternative for an activation, relative to the default policy."""
+    """One option for an activation, relative to the default policy."""
 
     policy: CheckpointPolicy
-    """The policy that differs from the default one in this alone."""
+    """The policy that differs from the default in this option only."""
     added: tuple[tuple[Task, int], ...]
-    """Tasks that the default policy does not have, each with its number; copies to and from the host are apart."""
+    """Tasks that the default policy lacks, with their numbers; host copies are in `copies`."""
     removed: tuple[tuple[Task, int], ...]
     copies: tuple[HostCopies, ...]
     saved_flops: tuple[float, ...]
-    """FLOPs per step, over all devices, of the matmuls in each of the windows that are not needed any more."""
+    """FLOPs per step, over all devices, of the matmuls in each window that are not needed any more."""
     buffers: tuple[Buffers, ...]
-    """At every point of `KeptActivations.points`: buffers, each with how many more there are than by default."""
+    """Additional buffers relative to the default policy, each with its number, at every point of the program."""
 
 
 @dataclass(frozen=True)
 class KeptActivations:
-    """The choices about the activations of a step."""
+    """The options for all activations of a step."""
 
     points: tuple[ProgramPoint, ...]
-    """The live buffers under the default policy, at every point of the program under any option alone."""
+    """Live buffers under the default policy, at every point of the program under any single option."""
     activations: tuple[tuple[Option, ...], ...]
-    """The options of each activation. The default policy is always possible beside them."""
+    """Options of each activation; the default policy is possible as well."""
     windows: tuple[CopyWindow, ...]
-    """What copies under any option hide behind; those of one loop follow each other, with ascending FLOPs."""
+    """Windows of the copies under any option; windows of one loop are adjacent, with ascending FLOPs."""
 
     def policy(self, chosen: Iterable[Option]) -> CheckpointPolicy:
-        """Return the policy with some options, of different activations."""
+        """Return the policy with the given options, of different activations."""
         kind, kept, offloaded = "default", list[str](), list[str]()
         for option in chosen:
             kept += option.policy.kept
@@ -135,12 +135,12 @@ def kept_activations(
 
 
 def _window(base: "_Walked", loop: int, flops: float | None) -> CopyWindow:
-    """Return the window of copies of a loop, given its FLOPs; None for all those of the loop."""
+    """Return the window of a loop's copies with the given FLOPs; None for all FLOPs of the loop."""
     return CopyWindow(loop, base.flops[loop] if flops is None else flops)
 
 
 class _Walked:
-    """The live buffers, tasks and copies of a step, by place and loop, to compare with those of another policy."""
+    """The live buffers, tasks and copies of a step, by place and loop, for comparison with another policy's."""
 
     def __init__(self, walked: Walk, finish: Callable[[Iterable[Task]], tuple[Task, ...]]) -> None:
         self.points = {point.place: point.buffers for point in walked.points}
@@ -162,7 +162,7 @@ class _Walked:
                 self.flops[loop] += task.executions * task.flops
 
     def at(self, places: Sequence[Place]) -> list[Counter[LiveBuffer]]:
-        """Return the live buffers at each place, or at the program's next point if it has none there."""
+        """Return the live buffers at each place; if the program lacks the place, those at its next point."""
         found: list[Counter[LiveBuffer]] = []
         following = self.points[self.places[-1]]
         for place in reversed(places):
@@ -179,7 +179,7 @@ class _Variant(NamedTuple):
 
 
 def _most_saving(variants: list[list[_Variant]], base: _Walked) -> list[list[_Variant]]:
-    """Return the activations whose computation takes most FLOPs, at most `MAX_ACTIVATIONS`, and the carries.
+    """Return the carries, and at most `MAX_ACTIVATIONS` activations whose computation takes the most FLOPs.
 
     The search considers all their combinations. The models of shardplan and of Levanter have no more.
     """
@@ -193,7 +193,7 @@ def _most_saving(variants: list[list[_Variant]], base: _Walked) -> list[list[_Va
 
 
 def _policies(trace: Trace, with_host: bool) -> Iterator[list[CheckpointPolicy]]:
-    """Yield the policies for each activation that differ from the default one in this activation alone."""
+    """Yield, for each activation, the policies that differ from the default in this activation only."""
     if with_host:
         yield [CheckpointPolicy("offload_carries")]
     always = always_kept(trace.operations)
@@ -205,7 +205,7 @@ def _policies(trace: Trace, with_host: bool) -> Iterator[list[CheckpointPolicy]]
 
 
 def _names(operations: Iterable[Operation]) -> Iterator[str]:
-    """Yield the names of the activations that gradients compute again, but for inputs of layers."""
+    """Yield the names of the activations that gradients recompute, except inputs of layers."""
     for operation in all_operations(operations):
         is_computed_again = REMATERIALIZED_SCOPE in operation.label
         if operation.activation and is_computed_again and not operation.activation.startswith(LOOP_VALUES):
@@ -213,11 +213,11 @@ def _names(operations: Iterable[Operation]) -> Iterator[str]:
 
 
 LOOP_VALUES = "scan("
-"""Begins the names that Haliax gives the carry and the inputs of a loop over layers."""
+"""Prefix of the names by which Haliax names the carry and inputs of a loop over layers."""
 
 
 def _merge_places(programs: Sequence[Sequence[Place]]) -> list[Place]:
-    """Merge the places of all programs into one list that preserves the order of each."""
+    """Merge the places of all programs into one list that keeps each program's order."""
     merged = list(programs[0])
     known = set(merged)
     for places in programs[1:]:
@@ -231,7 +231,7 @@ def _merge_places(programs: Sequence[Sequence[Place]]) -> list[Place]:
 
 
 def _difference(one: Counter[LiveBuffer], other: Counter[LiveBuffer]) -> Buffers:
-    """Return count in `one` - count in `other` of each buffer, without zeros."""
+    """Return, for each buffer, its count in `one` minus its count in `other`, without zeros."""
     if one == other:
         return {}
     difference = Counter(one)

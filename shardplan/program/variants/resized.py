@@ -1,4 +1,4 @@
-"""Derives the step of one batch from the traced step of another.
+"""Derives the step for one batch from the traced step of another batch.
 
 How many sequences a training step has, and in how many microbatches, changes sizes of arrays and iterations of loops,
 and nothing else. So a step is traced once with prime numbers of sequences and of microbatches that divide no other size
@@ -15,21 +15,21 @@ from shardplan.program.tasks import Step, Task
 from shardplan.program.variants.kept_activations import HostCopies, KeptActivations, Option
 
 SEQUENCES = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049)
-"""Primes for the number of sequences of a microbatch."""
+"""Primes for the number of sequences per microbatch in traces."""
 MICROBATCHES = (509, 521, 523, 541, 547, 557, 563, 569)
-"""Primes for the number of microbatches."""
+"""Primes for the number of microbatches in traces."""
 
 
 class TracedBatch(NamedTuple):
-    """The numbers with which a step is traced."""
+    """The batch numbers with which a step is traced."""
 
     sequences: int
-    """Of a microbatch."""
+    """Number of sequences per microbatch."""
     microbatches: int
 
 
 def traced_batch(sizes: Iterable[int], has_microbatches: bool) -> TracedBatch:
-    """Return numbers with which to trace a step.
+    """Return batch numbers with which to trace a step.
 
     Args:
         sizes: all other sizes of the step: of the model's axes, and positions.
@@ -55,7 +55,7 @@ class Resizer:
         self._tasks: dict[Task, Task] = {}
 
     def step(self, step: Step) -> Step:
-        """Return the step with the wanted batch."""
+        """Return the step with the requested batch."""
         return replace(
             step,
             tasks=tuple(map(self._task, step.tasks)),

@@ -6,5 +6,5 @@ INSTALL_PLOTS = "pip install matplotlib"
 
 
 def can_plot() -> bool:
-    """Whether matplotlib, an optional dependency, is installed."""
+    """Return whether matplotlib, an optional dependency, is installed."""
     return find_spec("matplotlib") is not None

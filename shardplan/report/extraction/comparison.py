@@ -11,14 +11,14 @@ from shardplan.report.extraction.probability_scale import threshold_text
 from shardplan.report.text import make_table, print_first_fitting, print_wrapped
 
 MAX_NAMES = 5
-"""Texts that are left out are named up to this number."""
+"""Maximum number of omitted texts that are named."""
 
 
 def print_comparison(
     labels: Sequence[str], texts: Mapping[str, Sequence[Mapping[str, Any]]], total: Sequence[Mapping[str, Any]],
     other_tokenizers: Sequence[str], out: Console,
 ) -> None:  # fmt: skip
-    """Print the coverage of every text at each threshold, a row for each model; then all texts together.
+    """Print the coverage of every text at each threshold, one row per model; then of all texts together.
 
     Args:
         labels: names of the models.

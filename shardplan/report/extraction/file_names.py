@@ -1,11 +1,11 @@
-"""File names for things with names of their own."""
+"""File names for objects whose own names may be invalid as such."""
 
 import hashlib
 import re
 from collections.abc import Iterable
 
 LONGEST = 80
-"""Characters of a file name, at most, without its ending."""
+"""Maximum number of characters of a file name, without its ending."""
 
 
 def file_names(ids: Iterable[str], taken: Iterable[str] = ()) -> dict[str, str]:

@@ -17,18 +17,18 @@ from shardplan.report.extraction.probability_scale import LABELLED, SHADES, prob
 from shardplan.report.templating import environment, template_text
 
 READ_CHARACTERS = 2**16
-"""Characters of a text that are in memory at a time."""
+"""Number of characters of a text that are in memory at a time."""
 ANCHOR_CHARACTERS = 400
-"""Characters from one place in a text to which its strip leads to the next, at least."""
+"""Fewest characters between two places in a text to which its strip leads."""
 
 
 @dataclass(frozen=True)
 class ShadedText:
-    """A text with the largest log p_z of its characters."""
+    """A text, and the largest log p_z of its characters."""
 
     runs: Iterable[tuple[np.ndarray, np.ndarray]]
-    """Parts of the text in order: int64[run + 1] bounds of the runs, and their float64[run] values; minus infinity for
-    characters in no window."""
+    """Runs of characters in order: bounds int64[run + 1], and values float64[run]; minus infinity for characters in no
+    window."""
     read: Callable[[int, int], str]
     """Returns the characters from one to another."""
     characters: int
@@ -141,7 +141,7 @@ class _Reader:
         self._read, self._start, self._text = read, 0, ""
 
     def read(self, start: int, end: int) -> Iterator[str]:
-        """Yield the characters from `start` to `end` in parts; a text that ends before is an error of the caller."""
+        """Yield the characters from `start` to `end` in parts; the caller must not ask beyond the text's end."""
         while start < end:
             if not self._start <= start < self._start + len(self._text):
                 self._start, self._text = start, self._read(start, start + READ_CHARACTERS)
@@ -153,5 +153,5 @@ class _Reader:
 
 
 def _escaped(text: str) -> Markup:
-    """Escape text for HTML, in which a carriage return must be a reference, and a null cannot be."""
+    """Escape text for HTML, where a carriage return must be a reference, and a null character is not allowed."""
     return Markup(str(escape(text)).replace("\r", "&#13;").replace("\0", "\u2400"))

@@ -21,13 +21,13 @@ DASHES = ("-", "--", ":", "-.")
 MARKERS = "osD^vP*X"
 SHADES = "Oranges"
 MAX_COMPARED_TEXTS = 40
-"""Most texts that have a row of their own in a plot of several models."""
+"""Maximum number of texts with their own row in a plot of several models."""
 COMPARED_THRESHOLD = "0.1"
-"""Threshold of the covered part in that row."""
+"""Threshold of the coverage shown in these rows."""
 
 
 def draw_text(title: str, plots: Mapping[str, Any], thresholds: Sequence[float], characters: int) -> Figure:
-    """Draw a text's histogram of log p_z, its coverage over thresholds, and the strip along it if there is one.
+    """Draw a text's histogram of log p_z, its coverage over thresholds, and its strip if it has one.
 
     Args:
         plots: `histogram`, `curve`, `suffix_curve` and, of one text, `strip`, as in summary.json.
@@ -88,7 +88,7 @@ def draw_comparison(labels: Sequence[str], curves: Sequence[Sequence[float]], th
 
 
 def save_figure(figure: Figure, file: Any, format_: str) -> None:
-    """Write a figure to a file that is open for writing, in a format of matplotlib."""
+    """Write a figure to a file opened for writing, in a format of matplotlib."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from")  # in the name of a text: a box is drawn
         metadata = {"Date": None} if format_ == "svg" else {"CreationDate": None} if format_ == "pdf" else {}
@@ -96,7 +96,7 @@ def save_figure(figure: Figure, file: Any, format_: str) -> None:
 
 
 def _draw_histogram(axes: Axes, histogram: np.ndarray) -> None:
-    """Draw the numbers of windows by log p_z; element i of the histogram has those from -(i + 1) to -i nats."""
+    """Draw the number of windows by log p_z; element i of the histogram counts those from -(i + 1) to -i nats."""
     used = np.flatnonzero(histogram)
     most = int(used[-1]) + 1 if len(used) else 1
     width = max(1, -(-most // 60))
@@ -152,5 +152,5 @@ def _draw_strip(figure: Figure, axes: Axes, strip: Sequence[float | None], chara
 
 
 def _plain(label: str) -> str:
-    """Return a label for a legend, in which dollar signs are no formulas."""
+    """Escape dollar signs in a legend's label, so that matplotlib reads no formulas."""
     return short_label(label, 40).replace("$", r"\$")

@@ -9,7 +9,7 @@ from shardplan.report.text import make_table, print_wrapped
 
 
 def print_precision(study: Mapping[str, Any], out: Console) -> None:
-    """Print what bfloat16 changes of the windows of a study; see `shardplan.eval.extraction.precision`."""
+    """Print the changes that bfloat16 makes to the windows of a study; see `shardplan.eval.extraction.precision`."""
     print_wrapped(
         f"{study['windows']:,} windows in bfloat16 and float32: {study['ranks_differ']:.2%} of the ranks differ", out
     )

@@ -1,17 +1,17 @@
-"""Probabilities for people: their text, and the shade that stands for them. All from logarithms."""
+"""Texts and shades of probabilities, given their logarithms."""
 
 import math
 
 LOWEST = 1e-4
-"""Probabilities below this one are not shaded."""
+"""Least probability that is shaded."""
 SHADES = 16
-"""Number of shades: as many for each factor of ten."""
+"""Number of shades, equally many per factor of ten."""
 LABELLED = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
-"""Probabilities that legends and axes name."""
+"""Probabilities that legends and axes label."""
 
 
 def probability_text(log_p: float) -> str:
-    """Return a probability, given its natural logarithm: `12.3%`, or `4.1e-40` below a thousandth."""
+    """Format a probability, given its natural logarithm: `12.3%`, or `4.1e-40` below a thousandth."""
     if log_p == -math.inf:
         return "0"
     if log_p >= math.log(1e-3):
@@ -22,7 +22,7 @@ def probability_text(log_p: float) -> str:
 
 
 def threshold_text(probability: float) -> str:
-    """Return a probability that is a round number of percent: `0.1%`, `75%`."""
+    """Format a probability that is a round number of percent: `0.1%`, `75%`."""
     return f"{100 * probability:g}%"
 
 

@@ -1,4 +1,4 @@
-"""The table of an extraction run: how much of each text the model finds probable."""
+"""The table of an extraction run: the coverage of each text."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +12,7 @@ from shardplan.report.text import make_table, print_first_fitting
 
 
 def print_extraction(summary: Mapping[str, Any], console: Console) -> None:
-    """Print the covered part of each text for every threshold."""
+    """Print the covered fraction of each text at every threshold."""
     thresholds = list(summary["total"]["coverage"])
     columns = ("characters", "windows", "greedy", *(f">={threshold_text(float(t))}" for t in thresholds))
     table = make_table("Characters covered by windows with p_z of at least", ["text"], columns, is_narrow=True)

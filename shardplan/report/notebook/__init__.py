@@ -1,1 +1,1 @@
-"""How results show themselves in Python: as text when printed, as a picture in a notebook."""
+"""Displays results in Python: as text when printed, as a picture in a notebook."""

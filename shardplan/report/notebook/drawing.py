@@ -7,7 +7,7 @@ from shardplan.report.page.colours import tile_colour
 from shardplan.report.page.panels.torus import Tiling, draw_slice, mesh_coordinates
 
 MAX_DEVICES = 256
-"""Devices that a notebook draws."""
+"""Maximum number of devices that a notebook draws."""
 
 
 def draw_tiles(tiling: Tiling, slice_name: str, mesh: dict[str, int]) -> dict[str, Any]:

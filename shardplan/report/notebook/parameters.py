@@ -1,4 +1,4 @@
-"""Parameters in a notebook: the tiles of one, and a table of the arrays of a model."""
+"""Parameters in a notebook: the tiles of one parameter, and a table of a model's arrays."""
 
 import math
 

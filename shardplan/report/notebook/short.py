@@ -22,7 +22,7 @@ COLOURS = {
     "gathered_weights": "#e69f00", "activations": "#009e73", "logits": "#cc79a7", "arguments": "#0072b2",
     "temporaries": "#009e73", "output": "#e69f00",
 }  # fmt: skip
-"""Part of memory -> colour, the same as in the report."""
+"""Part of memory -> its colour, the same as in the report."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def verdict_html(verdict: Verdict) -> str:
 
 
 def verdict_lines(verdict: Verdict) -> list[str]:
-    """Describe a verdict: the outcome, the time of a step, the mesh, what speaks against it, and the memory."""
+    """Describe a verdict: the outcome, the time of a step, the mesh, arguments against it, and the memory."""
     memory, time = verdict.memory, verdict.time
     lines = [f"{verdict.program} on {verdict.slice}: {verdict.outcome}"]
     if time is not None:

@@ -28,7 +28,7 @@ from shardplan.report.plan.tables import print_plan
 from shardplan.verify.verdict import Verdict
 
 WIDTH = 100
-"""Columns of text that is not printed on a terminal."""
+"""Columns of text outside of a terminal."""
 Print = Callable[[Any, Console], None]
 
 
@@ -37,26 +37,26 @@ class Display:
     """The views of a class's objects."""
 
     text: Print
-    """What `print` shows."""
+    """Prints the text that `print` shows."""
     short: Print | None = None
-    """What IPython shows as the value of a cell where it shows no pictures; None for the whole text."""
+    """Short text that IPython shows for a cell's value if it shows no pictures; None for the complete text."""
     picture: Callable[[Any], str] | None = None
-    """HTML for notebooks, without links and scripts; None for what is text alone."""
+    """HTML for notebooks, without links and scripts; None for objects that have only text."""
 
 
 def full_text(shown: Displayed) -> str:
-    """Return what `print` shows of an object."""
+    """Return the text that `print` shows for an object."""
     return _print_to_text(DISPLAYS[type(shown)].text, shown)
 
 
 def short_text(shown: Displayed) -> str:
-    """Return what IPython in a terminal shows of an object."""
+    """Return the text that IPython in a terminal shows for an object."""
     display = DISPLAYS[type(shown)]
     return _print_to_text(display.short or display.text, shown)
 
 
 def picture(shown: Displayed) -> str | None:
-    """Return what a notebook shows of an object, as HTML; None if that is its text."""
+    """Return the HTML that a notebook shows for an object; None if it shows the text."""
     draw = DISPLAYS[type(shown)].picture
     return None if draw is None else draw(shown)
 
@@ -89,4 +89,4 @@ DISPLAYS: dict[type, Display] = {
     SliceRanking: Display(print_slice_ranking),
     Review: Display(print_review),
 }
-"""Class -> how its objects show themselves."""
+"""Class -> the views of its objects."""

@@ -1,1 +1,1 @@
-"""The page of a plan: one HTML file with everything that is known about the plan."""
+"""The page of a plan: one HTML file with all information about the plan."""

@@ -1,7 +1,7 @@
 """The colours of tiles and coordinates on the torus."""
 
 SCALE = [(0, 34, 78), (53, 69, 108), (102, 105, 112), (148, 142, 119), (200, 184, 102), (254, 232, 56)]
-"""Red, green and blue of equally distant numbers: from dark blue to yellow, readable without red and green."""
+"""Red, green and blue at equally spaced numbers: from dark blue to yellow, distinguishable without red and green."""
 BRIGHT = 130
 """Brightness of a colour above which text on it is black."""
 

@@ -1,4 +1,4 @@
-"""A verdict in words beside its plan's estimate, as `verify --json` writes it and the page shows it."""
+"""A verdict in words together with its plan's estimate, as `verify --json` writes it and the page shows it."""
 
 import json
 from collections.abc import Sequence
@@ -47,17 +47,17 @@ class Judgement:
     collectives: list[CompiledCollective] = field(default_factory=list)
     not_understood: dict[str, int] = field(default_factory=dict)
     estimate: Estimate | None = None
-    """None in files of older versions."""
+    """The estimate; None in files of older versions."""
 
     def is_of(self, plan: Plan) -> bool:
-        """Whether the program is the step of `plan` with its compiler options, as far as the file of verdicts says."""
+        """Return whether the program is the step of `plan` with its compiler options, as far as its file tells."""
         own = plan.hardware.slice, plan.mesh, plan.compiler_options, plan.workload.kind
         is_same = (self.slice, self.mesh, self.options, self.program) == own
         return is_same and self.estimate in (None, estimate_of(plan))
 
 
 def estimate_of(plan: Plan) -> Estimate:
-    """The estimate of a plan."""
+    """Return the estimate of a plan."""
     return Estimate(plan.cost.step_seconds, plan.workload.tokens, plan.memory.peak, plan.memory.usable)
 
 
@@ -108,5 +108,5 @@ def load_judgements(path: str) -> list[Judgement]:
 
 
 def own_judgement(plan: Plan, judgements: Sequence[Judgement]) -> Judgement | None:
-    """The first verdict on the step of `plan`; None without a verdict."""
+    """Return the first verdict on the step of `plan`; None without a verdict."""
     return next((each for each in judgements if each.is_of(plan)), None)

@@ -9,21 +9,21 @@ from shardplan.cost.collectives import Purpose
 from shardplan.plan.details import TimedTask
 
 NO_DETAILS = "This Plan has no details (an older version wrote it, or it was made for a launcher). Plan again."
-"""What stands where a panel would draw them."""
+"""Message in place of a panel that would draw the details."""
 STACKED = ".stacked."
-"""What separates the path of a stack of layers from that within a layer."""
+"""Separator between the path of a stack of layers and the path within a layer."""
 WITHIN_BLOCK = re.compile(r"^\w+\[[\d,-]+\]\.")
-"""Begins a path within a stack of blocks of several layers: which layer of the block."""
+"""Pattern for the beginning of a path within a stack of blocks, which gives the layer of the block."""
 SUFFIX = ".weight"
 SUBSCRIPTS = re.compile(r"[\d ,]*->[\d ]*")
 DIFFERENTIATED = re.compile(r"(?:transpose\()?jvp\((.+?)\)+")
-"""A scope of the backward pass."""
+"""Pattern for a scope of the backward pass."""
 GENERIC = "Linear"
-"""The module of Haliax that all projections are, so that its name tells nothing."""
+"""Name of Haliax's module for all projections, which distinguishes nothing."""
 
 
 def short_label(label: str) -> str:
-    """The distinguishing part of a parameter's path or an operation's scopes."""
+    """Return the distinguishing part of a parameter's path or an operation's scopes."""
     if "/" not in label:
         _, is_stacked, path = label.rpartition(STACKED)
         return (WITHIN_BLOCK.sub("", path) if is_stacked else path).removesuffix(SUFFIX)
@@ -38,18 +38,18 @@ def short_label(label: str) -> str:
 
 
 def kind_text(kind: str) -> str:
-    """The kind of a task or of a collective in words."""
+    """Return the kind of a task or of a collective in words."""
     return {"contraction": "matmul", "elementwise": "elementwise work"}.get(kind, kind)
 
 
 def distinct_labels(labels: Sequence[str]) -> list[str]:
-    """The short labels; where two of them are the same, the full paths."""
+    """Return the short labels; where two are equal, the full paths."""
     count = Counter(map(short_label, labels))
     return [short_label(label) if count[short_label(label)] == 1 else label for label in labels]
 
 
 def short_cause(cause: str) -> str:
-    """The cause of a collective, with a short name of the parameter or of the scopes in it."""
+    """Return the cause of a collective, with a short name of its parameter or scopes."""
     for purpose in Purpose:
         before, has_subject, after = purpose.value.partition("{}")
         if has_subject and cause.startswith(before) and cause.endswith(after):
@@ -58,17 +58,17 @@ def short_cause(cause: str) -> str:
 
 
 def join_with_counts(labels: Iterable[str]) -> str:
-    """Join labels, each of them once, with its number if that is larger than 1."""
+    """Join labels, each distinct one once, with its count if that is larger than 1."""
     return "; ".join(f"{label} ({count})" if count > 1 else label for label, count in Counter(labels).items())
 
 
 def task_label(task: TimedTask) -> str:
-    """The label of a task, such as `matmul: mlp.gate_proj`."""
+    """Return the label of a task, such as `matmul: mlp.gate_proj`."""
     return f"{kind_text(task.kind)}: {short_label(task.label)}"
 
 
 def repeated_runs(executions: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Return (first, last, executions) of each run of operations that are executed equally often, and repeatedly."""
+    """Return (first, last, executions) of each run of operations that are executed equally often, more than once."""
     runs, first = [], 0
     for times, group in groupby(executions):
         last = first + len(list(group)) - 1

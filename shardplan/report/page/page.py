@@ -1,4 +1,4 @@
-"""The page of a plan: all panels in one HTML file that needs nothing else."""
+"""Makes the page of a plan: all panels in one self-contained HTML file."""
 
 from collections.abc import Sequence
 from dataclasses import asdict

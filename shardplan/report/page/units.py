@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from shardplan.hardware import GIB
 
 TICKS = 5
-"""About how many ticks an axis has."""
+"""Approximate number of ticks on an axis."""
 MIN_TICKS = 3
-"""Number of ticks of a logarithmic axis, at least."""
+"""Fewest ticks on a logarithmic axis."""
 
 
 NEARLY = 0.9995
-"""A number of units from which three digits show the next power of ten."""
+"""Number from which three digits round to the next power of ten, relative to that power."""
 
 
 @dataclass(frozen=True)
@@ -25,14 +25,14 @@ class Tick:
 
 
 def gib_text(size: float) -> str:
-    """Bytes as GiB, or as MiB or KiB where these are few."""
+    """Format bytes as GiB, or as MiB or KiB if they are few."""
     if size >= GIB / 10:
         return f"{size / GIB:,.2f} GiB"
     return f"{size / 2**20:,.1f} MiB" if size >= 2**20 / 10 else f"{size / 2**10:,.1f} KiB"
 
 
 def seconds_text(seconds: float) -> str:
-    """Seconds with a unit in which the number is easy to read."""
+    """Format seconds in a unit that makes the number easy to read."""
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
         if seconds >= NEARLY * size:
             return f"{seconds / size:.3g} {unit}" if seconds / size < NEARLY * 1000 else f"{seconds / size:,.0f} {unit}"
@@ -40,7 +40,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def rate_text(per_second: float) -> str:
-    """FLOP/s with a prefix."""
+    """Format FLOP/s with a prefix."""
     for prefix, size in (("P", 1e15), ("T", 1e12), ("G", 1e9)):
         if per_second >= NEARLY * size:
             return f"{per_second / size:.3g} {prefix}FLOP/s"
@@ -48,12 +48,12 @@ def rate_text(per_second: float) -> str:
 
 
 def linear_ticks(limit: float) -> list[Tick]:
-    """Round numbers from 0 up to `limit`."""
+    """Return ticks at round numbers from 0 up to `limit`."""
     return [Tick(100 * value / limit, f"{value:.10g}") for value in _round_numbers(0.0, limit)] if limit > 0 else []
 
 
 def _round_numbers(low: float, high: float) -> list[float]:
-    """About `TICKS` round numbers from `low` to `high`."""
+    """Return about `TICKS` round numbers from `low` to `high`."""
     # the margins of 1e-9 keep a tick at either end that division has moved past it
     rough = (high - low) / TICKS
     unit = 10.0 ** math.floor(math.log10(rough))
@@ -69,11 +69,11 @@ class LogAxis:
     high: float
 
     def at(self, value: float) -> float:
-        """Percent of the length of the axis."""
+        """Return the position of a value, in percent of the axis's length."""
         return 100 * math.log(max(value, self.low) / self.low) / math.log(self.high / self.low)
 
     def ticks(self, unit: float = 1.0) -> list[Tick]:
-        """Powers of ten; on a short axis also their multiples, and on a very short one other round numbers.
+        """Return ticks at powers of ten; on a short axis also at their multiples, or at other round numbers.
 
         Args:
             unit: what the texts count in.

@@ -20,21 +20,21 @@ class AttentionRow:
     """One kind of attention, as a row of the table."""
 
     layers: str
-    """Its layers, in words."""
+    """Layers with this kind, in words."""
     kind: str
-    """Its name: the mask and the sizes."""
+    """Name of the kind: its mask and sizes."""
     method: str
     cost: AttentionCost
     seconds: float
-    """Its time in a step: compute, and collectives that do not overlap with compute."""
+    """Seconds of this kind in a step: compute, and collectives that do not overlap with compute."""
     part: float
-    """Its fraction of the step's time."""
+    """Fraction of the step's time."""
     part_of_flops: float
-    """Its fraction of the model's FLOPs in a step."""
+    """Fraction of the model's FLOPs in a step."""
 
 
 def attention_rows(plan: Plan) -> list[AttentionRow]:
-    """Return a row for each kind of attention, most work first; no rows if all layers have one kind.
+    """Return a row for each kind of attention, most work first; no rows if all layers have the same kind.
 
     A Plan of an older version, or without details, has no rows either.
     """
@@ -76,7 +76,7 @@ def method_text(method: AttentionPlan) -> str:
 
 
 def attention_tables(plan: Plan) -> Iterator[Table]:
-    """Yield tables of the kinds of attention, the widest first; no tables if all layers have one kind."""
+    """Yield tables of the kinds of attention, the widest first; no tables if all layers have the same kind."""
     rows = attention_rows(plan)
     if not rows:
         return
@@ -94,7 +94,7 @@ def attention_tables(plan: Plan) -> Iterator[Table]:
 
 
 def _numbers(row: AttentionRow) -> list[str]:
-    """Return the numbers of a row as text."""
+    """Format the numbers of a row."""
     return [
         f"{row.seconds:.3g}",
         f"{row.cost.model_flops / 1e15:,.4g}",

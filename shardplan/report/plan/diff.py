@@ -12,7 +12,7 @@ from shardplan.report.plan.tables import spec_text
 from shardplan.report.text import fits, make_table, print_wrapped
 
 DiffRow = tuple[str, str, str]
-"""What differs, and its text before and after."""
+"""A difference, with its text before and after."""
 
 
 def print_difference(before: str, after: str, difference: PlanDiff, out: Console) -> None:
@@ -44,7 +44,7 @@ def print_difference(before: str, after: str, difference: PlanDiff, out: Console
 
 
 def _cell(value: Any, text: Callable[[Any], str]) -> str:
-    """Return the text of a value; `-` for a plan that does not have it."""
+    """Format a value; `-` for a plan that does not have it."""
     return "-" if value is None else text(value)
 
 

@@ -1,4 +1,4 @@
-"""Prints why a plan does not make a choice, and how it changes with other settings."""
+"""Prints why a plan does not make a choice, and how other settings would change it."""
 
 from collections.abc import Iterator, Sequence
 
@@ -20,7 +20,7 @@ WHAT_IF_COLUMNS = (("mesh", "GiB of available", "step s", "tokens/s"), ("GiB", "
 
 
 def print_why(answers: Sequence[WhyNot], out: Console) -> None:
-    """Print for each choice what forbids it, or the extra time, by cause, and memory of the best plan with it."""
+    """Print, for each choice, what forbids it, or the extra time by cause and the memory of the best plan with it."""
     for answer in answers:
         out.print()
         print_wrapped("", out, Text(f"why not {answer.choice}?", "bold"))

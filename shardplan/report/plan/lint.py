@@ -1,4 +1,4 @@
-"""Prints the review of a hand-written layout, and turns it into JSON."""
+"""Prints the review of a hand-written layout, and converts it to JSON."""
 
 from collections.abc import Container
 from typing import Any
@@ -60,7 +60,7 @@ def print_review(review: Review, out: Console) -> None:
 
 
 def needs_edit(review: Review) -> bool:
-    """Whether there are errors that the converted section does not remove."""
+    """Return whether there are errors that the converted section does not remove."""
     return any(error.kind != FindingKind.SCHEMA for error in review.lint.errors)
 
 
@@ -84,7 +84,7 @@ def stopped_text(review: Review) -> str:
 
 
 def _print_outcome(review: Review, out: Console) -> None:
-    """Print in two lines whether the file runs, or its errors, and the predicted memory and speed."""
+    """Print, in two lines, that the file runs or its errors, and the predicted memory and speed."""
     plan, errors = review.lint.plan, review.lint.errors
     if not errors and plan is not None:
         print_estimate(plan, out)
@@ -97,7 +97,7 @@ def _print_outcome(review: Review, out: Console) -> None:
 
 
 def review_json(review: Review) -> dict[str, Any]:
-    """The review as JSON values; memory in bytes per device, time in seconds.
+    """Return the review as JSON values; memory in bytes per device, time in seconds.
 
     `repair` and `best` are those of `Review`; null where there is none.
     """

@@ -1,4 +1,4 @@
-"""Groups parameters that differ only in the numbers in their paths, for one row of a table each.
+"""Groups parameters whose paths differ only in numbers, for one table row each.
 
 A decoder's block of six layers has six parameters of each path, which differ in one index.
 """
@@ -11,27 +11,27 @@ from shardplan.plan.layer_numbers import run_text, runs_of
 from shardplan.plan.parameters import ParameterPlan
 
 INDEX = re.compile(r"\[(\d+)\]")
-"""An index in a path."""
+"""Pattern for an index in a path."""
 Indices = tuple[tuple[int, ...], ...]
-"""Of each index in a text: the numbers that it has in a group."""
+"""For each index in a text: the numbers that it has within a group."""
 
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """Parameters with equal axes, type and sharding, whose paths differ in indices alone."""
+    """Parameters with equal axes, type and sharding, whose paths differ only in indices."""
 
     path: str
-    """The path of all of them, such as segments[0].stacked.layers[0-5].mlp.up_proj.weight."""
+    """Path of all parameters of the group, such as segments[0].stacked.layers[0-5].mlp.up_proj.weight."""
     parameters: tuple[ParameterPlan, ...]
 
     @property
     def first(self) -> ParameterPlan:
-        """The first parameter of the group, which is equal to the others."""
+        """The first parameter of the group; the others differ only in their paths."""
         return self.parameters[0]
 
     @property
     def bytes_per_device(self) -> int:
-        """Bytes per device of all of them."""
+        """Bytes per device of all parameters of the group."""
         return sum(each.bytes_per_device for each in self.parameters)
 
 
@@ -53,7 +53,7 @@ def group_parameters(parameters: Sequence[ParameterPlan]) -> list[ParameterGroup
 
 
 def merge_equal_rows(rows: Sequence[tuple[str, object]]) -> list[tuple[str, list[int]]]:
-    """Merge rows that differ in an index of their text alone; returns the text of each and the numbers of its rows.
+    """Merge rows whose texts differ in one index only; return the text and the row numbers of each merged row.
 
     Args:
         rows: text with indices in brackets, and what else is shown.
@@ -92,7 +92,7 @@ def _merge(
 
 
 def _text(text: str, indices: Indices) -> str:
-    """Return a text with the numbers of a group in place of its indices."""
+    """Return a text with a group's numbers in place of its indices."""
     texts = iter(_index_text(numbers) for numbers in indices)
     return INDEX.sub(lambda _: f"[{next(texts)}]", text)
 

@@ -1,4 +1,4 @@
-"""Prints the slices on which a plan fits by their speed per chip or by cost, and turns the ranking into JSON."""
+"""Prints the slices on which a plan fits, by speed per chip or by cost, and converts the ranking to JSON."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -24,7 +24,7 @@ DAYS = "days"
 COST = "cost of the run"
 MESH_SIZES = "mesh sizes"
 MANY = 1000
-"""Number from which on decimals say nothing."""
+"""Number from which decimals are not shown."""
 NARROW_TITLES = {
     MESH_SIZES: "mesh",
     "microbatches": "micro-\nbatches",
@@ -33,7 +33,7 @@ NARROW_TITLES = {
     COST_PER_MILLION: "cost per\nM tokens",
     COST: "cost of\nthe run",
 }
-"""Titles of columns in the narrowest table, on two lines where they are long."""
+"""Titles of columns in the narrowest table, long ones on two lines."""
 
 
 def print_slice_ranking(ranking: SliceRanking, out: Console) -> None:
@@ -45,7 +45,7 @@ def print_slice_ranking(ranking: SliceRanking, out: Console) -> None:
 
 
 def ranking_json(ranking: SliceRanking) -> dict[str, Any]:
-    """The ranking as JSON values; memory in bytes per device, time in seconds."""
+    """Return the ranking as JSON values; memory in bytes per device, time in seconds."""
     return {
         "best": [each.plan.hardware.slice for each in ranking.best],
         "step_error": STEP_ERROR,
@@ -92,7 +92,7 @@ def _print_headline(ranking: SliceRanking, out: Console) -> None:
 
 
 def _cost_column(ranked: Sequence[RankedSlice]) -> str | None:
-    """Return the column of costs by which slices are compared: of a run, of a step of training, or of tokens.
+    """Return the column of costs by which slices are compared: per run, per training step, or per tokens.
 
     Steps are compared where they have equally many tokens. None if the best slice has no price.
     """
@@ -182,7 +182,7 @@ def _cells(each: RankedSlice) -> dict[str, str]:
 
 
 def _is_guess(each: RankedSlice) -> bool:
-    """Whether the time of the plan is a guess, because no kernel can run its attention."""
+    """Return whether a plan's time is a guess, because no kernel can run its attention."""
     return Caveat.NO_ATTENTION_KERNEL in each.plan.search.caveats
 
 
@@ -196,7 +196,7 @@ def _significant(number: float | None) -> str:
 
 
 def _notes(ranking: SliceRanking) -> Iterator[str]:
-    """Yield what has no price, prices without a slice, and why slices have no plan: a sentence each."""
+    """Yield sentences on slices without a price, prices without a slice, and slices without a plan."""
     guesses = [each.plan.hardware.slice for each in ranking.ranked if _is_guess(each)]
     if guesses:
         yield (

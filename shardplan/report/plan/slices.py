@@ -1,4 +1,4 @@
-"""Prints the slices that a plan can be made for, and turns them into JSON."""
+"""Prints the slices that a plan can be made for, and converts them to JSON."""
 
 import math
 from typing import Any
@@ -15,7 +15,7 @@ OTHER_SLICES = (
 
 
 def slices_json() -> dict[str, Any]:
-    """Every slice that has a name on Cloud TPU, as JSON values; memory in bytes per device."""
+    """Return every slice that has a name on Cloud TPU as JSON values; memory in bytes per device."""
     return {
         "slices": [
             {

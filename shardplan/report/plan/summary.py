@@ -9,7 +9,7 @@ from shardplan.plan.sections import MemoryVerdict
 from shardplan.report.text import print_wrapped
 
 NEGLIGIBLE = 1e-3
-"""Part of a step's time below which a number says nothing."""
+"""Fraction of a step's time below which a number is not shown."""
 
 
 def print_estimate(plan: Plan, out: Console) -> None:
@@ -36,12 +36,12 @@ def print_fit(memory: MemoryVerdict, slice_name: str, out: Console, label: str =
 
 
 def speed_text(plan: Plan) -> str:
-    """The estimated speed of a plan on one line: see `step_text`."""
+    """Return the estimated speed of a plan on one line; see `step_text`."""
     return step_text(plan, plan.cost.step_seconds, plan.cost.compute_seconds, plan.mfu)
 
 
 def step_text(plan: Plan, seconds: float, compute_seconds: float, mfu: float | None) -> str:
-    """Seconds of a step, tokens and scored windows per second, MFU if known, and the largest cost of the step.
+    """Describe a step: its seconds, tokens and scored windows per second, MFU if known, and its largest cost.
 
     Args:
         compute_seconds: the part of `seconds` in which a device computes; for the rest it waits for collectives.
@@ -59,5 +59,5 @@ def step_text(plan: Plan, seconds: float, compute_seconds: float, mfu: float | N
 
 
 def percent_text(part: float) -> str:
-    """A relative difference with its sign; `same` if it is negligible."""
+    """Format a relative difference with its sign; `same` if it is negligible."""
     return f"{part:+.1%}" if abs(part) >= NEGLIGIBLE else "same"

@@ -18,7 +18,7 @@ from shardplan.report.plan.summary import print_estimate
 from shardplan.report.text import make_table, print_bullets, print_first_fitting, print_wrapped, with_path_ends
 
 TITLE_WIDTH = 17
-"""Columns of what a line of the summary is about."""
+"""Columns of the titles of summary lines."""
 MEMORY_PARTS = {
     "parameters": "parameters",
     "optimizer": "optimizer state",
@@ -32,7 +32,7 @@ MEMORY_PARTS = {
 
 
 def workload_text(workload: Workload) -> str:
-    """The workload of one step in words: kind, batch, dtypes and training settings."""
+    """Describe the workload of one step: kind, batch, dtypes and training settings."""
     return ", ".join(
         filter(
             None,
@@ -129,7 +129,7 @@ def _fill(table: Table, *columns: list[str]) -> Table:
 
 
 def spec_text(spec: Spec) -> str:
-    """A spec as JAX prints it: `P(None, 'model', ('data', 'replica'))`."""
+    """Format a spec as JAX prints it: `P(None, 'model', ('data', 'replica'))`."""
     entries = []
     for mesh_axes in spec:
         if not mesh_axes:
@@ -142,7 +142,7 @@ def spec_text(spec: Spec) -> str:
 
 
 def _memory_text(plan: Plan) -> str:
-    """Return the parts of a device's memory at the peak of a step, and their sum; parts of 0 bytes are left out."""
+    """Describe the parts of a device's memory at the peak of a step, and their sum; parts of 0 bytes are left out."""
     memory = plan.memory
     sizes = {label: getattr(memory, part) for part, label in MEMORY_PARTS.items()}
     parts = [f"{label} {size / GIB:.2f}" for label, size in sizes.items() if size]

@@ -1,4 +1,4 @@
-"""Prints the verdicts of the TPU compiler as tables, and turns them into text and JSON."""
+"""Prints the verdicts of the TPU compiler as tables, and converts them to text and JSON."""
 
 from collections.abc import Iterator, Sequence
 from typing import assert_never
@@ -30,15 +30,15 @@ from shardplan.verify.verdict import (
 )
 
 MAX_COLLECTIVES = 12
-"""Number of collectives that the table shows; the JSON has all."""
+"""Maximum number of collectives in the table; the JSON has all of them."""
 MIN_BYTES = 2**20
-"""Collectives that transfer fewer bytes in a step are not shown."""
+"""Fewest bytes per step of a collective that is shown."""
 COLLECTIVE_COLUMNS = (
     (("kind", "mesh axes", "form"), ("GiB", "count", "link s")),
     (("kind",), ("GiB", "count", "link s")),
     (("kind",), ("GiB", "link s")),
 )
-"""Columns of the collectives, of text and of numbers, from the fullest form to the narrowest."""
+"""Text columns and number columns of the table of collectives, from the fullest form to the narrowest."""
 RANKING_COLUMNS = (
     (
         ("program", "slice", "mesh", "batch", "outcome"),
@@ -47,7 +47,7 @@ RANKING_COLUMNS = (
     (("outcome", "mesh", "batch"), ("peak GiB", "step s", "vs fastest", "MFU")),
     (("outcome",), ("peak GiB", "step s", "vs fastest", "MFU")),
 )
-"""Columns of the ranking, of text and of numbers, from the fullest form to the narrowest."""
+"""Text columns and number columns of the ranking, from the fullest form to the narrowest."""
 
 _OMISSION_TEXTS = {
     OmissionKind.MODULE_TEXT: "left out: the compiled module: {detail}",
@@ -65,7 +65,7 @@ _OMISSION_TEXTS = {
 
 
 def reason_text(reason: Reason | None) -> str:
-    """The reason of a verdict on one line; empty for a verdict without a reason."""
+    """Return the reason of a verdict on one line; empty for a verdict without a reason."""
     match reason:
         case None:
             return ""
@@ -89,12 +89,12 @@ def reason_text(reason: Reason | None) -> str:
 
 
 def omission_text(omission: Omission) -> str:
-    """One line on what the reader of compiled modules ignored or approximated."""
+    """Describe on one line what the reader of compiled modules ignored or approximated."""
     return _OMISSION_TEXTS[omission.kind].format(subject=omission.subject, detail=omission.detail)
 
 
 def print_verdict(label: str, plan: Plan, verdict: Verdict, out: Console) -> None:
-    """Print outcome, memory and speed of one program on two lines, then its details and its largest collectives."""
+    """Print outcome, memory and speed of a program on two lines, then its details and largest collectives."""
     memory, time = verdict.memory, verdict.time
     if memory is not None:
         print_fit(MemoryVerdict(verdict.fits, memory.peak, memory.available), verdict.slice, out, f"{label}: ")
@@ -149,7 +149,7 @@ def print_verdict(label: str, plan: Plan, verdict: Verdict, out: Console) -> Non
 
 
 def print_ranking(rows: Sequence[tuple[str, Plan, Verdict]], out: Console) -> None:
-    """Print several verdicts side by side, in the order given; time is compared per token."""
+    """Print several verdicts side by side, in the given order; times are compared per token."""
     print_first_fitting(_ranking_tables(rows), out)
     for label, plan, verdict in rows:
         if verdict.reason is not None:
@@ -199,7 +199,7 @@ def _ranking_cells(plan: Plan, verdict: Verdict, seconds: float | None, fastest:
 
 
 def _seconds_text(seconds: float, step_seconds: float) -> str:
-    """Seconds of a part of a step; `none` for one that is too short to matter."""
+    """Format the seconds of a part of a step; `none` if they are negligible."""
     return f"{seconds:.3g} s" if seconds >= NEGLIGIBLE * step_seconds else "none"
 
 

@@ -1,4 +1,4 @@
-"""The processes of a run: how they find each other, what they agree on, and how a stuck or lost one is noticed.
+"""Connects the processes of a run, makes them agree on values, and detects stuck or lost ones.
 
 | module | what it has |
 |---|---|

@@ -1,4 +1,4 @@
-"""Values that all processes of a run exchange, or agree on, in work that needs all of them.
+"""Values that all processes of a run exchange or agree on, within work that needs all of them.
 
 A collective waits for ever for a process that does not enter it. So the processes compare what must be equal before
 they enter one, and each of them learns at once when another is lost or fails, as a `PeerError`.
@@ -20,16 +20,16 @@ from shardplan.runtime.processes.watch.activity import DEADLINE_S, Activity
 from shardplan.runtime.processes.watch.watch import Watch, handle_problem
 
 SHOWN = 200
-"""Characters from which on a text is compared by its digest."""
+"""Number of characters from which a text is compared by its digest."""
 Disagreement = Callable[[str, int, str | None, str | None], ShardplanError]
-"""Takes the part that differs, the process, and the values of that process and of process 0; makes the error."""
+"""Makes the error from: the differing part, the process, its value, and process 0's value."""
 
 
 class Advance(Protocol):
-    """Says how far a phase is."""
+    """Reports the progress of a phase."""
 
     def __call__(self, done: float, doing: str = "") -> None:
-        """Report progress: how much is done, in any unit, and what begins next."""
+        """Report how much is done, in any unit, and what begins next."""
 
 
 _groups_opened = 0
@@ -59,7 +59,7 @@ class ProcessGroup:
 
     @contextlib.contextmanager
     def phase(self, phase: str, deadline_s: float = DEADLINE_S) -> Iterator[Advance]:
-        """Name this process's activity, such as `loading`, until the block ends.
+        """Name the activity of this process within the context, such as `loading`.
 
         All processes have the same phases, in one order. One without progress for `deadline_s` seconds is stuck.
 
@@ -83,7 +83,7 @@ class ProcessGroup:
             self.watch.set_activity(dataclasses.replace(before, number=_phases_begun))
 
     def progress(self) -> PhaseProgress | None:
-        """Return how much all processes have done in this phase; None where that is not known."""
+        """Return how much all processes have done in this phase; None if it is not known."""
         return None if self._link is None else self._link.progress
 
     def agree[T](
@@ -93,7 +93,7 @@ class ProcessGroup:
         describe: Callable[[T], Mapping[str, str]],
         disagreement: Disagreement = _other_checkpoint,
     ) -> T:
-        """Compute a value in every process, and return it once the values of all processes are known to be equal.
+        """Compute a value in every process, and return it after all processes' values have been found equal.
 
         Args:
             name: key of the exchange; it must be new in this group.
@@ -135,7 +135,7 @@ class ProcessGroup:
             self._ask(MessageKind.AGREE, name, parts={}, problem=None)
 
     def maximum(self, name: str, value: int) -> int:
-        """Return the greatest of the numbers of all processes.
+        """Return the largest of the numbers of all processes.
 
         Args:
             name: key of the exchange; it must be new in this group.
@@ -143,7 +143,7 @@ class ProcessGroup:
         return value if self._link is None else int(self._ask(MessageKind.MAXIMUM, name, value=value)["value"])
 
     def gather(self, name: str, value: Any) -> dict[int, Any]:
-        """Send a JSON value to all processes, and return process -> value once all have sent theirs.
+        """Send a JSON value to all processes, and return process -> value after all have sent theirs.
 
         All values are sent to every process: in a fleet that is the square of the number of processes.
         """
@@ -178,7 +178,7 @@ class ProcessGroup:
         return answer["value"]
 
     def exchange(self, name: str, messages: Mapping[int, Any]) -> dict[int, Any]:
-        """Send messages to some processes, and return process -> the message that it sent to this one, if any.
+        """Send messages to some processes, and return process -> message that it sent to this process, if any.
 
         Args:
             name: key of the exchange; it must be new in this group.
@@ -191,7 +191,7 @@ class ProcessGroup:
         return {int(process): message for process, message in received.items()}
 
     def _ask(self, kind: MessageKind, name: str, **values: Any) -> dict[str, Any]:
-        """Send a message, and return the reply, which comes once all processes have sent theirs."""
+        """Send a message, and return the reply, which comes after all processes have sent theirs."""
         assert self._link is not None
         key = f"{self._name}/{name}"
         self._link.send(kind, name=key, **values)
@@ -199,19 +199,19 @@ class ProcessGroup:
 
 
 def short_text(text: str) -> str:
-    """Return the text to show where processes disagree: the text itself, or a digest of a long one."""
+    """Return the text to show if processes disagree: the text itself, or a digest of a long one."""
     return text if len(text) < SHOWN else hashlib.sha256(text.encode()).hexdigest()
 
 
 def _shared(error: ShardplanError) -> ShardplanError:
-    """Mark an error as one that all processes raise, so that the others need not be told."""
+    """Mark an error as one that all processes raise, so that the others need not be told of it."""
     error.is_shared = True
     return error
 
 
 @contextlib.contextmanager
 def open_process_group() -> Iterator[ProcessGroup]:
-    """Open the group of all processes; until the block ends, each learns at once if another is lost or fails.
+    """Open the group of all processes; within the context, each learns at once if another is lost or fails.
 
     Every process must enter the block, and equally often.
 

@@ -32,9 +32,9 @@ from shardplan.runtime.processes.watch.watch import Watch
 
 READ_BYTES = 2**20
 END = "end"
-"""Name of the exchange in which a process waits for the others at its end."""
+"""Name of the exchange in which a process at its end waits for the others."""
 FURTHER_FILES = 64
-"""Files that the hub opens besides its connections."""
+"""Number of files that the hub opens besides its connections."""
 LOST_HUB = f"the hub of the run was lost: the host of process 0 has ended, or the network to it is cut; {AGAIN}"
 
 Report = Callable[[str], None]
@@ -45,14 +45,14 @@ class PhaseProgress(NamedTuple):
 
     done: float
     slowest: int
-    """The process that has done least."""
+    """The process that has done the least."""
 
 
 class Link(Watch):
-    """The connection to the hub, once all processes of the run are there."""
+    """The connection to the hub, after all processes of the run have joined."""
 
     def __init__(self, connection: socket.socket, lines: Lines, jax_address: str, timing: ProcessTiming = TIMING):
-        """Receive what the hub sends, and send signs of life, until the process ends."""
+        """Receive messages from the hub, and send heartbeats, until the process ends."""
         global _current
         _current = self
         self.jax_address = jax_address
@@ -73,7 +73,7 @@ class Link(Watch):
             self._connection.sendall(encode(kind, **values))
 
     def wait_for(self, kind: MessageKind, name: str) -> Message:
-        """Wait for the answer of this kind and name.
+        """Wait for the reply of this kind and name.
 
         Raises:
             PeerError: another process was lost, failed, or is stuck.
@@ -103,7 +103,7 @@ class Link(Watch):
             self._problem = PeerError(f"this process failed before ({problem}), and the others know; {AGAIN}")
 
     def _report(self) -> None:
-        """Send a sign of life, by which the hub sees whether this process is stuck."""
+        """Send a heartbeat, by which the hub sees whether this process is stuck."""
         self.send(MessageKind.BEAT, activity=self.activity.report())
         is_silent = time.monotonic() - self._heard > self.timing.hub_silence_s
         if is_silent and self._was_silent:  # at the first time this process may not have run for a while
@@ -114,7 +114,7 @@ class Link(Watch):
         return self.timing.hub_silence_s
 
     def _receive(self) -> None:
-        """Keep what the hub sends for those who wait for it."""
+        """Store messages from the hub for the threads that wait for them."""
         while True:
             try:
                 data = self._connection.recv(READ_BYTES)
@@ -148,7 +148,7 @@ class Link(Watch):
 def open_link(
     address: str, own: Member, report: Report, limit_s: float = TIMING.start_limit_s, timing: ProcessTiming = TIMING
 ) -> Link:
-    """Connect to the run's hub, and wait for the other processes there.
+    """Connect to the run's hub, and wait there for the other processes.
 
     Args:
         address: host:port of the hub.
@@ -181,7 +181,7 @@ def open_link(
 
 
 def start_hub(host: str, port: int, count: int, limit_s: float = TIMING.start_limit_s, *, has_service: bool) -> str:
-    """Start the process of the hub, which goes on when this process is stuck or killed; returns its address.
+    """Start the hub's process, which survives if this process is stuck or killed; return its address.
 
     Args:
         host: name of this host, by which the others reach it.
@@ -226,7 +226,7 @@ def start_hub(host: str, port: int, count: int, limit_s: float = TIMING.start_li
 
 
 def _meet(connection: socket.socket, report: Report, timing: ProcessTiming) -> Link | None:
-    """Wait until all processes are there; None if the hub has gone.
+    """Wait until all processes have joined; return None if the hub has gone.
 
     Raises:
         ShardplanError: the run does not start, or the hub sends nothing any more.
@@ -270,12 +270,12 @@ _has_ended = False
 
 
 def has_peers() -> bool:
-    """Return whether this process is connected to others."""
+    """Return whether this process is connected to other processes."""
     return _current is not None
 
 
 def end_together() -> None:
-    """Wait until all processes of the run have come to their end; each calls this at its own.
+    """Wait until all processes of the run have come to their end, where each calls this.
 
     Raises:
         PeerError: another process will never come to its end.

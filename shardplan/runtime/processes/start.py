@@ -1,4 +1,4 @@
-"""Connects the processes of a run: to their hub, and then in JAX."""
+"""Connects the processes of a run, first to their hub and then in JAX."""
 
 import atexit
 import contextlib
@@ -31,13 +31,13 @@ PACKAGES = (
     "shardplan", "jax", "jaxlib", "libtpu", "marin-haliax", "marin-levanter",
     "transformers", "tokenizers",
 )  # fmt: skip
-"""Packages of which all processes must have the same version."""
+"""Packages that must have the same version in all processes."""
 SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion")
-"""Settings of JAX that change programs, from the environment or not."""
+"""Settings of JAX that change programs, whether from the environment or not."""
 COMPILER_FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
-"""Variables of the environment with flags of the compiler."""
+"""Environment variables with flags of the compiler."""
 STORE_KEY = "shardplan/hub"
-"""Where process 0 says how to reach the hub, if JAX has connected the processes already."""
+"""Key under which process 0 publishes the hub's address if JAX has connected the processes already."""
 logger = logging.getLogger(__name__)
 _link: Link | None = None
 _watch: Watch | None = None
@@ -84,7 +84,7 @@ def current_watch() -> Watch:
 
 
 def _end() -> None:
-    """End a program, whichever way it ends.
+    """End a program, however it ends.
 
     JAX would wait for the others, and after 100 s end this process by SIGABRT if one of them was lost or is stuck.
     """
@@ -119,7 +119,7 @@ def _open_through_store() -> Link:
 
 
 def _hub_address(store: Any, timing: ProcessTiming = TIMING) -> str:
-    """Wait for the address of the hub, which process 0 starts.
+    """Wait for the address of the hub that process 0 starts.
 
     Raises:
         PeerError: process 0 has not started one in time.
@@ -147,7 +147,7 @@ def _hub_address(store: Any, timing: ProcessTiming = TIMING) -> str:
 
 
 def package_versions() -> dict[str, str]:
-    """Return the version of Python, and of every package of `PACKAGES` that is installed."""
+    """Return the versions of Python and of every installed package of `PACKAGES`."""
     versions = {"python": platform.python_version()}
     for name in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -160,7 +160,7 @@ def _member(index: int, count: int, facts: Mapping[str, str]) -> Member:
 
 
 def _settings() -> dict[str, str]:
-    """Return what changes programs besides packages and the configuration: name -> value."""
+    """Return name -> value of what changes programs besides packages and the configuration."""
     values = {name: str(getattr(jax.config, name)) for name in SETTINGS}
     for name in COMPILER_FLAGS:
         flags = os.environ.get(name, "").split()

@@ -1,4 +1,4 @@
-"""Time limits of the processes of a run and of their hub, in one object, which tests replace by shorter ones.
+"""Time limits of a run's processes and their hub, in one object, which tests replace by shorter limits.
 
 A process that is stopped, or whose network is cut, closes no connection: only the lack of its messages shows that it is
 lost. So every process sends a sign of life in each interval, and the hub does; each side counts the other as lost after
@@ -13,34 +13,34 @@ class ProcessTiming:
     """Intervals and limits of the processes of a run, in seconds."""
 
     start_limit_s: float = 300.0
-    """Most seconds to wait for processes that have not started."""
+    """Maximum seconds to wait for processes that have not started."""
     lines_at_s: tuple[float, ...] = (2.0, 5.0, 10.0, 15.0, 20.0, 25.0)
-    """Seconds after which all processes are told who is missing; then every `line_interval_s`."""
+    """Seconds after which all processes are told which ones are missing; repeated every `line_interval_s`."""
     line_interval_s: float = 30.0
     remedy_after_s: float = 10.0
-    """Seconds from which on they are told what to do, too."""
+    """Seconds from which these lines also give a remedy."""
     late_s: float = 3.0
-    """Seconds for which those who come late are told why the run does not start."""
+    """Seconds for which processes that come late are told why the run does not start."""
     connect_s: float = 2.0
-    """Most seconds for an attempt to reach the hub."""
+    """Maximum seconds for an attempt to reach the hub."""
     retry_s: float = 0.5
     """Seconds between attempts to reach the hub."""
     no_hub_line_s: float = 5.0
-    """Seconds between lines that say that the hub is not there."""
+    """Seconds between lines that report that the hub is not there."""
     beat_s: float = 2.0
-    """Seconds between two signs of life of a process, and between two looks at what it does."""
+    """Seconds between two heartbeats of a process, and between two checks of its activity."""
     silence_s: float = 20.0
-    """Seconds without a sign of life after which a process counts as lost."""
+    """Seconds without a heartbeat after which a process counts as lost."""
     hub_beat_s: float = 5.0
-    """Seconds between two signs of life of the hub."""
+    """Seconds between two heartbeats of the hub."""
     hub_silence_s: float = 20.0
-    """Seconds without a sign of life after which the hub counts as lost."""
+    """Seconds without a heartbeat after which the hub counts as lost."""
     locate_s: float = 3.0
-    """Seconds in which every process whose Python code runs says where it is."""
+    """Seconds in which every process that can run Python code reports its location in the code."""
     tick_s: float = 0.5
-    """Seconds between two looks of the hub at the time."""
+    """Seconds between two checks of the time by the hub."""
     send_s: float = 5.0
-    """Most seconds without taking anything of a message; a process that does not receive it then is lost."""
+    """Maximum seconds in which a process receives nothing of a message before it counts as lost."""
 
     @property
     def problem_known_s(self) -> float:
@@ -49,7 +49,7 @@ class ProcessTiming:
 
     @property
     def meeting_silence_s(self) -> float:
-        """While processes are missing, the hub counts as lost after this many seconds without a line from it."""
+        """Seconds without a line from the hub after which it counts as lost, while processes are missing."""
         return self.line_interval_s + self.hub_silence_s
 
 

@@ -1,4 +1,4 @@
-"""Ctrl-C that waits until no module is being imported."""
+"""Delays Ctrl-C until no module is being imported."""
 
 import signal
 import threading
@@ -10,12 +10,12 @@ from types import FrameType
 RETRY_S = 0.1
 """Seconds after which an interrupt that came during an import is sent again."""
 LONGEST_S = 10.0
-"""Seconds that an interrupt waits at most: the file system of the import may be stuck."""
+"""Maximum seconds that an interrupt is delayed, because the import's file system may be stuck."""
 
 
 @contextmanager
 def interrupts_after_imports() -> Iterator[None]:
-    """Raise KeyboardInterrupt after the import that is under way, instead of in it.
+    """Raise KeyboardInterrupt after the current import, rather than within it.
 
     Extension modules in C++, jaxlib among them, abort the process when an exception is raised in their initialization.
     Without effect outside the main thread, and where Ctrl-C is ignored or has a handler already.

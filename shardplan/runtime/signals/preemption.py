@@ -1,4 +1,4 @@
-"""Whether a process of the run is to be preempted, as JAX knows it."""
+"""Tells whether a process of the run will be preempted, according to JAX."""
 
 import itertools
 
@@ -8,7 +8,7 @@ _sync_points = itertools.count()
 
 
 def is_preempted() -> bool:
-    """Return whether JAX has received SIGTERM in any process, which announces its preemption.
+    """Return whether JAX has received SIGTERM, which announces a preemption, in any process.
 
     All processes must call this equally often, and get the same answer. Where a command handles SIGTERM by itself, JAX
     does not receive it.

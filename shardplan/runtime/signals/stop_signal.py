@@ -1,4 +1,4 @@
-"""SIGTERM as a request to stop at the next point from which the work can go on."""
+"""Treats SIGTERM as a request to stop at the next point from which the work can continue."""
 
 import signal
 import threading
@@ -9,7 +9,7 @@ from types import FrameType
 
 @contextmanager
 def set_on_sigterm(stops: threading.Event) -> Iterator[None]:
-    """Have SIGTERM set an event until the block ends, and call the handler of before, if Python had one.
+    """Set an event on SIGTERM within the context, and call the previous handler, if Python had one.
 
     Without effect outside the main thread.
     """

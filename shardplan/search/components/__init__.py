@@ -1,1 +1,1 @@
-"""The choices of each component of logical axes and of activations, and their costs."""
+"""The choices for each component of logical axes and for activations, and their costs."""

@@ -27,15 +27,15 @@ from shardplan.search.components.compute_sharding import ComputeSharding, KindMe
 from shardplan.search.components.keeping import Keeping
 
 Choice = MeshAxes | KindMethods | ExpertStrategy | None
-"""What is chosen of a component: mesh axes of a logical axis, methods of attention, or the strategy of experts."""
+"""A choice for a component: mesh axes of a logical axis, methods of attention, or the strategy of experts."""
 ATTENTION = (TaskKind.ATTENTION, TaskKind.SPARSE_ATTENTION)
 """Kinds of tasks whose costs depend on the method of attention."""
 CacheKey = Callable[[Sequence[Choice]], Any]
-"""Picks from all choices of a component those that a cost depends on; they serve as the key of a cache."""
+"""Function that selects, from all choices of a component, the ones that a cost depends on, as the key of a cache."""
 
 SEEING_MESH = (TaskKind.COLLECTIVE, TaskKind.EXPERTS)
-"""Kinds of tasks whose costs depend on mesh axes that no logical axis of theirs is mapped to: a collective of a
-shard_map spans all that do not shard its result."""
+"""Kinds of tasks whose costs depend on mesh axes to which none of their logical axes is mapped: a shard_map's
+collective spans all mesh axes that do not shard its result."""
 
 STORED_ROLES = (BufferRole.PARAMETER, BufferRole.OPTIMIZER_STATE)
 """Roles of buffers that are live at every point of the program."""
@@ -45,33 +45,33 @@ class TaskGroup(NamedTuple):
     """Tasks whose costs depend on the same mesh axes."""
 
     indices: np.ndarray
-    """Of the tasks in `ComponentCost.tasks`."""
+    """Indices of the group's tasks in `ComponentCost.tasks`."""
     axes: tuple[str, ...]
-    """Those of `ComponentCost.open_axes` that the costs depend on."""
+    """Axes of `ComponentCost.open_axes` that the costs depend on."""
     sees_mesh: bool
     """Whether lower bounds depend on mesh axes that the compute mapping does not use."""
     compute_key: CacheKey
-    """Takes `ComponentCost.compute_choices`: all that lower bounds depend on."""
+    """Selects, from `ComponentCost.compute_choices`, what lower bounds depend on."""
     full_key: CacheKey
-    """Takes `ComponentCost.all_choices`."""
+    """Selects, from `ComponentCost.all_choices`, what costs depend on."""
 
 
 class BufferGroup(NamedTuple):
     """Live buffers whose sizes depend on the same mesh axes."""
 
     indices: np.ndarray
-    """Of the buffers in `ComponentCost.buffers`."""
+    """Indices of the group's buffers in `ComponentCost.buffers`."""
     axes: tuple[str, ...]
-    """See `TaskGroup.axes`."""
+    """Axes of `ComponentCost.open_axes` that the sizes depend on."""
     full_key: CacheKey
-    """See `TaskGroup.full_key`."""
+    """Selects, from `ComponentCost.all_choices`, what sizes depend on."""
     depends_on_params: bool
     """Whether the sizes depend on the mapping of stored parameters."""
 
 
 @dataclass(frozen=True)
 class ComponentCost:
-    """The tasks and live buffers whose cost depends on one component; without one, on batch and positions alone.
+    """The tasks and live buffers whose cost depends on one component, or on batch and positions only (the base).
 
     A component is a set of logical axes that occur in the same tasks; see `Space.components`.
     """
@@ -79,32 +79,32 @@ class ComponentCost:
     axes: tuple[str, ...]
     """Logical axes of the component."""
     open_axes: tuple[str, ...]
-    """What a subproblem still has to map: `axes`, and the stored residual axis."""
+    """Axes that a subproblem still has to map: `axes`, and the stored residual axis."""
     tasks: tuple[Task, ...]
-    """Each stands for all of equal cost; among them are those that options about activations add."""
+    """Distinct tasks, one for all of equal cost, including those that options for activations add."""
     task_groups: tuple[TaskGroup, ...]
     numbers: np.ndarray
-    """[1 + windows, task]: how many there are of a task; then, how many copies to or from the host hide behind the
-    matmuls of each window. The latter are not among the former."""
+    """Number of each task (host copies excluded), and of its host copies that hide behind each window's matmuls: [1 +
+    windows, task]."""
     option_numbers: np.ndarray
-    """[option, 1 + windows, task]: how many more there are under an option."""
+    """Change of `numbers` by each option, [option, 1 + windows, task]."""
     buffers: tuple[LiveBuffer, ...]
     buffer_groups: tuple[BufferGroup, ...]
     min_stored_bytes: float
     """Bytes per device of the component's parameters and optimizer state, sharded over all devices."""
     counts: np.ndarray
-    """[point, buffer]: how many of a buffer a device has at a point of the program, and its host at each of
-    `Space.host_rows`."""
+    """Number of each buffer on a device at each point of the program, and on the host at each of `Space.host_rows`:
+    [point, buffer]."""
     option_counts: np.ndarray
-    """[option, point, buffer]: how many more there are under an option."""
+    """Change of `counts` by each option, [option, point, buffer]."""
     computed_together: frozenset[frozenset[str]]
-    """Sets of logical axes that meet in a computation, so that no two of them may share a mesh axis."""
+    """Sets of logical axes that meet in a computation, so that no two of them may use the same mesh axis."""
     stored_together: frozenset[frozenset[str]]
-    """Sets of logical axes that meet in a parameter, likewise."""
+    """Sets of logical axes that meet in a parameter, so that no two of them may use the same mesh axis."""
 
     @cached_property
     def depends_on_params(self) -> np.ndarray:
-        """[buffer]: whether its size depends on the mapping of stored parameters."""
+        """Whether each buffer's size depends on the mapping of stored parameters, [buffer]."""
         result = np.zeros(len(self.buffers), bool)
         for group in self.buffer_groups:
             result[group.indices] = group.depends_on_params
@@ -123,7 +123,7 @@ class ComponentCost:
         return total
 
     def has_negative_counts(self, keeping: Keeping) -> np.ndarray:
-        """[row]: whether options together leave out more than there is of a buffer whose size depends on storage."""
+        """Return whether options together remove more than the count of a buffer that depends on storage, [row]."""
         options = self.option_counts[:, :, self.depends_on_params]
         counts = self.counts[:, self.depends_on_params]
         added = keeping.least(options.reshape(len(options), counts.size)).reshape(counts.shape)
@@ -131,12 +131,12 @@ class ComponentCost:
 
     @cached_property
     def has_attention(self) -> bool:
-        """Whether attention is among the tasks."""
+        """Whether the tasks include attention."""
         return any(task.kind in ATTENTION for task in self.tasks)
 
     @cached_property
     def expert_blocks(self) -> tuple[ExpertAxes, ...]:
-        """The axes of each kind of block of routed experts among the tasks."""
+        """Axes of each kind of expert block among the tasks."""
         return Step(self.tasks, (), {}, {}).expert_blocks
 
     def compute_choices(self, compute: ComputeSharding) -> tuple[Choice, ...]:
@@ -150,23 +150,23 @@ class ComponentCost:
 
 @dataclass(frozen=True)
 class ProgramCosts:
-    """The tasks and buffers of a program, sorted into components; see `shardplan.search.space.Space`."""
+    """The tasks and buffers of a program, divided by component; see `shardplan.search.space.Space`."""
 
     step: Step
     points: tuple[ProgramPoint, ...]
     options: tuple[Option, ...]
     host_rows: tuple[int, ...]
     windows: tuple[CopyWindow, ...]
-    """What copies to and from the host hide behind, also those under an option."""
+    """Windows of matmuls behind which host copies hide, including copies under an option."""
     tensor_axes: frozenset[str]
     residual: str
     devices: int
     is_stored: Callable[[TracedArray], bool]
-    """Whether an array has the sharding of stored parameters."""
+    """Return whether an array has the sharding of stored parameters."""
 
 
 def component_cost(program: ProgramCosts, component: tuple[str, ...]) -> ComponentCost:
-    """Collect the tasks and buffers of a component, each with the axes that its cost depends on.
+    """Collect the tasks and buffers of a component, each with the axes on which its cost depends.
 
     The empty component has those without any axis that is in a component.
     """
@@ -190,7 +190,7 @@ def component_cost(program: ProgramCosts, component: tuple[str, ...]) -> Compone
         return belongs(buffer.array, *buffer.related_arrays)
 
     def rows(points: Sequence[Iterable[tuple[LiveBuffer, int]]]) -> list[dict[LiveBuffer, int]]:
-        """Return the buffers of the component at every point, and then those on the host at each of `host_rows`."""
+        """Return the component's buffers at every point, then those in host memory at each of `host_rows`."""
         here = [[(buffer, n) for buffer, n in point if is_here(buffer)] for point in points]
         on_device = [{buffer: n for buffer, n in point if not buffer.array.is_on_host} for point in here]
         return on_device + [dict(on_host(here[i])) for i in program.host_rows]
@@ -220,7 +220,7 @@ def component_cost(program: ProgramCosts, component: tuple[str, ...]) -> Compone
 
 
 def _count_tasks(program: ProgramCosts, tasks: Iterable[Task]) -> Counter[tuple[int, Task]]:
-    """Return (row of `ComponentCost.numbers`, task) -> its number."""
+    """Return (row of `ComponentCost.numbers`, task) -> number of such tasks."""
     counted: Counter[tuple[int, Task]] = Counter()
     for task in tasks:
         window = copy_window(task)
@@ -229,7 +229,7 @@ def _count_tasks(program: ProgramCosts, tasks: Iterable[Task]) -> Counter[tuple[
 
 
 def _count_option(program: ProgramCosts, option: Option) -> Counter[tuple[int, Task]]:
-    """Return (row of `ComponentCost.numbers`, task) -> number of tasks that an option adds."""
+    """Return (row of `ComponentCost.numbers`, task) -> number of such tasks that an option adds."""
     counted: Counter[tuple[int, Task]] = Counter()
     for task, number in option.added:
         counted[0, task] += number
@@ -241,7 +241,7 @@ def _count_option(program: ProgramCosts, option: Option) -> Counter[tuple[int, T
 
 
 def _table(counted: Counter[tuple[int, Task]], tasks: Sequence[Task], rows: int) -> np.ndarray:
-    """Return [row, task]: the numbers of tasks."""
+    """Return a table of the numbers of tasks, [row, task]."""
     columns = {task: i for i, task in enumerate(tasks)}
     table = np.zeros((rows, len(tasks)))
     for (row, task), number in counted.items():
@@ -251,7 +251,7 @@ def _table(counted: Counter[tuple[int, Task]], tasks: Sequence[Task], rows: int)
 
 
 def _count_table(rows: Sequence[Mapping[LiveBuffer, int]], buffers: Sequence[LiveBuffer]) -> np.ndarray:
-    """Return [row, buffer]: how often each buffer is in a row."""
+    """Return a table of the number of each buffer in each row, [row, buffer]."""
     columns = {buffer: i for i, buffer in enumerate(buffers)}
     table = np.zeros((len(rows), len(buffers)))
     for i, row in enumerate(rows):
@@ -294,7 +294,7 @@ def _buffer_groups(
 def _key_indices(
     arrays: Sequence[TracedArray], open_axes: Sequence[str], *, stored: bool, attends: bool, routes: bool
 ) -> tuple[int, ...]:
-    """Return the indices in `ComponentCost.all_choices` of the choices that a cost depends on."""
+    """Return the indices, in `ComponentCost.all_choices`, of the choices that a cost depends on."""
     names = axis_names(arrays)
     # the methods of attention and of experts come before the axes
     computed = [2 + i for i, axis in enumerate(open_axes) if axis in names]
@@ -303,7 +303,7 @@ def _key_indices(
 
 
 def _axes_of_key(indices: tuple[int, ...], open_axes: Sequence[str]) -> tuple[str, ...]:
-    """Return the logical axes among what a cost depends on, by its places in `ComponentCost.all_choices`."""
+    """Return the logical axes that a cost depends on, given their indices in `ComponentCost.all_choices`."""
     return tuple(axis for i, axis in enumerate(open_axes) if 2 + i in indices)
 
 
@@ -322,7 +322,7 @@ def on_host(buffers: Iterable[tuple[LiveBuffer, int]]) -> Iterator[tuple[LiveBuf
 
 
 def _meeting_axes(task: Task) -> Iterator[frozenset[str]]:
-    """Yield sets of logical axes that may not share a mesh axis: the axes of one array, or of a matmul."""
+    """Yield sets of logical axes that may not use the same mesh axis: the axes of one array, or of a matmul."""
     yield from (frozenset(array.logical_axes) for array in (*task.operands, *task.results))
     yield frozenset(task.results[0].logical_axes) | {name for name, _ in task.contracted if isinstance(name, str)}
 

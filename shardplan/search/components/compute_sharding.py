@@ -9,12 +9,13 @@ from shardplan.positions.sequence_order import SequenceOrder
 
 
 class AttentionMethod(NamedTuple):
-    """A method of attention, sequence-parallel but for `Strategy.NONE`."""
+    """A method of attention, sequence-parallel unless its strategy is `Strategy.NONE`."""
 
     strategy: Strategy
     order: SequenceOrder
     sparse_kernel: SparseKernel | None = None
-    """Of Native Sparse Attention: the method of its selected branch. That of other attention follows from shardings."""
+    """For Native Sparse Attention: the method of its selected branch. Shardings determine the kernel of other
+    attention."""
 
 
 METHODS = (
@@ -29,10 +30,10 @@ METHODS = (
 """All methods of sequence-parallel attention."""
 
 UNSHARDED = AttentionMethod(Strategy.NONE, SequenceOrder.CONTIGUOUS)
-"""The method of attention by matmuls where positions are not sharded."""
+"""The method of attention by matmuls, for positions that are not sharded."""
 
 KindMethods = tuple[AttentionMethod, ...]
-"""The method of each of `Step.attention_kinds`, in their order; all have the same order of positions."""
+"""The method of each of `Step.attention_kinds`, in their order, all with the same order of positions."""
 
 
 def sparse_methods(is_sharded: bool, order: SequenceOrder, has_kernel: bool) -> list[AttentionMethod]:
@@ -51,11 +52,11 @@ def sparse_methods(is_sharded: bool, order: SequenceOrder, has_kernel: bool) -> 
 
 
 class ComputeSharding(NamedTuple):
-    """The search's choice for the computations of one component."""
+    """The search's choice for one component's computations."""
 
     mapping: dict[str, MeshAxes]
     """Logical axis -> mesh axes."""
     methods: KindMethods | None = None
     """The methods of attention; None for Levanter's own, and in a component without attention."""
     experts: ExpertStrategy | None = None
-    """How routed experts are computed; None in a component without experts."""
+    """How routed experts are computed; None for a component without experts."""

@@ -1,4 +1,4 @@
-"""Chooses the activations that a step keeps: all combinations of options are compared.
+"""Chooses the activations that a step keeps, by comparing all combinations of options.
 
 An option is what can become of an activation: kept on the device, or copied to the host and back. Of each activation at
 most one option is chosen. Seconds and bytes of options add up. Copies of one loop run one after the other, and each
@@ -18,23 +18,23 @@ import numpy as np
 from shardplan.search.tolerances import LEFT_OUT, TIME_RESOLUTION
 
 CHUNK = 256
-"""Combinations whose bytes are computed at once."""
+"""Number of combinations whose bytes are computed at a time."""
 
 
 class Amount(NamedTuple):
-    """Time and memory of some choices of shardings, and how each option about activations changes them."""
+    """Time and memory of chosen shardings, and the changes that each option for activations makes."""
 
     seconds: float
-    """Without copies to and from the host in loops."""
+    """Seconds without host copies in loops."""
     bytes: np.ndarray
-    """[row]: bytes at every point of the program, then in the memory of the host."""
+    """Bytes at every point of the program, then in host memory, [row]."""
     copy_seconds: np.ndarray
-    """[window]: seconds of copies to and from the host."""
+    """Seconds of host copies in each window, [window]."""
     options: np.ndarray
-    """[option, 1 + windows + rows]: seconds, seconds of copies, and bytes that each option adds."""
+    """Seconds, seconds of copies, and bytes that each option adds, [option, 1 + windows + rows]."""
 
     def plus(self, other: "Amount") -> "Amount":
-        """Return both together."""
+        """Add another amount."""
         return Amount(
             self.seconds + other.seconds,
             self.bytes + other.bytes,
@@ -44,12 +44,12 @@ class Amount(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """A combination of options, and what all takes with it."""
+    """A combination of options, and the total time and memory with it."""
 
     options: tuple[int, ...]
     seconds: float
     handicapped_seconds: float
-    """Seconds by which combinations are compared: more where activations are copied to the host."""
+    """Seconds by which combinations are compared, with a penalty for copies of activations to the host."""
     copies: int
     """Number of options that copy activations to the host."""
     bytes: np.ndarray
@@ -57,26 +57,26 @@ class Kept(NamedTuple):
 
 @dataclass(frozen=True)
 class Keeping:
-    """All combinations of options about activations."""
+    """All combinations of options for activations."""
 
     combinations: np.ndarray
-    """[combination, option]: 1 where a combination has an option, else 0."""
+    """Whether each combination contains each option (1 or 0), [combination, option]."""
     activations: tuple[tuple[int, ...], ...]
     """The options of each activation."""
     loops: tuple[int, ...]
-    """[window]: the loop of matmuls that copies can hide behind; those of one loop follow each other."""
+    """Loop of the matmuls in each window, [window]; windows of one loop are adjacent."""
     hiding: np.ndarray
-    """[window]: seconds of these matmuls, ascending within a loop."""
+    """Seconds of the matmuls in each window, ascending within a loop, [window]."""
     saved: np.ndarray
-    """[option, window]: seconds of them that an option saves."""
+    """Seconds of these matmuls that each option saves, [option, window]."""
     copies: np.ndarray
-    """[combination]: how many of its options copy activations to the host."""
+    """Number of options in each combination that copy activations to the host, [combination]."""
 
     @staticmethod
     def of(
         sizes: Sequence[int], loops: tuple[int, ...], hiding: np.ndarray, saved: np.ndarray, copies: np.ndarray
     ) -> "Keeping":
-        """Return all combinations of options, given each activation's number of options.
+        """Make all combinations of options, given the number of options of each activation.
 
         Args:
             copies: [option]: whether it copies an activation to the host.
@@ -91,22 +91,22 @@ class Keeping:
 
     @cached_property
     def windows(self) -> int:
-        """Number of different sets of matmuls that copies can hide behind."""
+        """Number of windows, the different sets of matmuls behind which copies can hide."""
         return len(self.loops)
 
     @cached_property
     def _hiding_of_combinations(self) -> np.ndarray:
-        """[combination, window]: seconds that copies can hide behind."""
+        """Return the seconds behind which copies can hide, [combination, window]."""
         return self.hiding - self.combinations @ self.saved
 
     @cached_property
     def _is_before(self) -> np.ndarray:
-        """[window, other window]: whether copies of the window run before those of the other one have ended."""
+        """Return whether a window's copies run before those of another window have ended, [window, other window]."""
         loops = np.array(self.loops)
         return np.triu(loops[:, None] == loops[None, :])
 
     def least(self, options: np.ndarray) -> np.ndarray:
-        """Return a lower bound, at most 0, on the change of any combination of options, given each option's.
+        """Return a lower bound, at most 0, of the change by any combination of options, given each option's change.
 
         Args:
             options: [..., option, row]; the result is [..., row].
@@ -117,7 +117,7 @@ class Keeping:
         return total
 
     def by_combination(self, seconds: np.ndarray, options: np.ndarray) -> np.ndarray:
-        """Return [choice, combination]: the seconds of choices with the options of each combination.
+        """Return the seconds of each choice with each combination's options, [choice, combination].
 
         Args:
             seconds: [choice].
@@ -126,7 +126,7 @@ class Keeping:
         return seconds[:, None] + options @ self.combinations.T
 
     def select(self, combinations: np.ndarray) -> "Keeping":
-        """Return some of the combinations."""
+        """Return a subset of the combinations."""
         return replace(self, combinations=self.combinations[combinations], copies=self.copies[combinations])
 
     def fastest(self, amount: Amount, limit: float, handicapped_limit: float, available: np.ndarray) -> Iterator[Kept]:
@@ -175,7 +175,7 @@ class Keeping:
         return seconds, seconds * (1 + LEFT_OUT * (self.copies > 0))
 
     def _bytes(self, amount: Amount, combinations: np.ndarray) -> np.ndarray:
-        """Return [combination, row]: bytes of some combinations."""
+        """Return the bytes of the given combinations, [combination, row]."""
         return amount.bytes + self.combinations[combinations] @ amount.options[:, 1 + self.windows :]
 
     def _options(self, combination: int) -> tuple[int, ...]:

@@ -16,15 +16,15 @@ class LowerBounds(NamedTuple):
     """Lower bounds on the cost of a group's tasks under a compute mapping, for any mapping of stored parameters."""
 
     costs: list[DeviceCost]
-    """[task]"""
+    """Cost of each task, [task]."""
     seconds: np.ndarray
-    """[task]: on one of the meshes that the costs hold for."""
+    """Seconds of each task on one of the meshes for which the costs hold, [task]."""
     transferring: list[int]
-    """The tasks with collectives, whose seconds are those of that mesh alone."""
+    """Indices of the tasks with collectives, whose seconds hold only for that mesh."""
 
 
 class SharedCosts:
-    """The costs of a space that do not depend on the mapping of stored parameters, filled in by `MeshCosts`.
+    """The costs in a space that do not depend on the mapping of stored parameters; `MeshCosts` fills them in.
 
     The keys are ids of groups, then the choices and the part of the mesh that the costs depend on.
     """

@@ -1,1 +1,1 @@
-"""From the assignment that a search finds to its Plan: figures, details, and compiler options."""
+"""Converts the assignment that a search finds to its Plan: figures, details, and compiler options."""

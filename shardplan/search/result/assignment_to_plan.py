@@ -27,17 +27,17 @@ from shardplan.search.result.compiler_options import planned_options
 
 
 class StepCost(NamedTuple):
-    """Cost of a step as a Plan records it, and what the Plan leaves out."""
+    """The cost of a step as a Plan records it, and the costs that the Plan leaves out."""
 
     plan: CostPlan
     weight_gather_seconds: float
-    """Time of the gathers of weights, including what overlaps with compute."""
+    """Seconds of the gathers of weights, overlapped time included."""
     other_collective_seconds: float
-    """Time of all other collectives, likewise."""
+    """Seconds of all other collectives, overlapped time included."""
     host_copy_seconds: float
-    """Time of copies between devices and hosts, including what overlaps with compute."""
+    """Seconds of copies between devices and hosts, overlapped time included."""
     exposed_host_copy_seconds: float
-    """Time of those copies that nothing hides."""
+    """Seconds of these copies that nothing hides."""
 
 
 def estimate_cost(step: Step, assignment: ShardingAssignment, hardware: Slice) -> StepCost:
@@ -144,7 +144,7 @@ def _as_lists(mapping: AxisMapping) -> dict[str, list[str]]:
 
 @cache  # reading the metadata takes longer than estimating the cost of a plan
 def _versions() -> dict[str, str]:
-    """Installed versions of the packages that a plan depends on; empty for a package that is not installed."""
+    """Return the installed versions of packages that a plan depends on; empty for a package that is not installed."""
     versions = {}
     for package in ("shardplan", "jax", *LEVANTER_PACKAGES, "libtpu"):
         try:

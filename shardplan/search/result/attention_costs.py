@@ -21,7 +21,7 @@ from shardplan.program.tasks import Step, Task, TaskKind
 def attention_costs(
     model: Model, workload: Workload, step: Step, assignment: ShardingAssignment, hardware: Slice
 ) -> list[AttentionCost]:
-    """The kinds of attention in `step`, the one with most work first, with their layers and costs.
+    """Return the kinds of attention in `step`, the one with the most work first, with their layers and costs.
 
     Args:
         step: of the workload.
@@ -73,7 +73,7 @@ def _local_bytes(tasks: Sequence[Task], assignment: ShardingAssignment) -> float
 
 
 def _extra_bytes(step: Step, assignment: ShardingAssignment) -> defaultdict[AttentionKind, float]:
-    """Return kind -> the largest memory that it needs at one time for other devices' positions."""
+    """Return kind -> the largest memory that it needs at a time for other devices' positions."""
     most: defaultdict[AttentionKind, float] = defaultdict(float)
     for point in step.points:
         here: defaultdict[AttentionKind, float] = defaultdict(float)

@@ -1,4 +1,4 @@
-"""The compiler options of a plan, and other sets worth trying: which are best depends on the mapping.
+"""The compiler options of a plan, and other sets worth trying, because the best set depends on the mapping.
 
 They are libtpu's options, passed as jit's `compiler_options` or, at run time, in LIBTPU_INIT_ARGS.
 """
@@ -8,7 +8,8 @@ from shardplan.hardware import Slice
 from shardplan.program.tasks import Step
 
 NO_WINDOWED_EINSUM = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
-"""Matmuls keep their all-gather instead of becoming loops of collective-permutes and small matmuls."""
+"""Options by which matmuls keep their all-gather, instead of becoming loops of collective-permutes and small
+matmuls."""
 ASYNC_COLLECTIVES = {
     "xla_tpu_enable_async_collective_fusion": "true",
     "xla_tpu_enable_async_collective_fusion_multiple_steps": "true",
@@ -16,22 +17,22 @@ ASYNC_COLLECTIVES = {
     "xla_enable_async_all_gather": "true",
     "xla_enable_async_all_reduce": "true",
 }
-"""Collectives run concurrently with matmuls, inside fusions."""
+"""Options by which collectives run concurrently with matmuls, inside fusions."""
 SPARSE_CORE_GATHERS = {
     "xla_tpu_enable_sparse_core_collective_offload_all_gather": "true",
     "xla_tpu_enable_sparse_core_collective_offload_2d_all_gather": "true",
     "xla_tpu_enable_sparse_core_collective_offload_3d_all_gather": "true",
 }
-"""All-gathers run on the sparse cores, beside matmuls, along one to three dimensions of the torus."""
+"""Options by which all-gathers run on the sparse cores, beside matmuls, along one to three torus dimensions."""
 
 OVERLAPPED_EXPERTS = {
     "xla_tpu_enable_async_collective_fusion_with_mosaic_custom_call": "true",
     "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": "true",
 }
-"""Of models with routed experts: collectives run beside the kernels of grouped matmuls."""
+"""Options, for models with routed experts, by which collectives run beside the kernels of grouped matmuls."""
 
 EARLY_HOST_COPIES = {"xla_tpu_scheduler_percent_shared_memory_limit": "1000"}
-"""Of steps that copy activations to hosts: the scheduler starts copies back early, whatever memory that takes.
+"""Options, for steps that copy activations to hosts, by which copies back start early, at any cost in memory.
 
 By default it does not where a program nears the limit of the memory, and the core waits for each copy."""
 
@@ -47,11 +48,11 @@ CURATED: dict[str, dict[str, str]] = {
         **NO_WINDOWED_EINSUM, **ASYNC_COLLECTIVES, **SPARSE_CORE_GATHERS,
     },
 }  # fmt: skip
-"""Name -> options; `shardplan verify --options auto` tries each."""
+"""Name -> set of options; `shardplan verify --options auto` tries each set."""
 
 
 def planned_options(hardware: Slice, step: Step | None = None) -> dict[str, str]:
-    """Return the options of plans for a slice, which their times are estimated for.
+    """Return the options of plans for a slice, for which their times are estimated.
 
     On v4 gathers overlap more in fusions than on sparse cores, and tpu7x uses its sparse cores by default
     (docs/log.md).

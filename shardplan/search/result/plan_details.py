@@ -24,9 +24,9 @@ from shardplan.program.tasks import Step
 from shardplan.search.ranking import Candidate
 
 MAX_ARRAYS = 12
-"""Number of arrays at the peak that are listed."""
+"""Maximum number of listed arrays at the peak."""
 MAX_CANDIDATES = 300
-"""Number of candidates that are listed."""
+"""Maximum number of listed candidates."""
 
 
 def plan_details(
@@ -36,7 +36,7 @@ def plan_details(
     evaluated: Sequence[Candidate],
     attention: list[AttentionCost],
 ) -> Details:
-    """The details of the plan of `assignment`.
+    """Return the details of the plan of `assignment`.
 
     Args:
         evaluated: the candidates of its search, the fastest first.
@@ -54,7 +54,7 @@ def plan_details(
 
 
 def _evaluated_candidates(evaluated: Sequence[Candidate]) -> list[EvaluatedCandidate]:
-    """The fastest of the candidates of a search, as a Plan lists them."""
+    """Return the fastest candidates of a search, in the form in which a Plan lists them."""
     return [
         EvaluatedCandidate(
             mesh=list(each.mesh.values()),
@@ -95,7 +95,7 @@ def _largest_at_peak(step: Step, assignment: ShardingAssignment) -> list[LiveArr
 
 
 def _array_text(array: TracedArray) -> str:
-    """The path of a parameter, else the axes of the array with their sizes."""
+    """Return the path of a parameter, or else the axes of an array with their sizes."""
     return array.weight or ", ".join(f"{name or 'unnamed'} {size}" for name, size in array.factors)
 
 

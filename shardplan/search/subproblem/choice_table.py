@@ -1,4 +1,4 @@
-"""Bounds over all components at once, which leave most choices out before their times are known.
+"""Bounds over all components at once, which exclude most choices before their times are known.
 
 How fast a step is depends on which activations it keeps, and so does how much memory it takes. The bounds are therefore
 computed for every combination of options about activations (`shardplan.search.components.keeping`): a choice may be in
@@ -19,12 +19,12 @@ class ChoiceTable(NamedTuple):
     """All choices of one component, as arrays."""
 
     seconds: np.ndarray
-    """[choice, combination]: time, or a lower bound of it, under every combination of options. Without copies to and
-    from the host in loops, which take no less than nothing."""
+    """Time, or a lower bound of it, of each choice under each combination of options, without host copies in loops:
+    [choice, combination]."""
     bytes: np.ndarray
-    """[choice, row]: bytes at every point of the program, then in the memory of the host."""
+    """Bytes of each choice at every point of the program, then in host memory, [choice, row]."""
     option_bytes: np.ndarray
-    """[choice, option, row]: bytes that every option adds to them."""
+    """Bytes that every option adds to each choice, [choice, option, row]."""
 
     @staticmethod
     def of(
@@ -39,15 +39,15 @@ class Possible(NamedTuple):
     """The choices that the bounds do not exclude."""
 
     choices: list[np.ndarray]
-    """[table]: indices of choices."""
+    """Indices of the possible choices in each table, [table]."""
     combinations: np.ndarray
-    """Indices of combinations of options."""
+    """Indices of the possible combinations of options."""
 
 
 def find_possible(
     tables: Sequence[ChoiceTable], keeping: Keeping, limit: float, available_bytes: np.ndarray
 ) -> Possible | Rejection:
-    """Return the choices that may be in a plan, or the reason why none is.
+    """Return the choices that may be part of a plan, or the reason why there are none.
 
     A plan has one choice of every table and one combination of options. Its time is the sum of the times of its choices
     under this combination, plus copies; its bytes are the sums of bytes of its choices and of its options. So it takes

@@ -27,33 +27,33 @@ class ComponentChoice:
     amount: Amount
 
     def uses(self, mesh_axis: str) -> bool:
-        """Whether `mesh_axis` shards a computation."""
+        """Return whether `mesh_axis` shards a computation."""
         return any(mesh_axis in mesh_axes for mesh_axes in self.compute.mapping.values())
 
 
 class Choices(NamedTuple):
-    """The cost that no component changes, and the choices of every component."""
+    """The cost that depends on no component, and the choices of every component."""
 
     base: ComponentChoice
     components: list[list[ComponentChoice]]
-    """[component][choice]"""
+    """Choices of every component, [component][choice]."""
     device_points: int
-    """Number of points of the program, which come first in the bytes of a choice."""
+    """Number of points of the program, whose bytes precede those in host memory in a choice's bytes."""
     keeping: Keeping
-    """What can become of activations."""
+    """The combinations of options for activations."""
     required: MeshAxes = ()
     """Mesh axes that at least one component must use in its computations."""
 
     def peak(self, size: np.ndarray) -> float:
-        """Return the peak memory of a device, of bytes at every point."""
+        """Return the peak memory of a device, given the bytes at every point."""
         return float(size[: self.device_points].max())
 
     def is_allowed(self, chosen: Iterable[ComponentChoice]) -> bool:
-        """Whether `required` is met by one choice per component."""
+        """Return whether one choice per component satisfies `required`."""
         return all(any(choice.uses(mesh_axis) for choice in chosen) for mesh_axis in self.required)
 
     def least_left(self) -> list[Amount]:
-        """Return lower bounds on the cost of all components but the first n, for every n."""
+        """Return, for every n, lower bounds of the cost of all components but the first n."""
         base = self.base.amount
         left = [Amount(0.0, *(np.zeros_like(each) for each in base[1:]))]
         for component in reversed(self.components):
@@ -63,25 +63,25 @@ class Choices(NamedTuple):
         return left
 
     def least(self, amount: Amount) -> tuple[float, np.ndarray]:
-        """Return lower bounds on the seconds and bytes of an amount, for any options about activations."""
+        """Return lower bounds of the seconds and bytes of an amount under any options for activations."""
         gained = self.keeping.least(amount.options)
         return amount.seconds + float(gained[0]), amount.bytes + gained[1 + self.keeping.windows :]
 
 
 @dataclass(frozen=True)
 class Combination:
-    """The base and one choice for each component, with their cost."""
+    """The base and one choice for each component, with their total cost."""
 
     parts: tuple[ComponentChoice, ...]
     options: tuple[int, ...]
-    """What becomes of activations: indices into `Space.options`."""
+    """Options for activations, as indices into `Space.options`."""
     seconds: float
-    """Time of a step."""
+    """Seconds of a step."""
     handicapped_seconds: float
     """See `shardplan.search.components.keeping.Kept`."""
     copies: int
     peak_bytes: float
-    """Peak memory of a device."""
+    """Peak bytes per device."""
 
 
 def pareto_optimal(choices: list[ComponentChoice], required: MeshAxes = ()) -> list[ComponentChoice]:
@@ -106,7 +106,7 @@ def pareto_optimal(choices: list[ComponentChoice], required: MeshAxes = ()) -> l
 
 
 def _undercuts(one: Amount, other: Amount) -> bool:
-    """Whether `one` is at most as large as `other` in everything but seconds."""
+    """Return whether `one` is at most as large as `other` in everything but seconds."""
     return all((mine <= others).all() for mine, others in zip(one[1:], other[1:], strict=True))
 
 
@@ -151,7 +151,7 @@ def fastest_combinations(choices: Choices, limit: float, available_bytes: np.nda
 
 
 def smallest_combination(choices: Choices, limit_bytes: float) -> Combination | None:
-    """Return the combination with the smallest peak memory; None if no peak is below `limit_bytes` per device.
+    """Return the combination with the smallest peak memory; None if none is below `limit_bytes` per device.
 
     How much memory of hosts it takes does not matter.
 
@@ -191,7 +191,7 @@ def _combine(choices: Choices, chosen: tuple[ComponentChoice, ...], kept: Kept) 
 
 
 def _dominates(one: Combination, other: Combination) -> bool:
-    """Whether `one` is at least as fast as `other`, at most as large, and copies no more to the host."""
+    """Return whether `one` is at least as fast as `other`, at most as large, and copies no more to the host."""
     return (
         one.handicapped_seconds <= other.handicapped_seconds
         and one.peak_bytes <= other.peak_bytes

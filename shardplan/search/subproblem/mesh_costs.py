@@ -57,11 +57,11 @@ class MeshCosts:
         return _times(component, self._seconds(component, compute, params))
 
     def min_times(self, component: ComponentCost, compute: ComputeSharding) -> "ComponentTimes":
-        """Return lower bounds of `times` for any mapping of the stored parameters."""
+        """Return lower bounds of `times` over all mappings of stored parameters."""
         return _times(component, self._min_seconds(component, compute))
 
     def _seconds(self, component: ComponentCost, compute: ComputeSharding, params: dict[str, MeshAxes]) -> np.ndarray:
-        """[task]: time of each of a component's tasks."""
+        """Return the seconds of each of a component's tasks, [task]."""
         all_choices = component.all_choices(compute, params)
         seconds = np.empty(len(component.tasks))
         for group in component.task_groups:
@@ -76,7 +76,7 @@ class MeshCosts:
         return seconds
 
     def _min_seconds(self, component: ComponentCost, compute: ComputeSharding) -> np.ndarray:
-        """[task]: lower bound of the time of each of a component's tasks."""
+        """Return lower bounds of the seconds of each of a component's tasks, [task]."""
         choices = component.compute_choices(compute)
         seconds = np.empty(len(component.tasks))
         for group in component.task_groups:
@@ -87,7 +87,7 @@ class MeshCosts:
         return seconds
 
     def bytes(self, component: ComponentCost, choices: Sequence[Choice]) -> tuple[np.ndarray, np.ndarray]:
-        """Bytes per device of a component's buffers, at every point of the program and then at every one of the host.
+        """Return bytes per device of a component's buffers, at every point of the program and then of host memory.
 
         Returns:
             [choice, row], and [choice, option, row] of what every option about activations adds.
@@ -97,11 +97,11 @@ class MeshCosts:
     def min_bytes(
         self, component: ComponentCost, shardings: Sequence[ComputeSharding]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return `bytes` of those buffers alone whose sizes do not depend on the mapping of stored parameters."""
+        """Return `bytes` of only the buffers whose sizes do not depend on the mapping of stored parameters."""
         return _bytes(component, [self._compute_sizes(component, compute) for compute in shardings])
 
     def _sizes(self, component: ComponentCost, compute: ComputeSharding, params: dict[str, MeshAxes]) -> np.ndarray:
-        """[buffer]: bytes per device of each of a component's buffers."""
+        """Return the bytes per device of each of a component's buffers, [buffer]."""
         choices = component.all_choices(compute, params)
         sizes = self._compute_sizes(component, compute).copy()
         for group in component.buffer_groups:
@@ -114,7 +114,7 @@ class MeshCosts:
         return sizes
 
     def _compute_sizes(self, component: ComponentCost, compute: ComputeSharding) -> np.ndarray:
-        """[buffer]: `_sizes` of buffers that depend on the compute mapping alone; 0 for other buffers."""
+        """Return `_sizes` of buffers that depend on the compute mapping alone, 0 for others, [buffer]."""
         choices = component.compute_choices(compute)
         own_key = id(component), choices
         if own_key not in self._known_compute_sizes:
@@ -133,12 +133,12 @@ class MeshCosts:
     def _group_sizes(
         self, component: ComponentCost, group: BufferGroup, compute: ComputeSharding, params: dict[str, MeshAxes]
     ) -> np.ndarray:
-        """Bytes per device of the buffers of a group."""
+        """Return the bytes per device of the buffers of a group."""
         assignment = self._assignment(compute, params)
         return np.array([_bytes_of(component.buffers[i], assignment) for i in group.indices])
 
     def weight_bytes(self, component: ComponentCost, compute: ComputeSharding) -> float:
-        """Bytes per device, in the compute sharding, of the parameters that a component's matmuls use."""
+        """Return bytes per device, in the compute sharding, of the parameters that a component's matmuls use."""
         assignment, choices = self._assignment(compute, {}), component.compute_choices(compute)
         total = 0.0
         for group in component.task_groups:
@@ -153,7 +153,7 @@ class MeshCosts:
     def best_methods(
         self, component: ComponentCost, mapping: dict[str, MeshAxes], methods: list[KindMethods | None]
     ) -> list[KindMethods | None]:
-        """The Pareto-optimal methods of attention (time against memory); None for a component without attention.
+        """Return the Pareto-optimal methods of attention (time, memory); None for a component without attention.
 
         If the space requires a kernel, only methods under which a kernel can run the attention.
         """
@@ -175,14 +175,14 @@ class MeshCosts:
         return self._methods[key]
 
     def _can_attend(self, component: ComponentCost, compute: ComputeSharding) -> bool:
-        """Whether a kernel can run the attention of a component, if one is required."""
+        """Return whether a kernel can run a component's attention, if the space requires one."""
         if not self.space.requires_kernel:
             return True
         assignment = self._assignment(compute, {})
         return all(has_kernel(task, assignment) for task in component.tasks if task.kind == TaskKind.ATTENTION)
 
     def _method_choice(self, component: ComponentCost, compute: ComputeSharding) -> ComponentChoice:
-        """The cost of attention under the methods of `compute`."""
+        """Return the cost of attention under the methods of `compute`."""
         assignment = self._assignment(compute, {})
         attention = [i for i, task in enumerate(component.tasks) if task.kind in ATTENTION]
         seconds = float(component.numbers[0, attention] @ self._min_seconds(component, compute)[attention])
@@ -206,7 +206,7 @@ class MeshCosts:
     def _group_lower_bound_seconds(
         self, component: ComponentCost, group: TaskGroup, compute: ComputeSharding
     ) -> np.ndarray:
-        """Lower bounds of the times of the tasks of a group."""
+        """Return lower bounds of the seconds of the tasks of a group."""
         bounds = self._lower_bounds(component, group, compute)
         seconds = bounds.seconds.copy()
         for i in bounds.transferring:
@@ -214,7 +214,7 @@ class MeshCosts:
         return seconds
 
     def _lower_bounds(self, component: ComponentCost, group: TaskGroup, compute: ComputeSharding) -> LowerBounds:
-        """Lower bounds of the costs of the tasks of a group."""
+        """Return lower bounds of the costs of the tasks of a group."""
         known = self.space.shared_costs.lower_bounds[id(group)]
         key = (
             group.compute_key(component.compute_choices(compute)),
@@ -228,7 +228,7 @@ class MeshCosts:
         return known[key]
 
     def _visible_mesh(self, axes: Sequence[str], compute: ComputeSharding, whole: bool = False) -> object:
-        """Return what costs of computations depend on of the mesh, but for the links of the torus.
+        """Return the properties of the mesh, except the links of the torus, that costs of computations depend on.
 
         Arrays have as many shards, and collectives as many devices and bytes, on all meshes with an equal result. What
         a collective takes depends on the links of its mesh axes as well, so that its seconds are those of one mesh
@@ -256,14 +256,14 @@ class ComponentTimes(NamedTuple):
     """The times of the tasks of a component."""
 
     seconds: float
-    """Without copies to and from the host in loops."""
+    """Seconds without host copies in loops."""
     copies: np.ndarray
-    """[loop]: these copies, of which nothing is hidden."""
+    """Seconds of host copies in each loop, as if nothing hid them, [loop]."""
     options: np.ndarray
-    """[option, 1 + loops]: what every option about activations adds to both."""
+    """Seconds, and seconds of copies, that each option for activations adds, [option, 1 + loops]."""
 
     def amount(self, size: np.ndarray, option_bytes: np.ndarray) -> Amount:
-        """Return what a component takes that has these times, given its bytes [row] and [option, row]."""
+        """Return the amount of a component with these times, given its bytes [row] and [option, row]."""
         return Amount(self.seconds, size, self.copies, np.concatenate([self.options, option_bytes], axis=1))
 
 
@@ -274,11 +274,11 @@ def _times(component: ComponentCost, seconds: np.ndarray) -> ComponentTimes:
 
 
 def _bytes(component: ComponentCost, sizes: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Return [choice, row] and [choice, option, row]: bytes of a component, given the sizes of its buffers."""
+    """Return a component's bytes, [choice, row] and [choice, option, row], given the sizes of its buffers."""
     of_choices = np.array(sizes).reshape(len(sizes), len(component.buffers))  # there may be no choice
     return of_choices @ component.counts.T, np.tensordot(of_choices, component.option_counts, axes=(1, 2))
 
 
 def _bytes_of(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
-    """Bytes of a buffer in the memory that it is in."""
+    """Return the bytes of a buffer in the memory where it is."""
     return host_buffer_bytes(buffer, assignment) if buffer.array.is_on_host else buffer_bytes(buffer, assignment)

@@ -33,13 +33,13 @@ from shardplan.search.subproblem.component_choices import (
 from shardplan.search.subproblem.mesh_costs import Choice, ComponentTimes, MeshCosts
 
 UNSHARDED = ComputeSharding({})
-"""The compute sharding of what depends on no component."""
+"""The compute sharding of tasks and buffers that depend on no component."""
 
 
 def enumerate_subproblems(
     space: Space, meshes: Sequence[dict[str, int]], statistics: SearchStatistics
 ) -> Iterator["MeshSubproblem"]:
-    """Yield a subproblem for every mesh and every compute mapping of batch, positions and (if pinned) residual axis.
+    """Yield a subproblem for every mesh and compute mapping of batch, positions and, if pinned, residual axis.
 
     If attention occurs in several components, or in none, there is one for each choice of methods: components choose
     independently, and the methods must be the same for all.
@@ -66,7 +66,7 @@ def enumerate_subproblems(
 
 
 def _divides(space: Space, mesh: dict[str, int], axis: str, mesh_axes: MeshAxes, statistics: SearchStatistics) -> bool:
-    """Whether a logical axis can be sharded evenly over `mesh_axes`; if not, `statistics` counts it."""
+    """Return whether a logical axis can be sharded evenly over `mesh_axes`; if not, count it in `statistics`."""
     size, devices = space.sizes[axis], mesh_size(mesh, mesh_axes)
     # JAX refuses uneven shards, and an axis that is rounded up changes results: a vocabulary the softmax (docs/log.md)
     if size % devices == 0:
@@ -79,7 +79,7 @@ def _divides(space: Space, mesh: dict[str, int], axis: str, mesh_axes: MeshAxes,
 def _count_divided_blocks(
     space: Space, mesh: dict[str, int], mesh_axes: MeshAxes, statistics: SearchStatistics
 ) -> None:
-    """Count mesh axes that would shard positions within the blocks that Native Sparse Attention selects."""
+    """Count mesh axes that would divide the blocks that Native Sparse Attention selects, if they sharded positions."""
     statistics.rejected[Rejection.INDIVISIBLE] += 1
     for kind in space.step.attention_kinds:
         if kind.sparse is not None:
@@ -117,12 +117,12 @@ class MeshSubproblem:
 
     @cached_property
     def required(self) -> MeshAxes:
-        """Mesh axes that batch and positions leave idle, so that some component must use them."""
+        """Mesh axes that batch and positions leave unused, so that some component must use them."""
         return () if self.space.allows_idle else self.space.assignment(self.mesh, self.token_mapping, {}).idle_mesh_axes
 
     @cached_property
     def leaves_idle(self) -> bool:
-        """Whether no choice of any component uses one of `required`."""
+        """Whether some axis of `required` is used by no choice of any component."""
         used = {
             mesh_axis
             for shardings in self.compute_shardings
@@ -134,16 +134,16 @@ class MeshSubproblem:
 
     @cached_property
     def compute_shardings(self) -> list[list[ComputeSharding]]:
-        """[component][choice]: every valid compute mapping of a component's axes, with the best methods for it."""
+        """Every valid compute mapping of each component's axes, with its best methods, [component][choice]."""
         return [list(self._compute_shardings(component)) for component in self.space.component_costs]
 
     @cached_property
     def min_times(self) -> list[list[ComponentTimes]]:
-        """[component][choice]: lower bounds of the times under `compute_shardings`."""
+        """Lower bounds of the times under `compute_shardings`, [component][choice]."""
         return list(map(self._component_min_times, range(len(self.space.component_costs))))
 
     def _component_min_times(self, i: int) -> list[ComponentTimes]:
-        """Return [choice]: lower bounds of the times of component `i` under `compute_shardings`."""
+        """Return lower bounds of the times of component `i` under `compute_shardings`, [choice]."""
         if i not in self._known_min_times:
             component = self.space.component_costs[i]
             times = [self.costs.min_times(component, compute) for compute in self.compute_shardings[i]]
@@ -157,7 +157,7 @@ class MeshSubproblem:
 
     @cached_property
     def min_seconds(self) -> list[list[float]]:
-        """[component][choice]: lower bounds on the seconds under `compute_shardings`, for any options."""
+        """Lower bounds of the seconds under `compute_shardings`, for any options, [component][choice]."""
         return [[self._least_seconds(times) for times in each] for each in self.min_times]
 
     def _least_seconds(self, times: ComponentTimes) -> float:
@@ -166,14 +166,14 @@ class MeshSubproblem:
 
     @cached_property
     def quick_lower_bound(self) -> float:
-        """Lower bound of the step time in seconds: the matmuls, spread over all devices that may compute a part."""
+        """Lower bound of a step's seconds: the matmuls, spread over all devices that may compute a part of them."""
         pinned = (pin.mesh_axes or () for pin in self.space.rules.pins)
         choices = (*self.token_mapping.values(), *TENSOR_CHOICES, *pinned)
         return self.space.min_matmul_seconds / mesh_size(self.mesh, {axis for axes in choices for axis in axes})
 
     @cached_property
     def lower_bound(self) -> float:
-        """Lower bound of the step time in seconds, tighter than `quick_lower_bound`; infinite if no mapping exists."""
+        """Lower bound of a step's seconds, tighter than `quick_lower_bound`; infinite if no mapping exists."""
         if not all(self.compute_shardings) or self.leaves_idle:
             return math.inf
         components = sum(map(min, self.min_seconds))
@@ -195,7 +195,7 @@ class MeshSubproblem:
         return base + max(components, gathering - rate * self.space.available_bytes)
 
     def is_slower(self, limit: float) -> bool:
-        """Whether a step takes longer than `limit` seconds, by as few of the lower bounds as show it."""
+        """Return whether a step takes longer than `limit` seconds, computing only as many lower bounds as necessary."""
         if self.quick_lower_bound > limit or not all(self.compute_shardings) or self.leaves_idle:
             return True
         seconds = self._least_seconds(self.min_base_times)
@@ -207,7 +207,7 @@ class MeshSubproblem:
 
     @cached_property
     def stored_residual_choices(self) -> list[tuple[MeshAxes, np.ndarray]]:
-        """Mesh axes of the stored residual axis, each with the bytes at every point that depend on no component."""
+        """Choices for the mesh axes of the stored residual axis, each with the bytes at every point of the base."""
         axis = self.space.residual
         choices = self._storage_choices(axis, self.token_mapping)
         sizes, _ = self.costs.bytes(self.space.base_cost, [(UNSHARDED, self._stored(axes)) for axes in choices])
@@ -215,20 +215,20 @@ class MeshSubproblem:
 
     @cached_property
     def min_bytes(self) -> float:
-        """Lower bound of the peak memory of a device; infinite if no mapping exists."""
+        """Lower bound of a device's peak memory, in bytes; infinite if no mapping exists."""
         points = len(self.space.points)
         peaks = [float((size + self.least_base_bytes)[:points].max()) for _, size in self.stored_residual_choices]
         return min(peaks, default=math.inf) + self.space.min_stored_bytes
 
     @cached_property
     def least_base_bytes(self) -> np.ndarray:
-        """Lower bound, at most 0, on the bytes that options add outside of all components."""
+        """Lower bound, at most 0, of the bytes that options add outside of all components."""
         _, options = self.costs.bytes(self.space.base_cost, [(UNSHARDED, {})])
         return self.space.keeping.least(options[0])
 
     @cached_property
     def compute_tables(self) -> list[ChoiceTable]:
-        """The base and every component, with a choice for each of `compute_shardings`.
+        """Tables of the base and of every component, with a choice for each of `compute_shardings`.
 
         Times are lower bounds for any mapping of stored parameters. Bytes are those of buffers that do not depend on
         it: a plan may have `Space.compute_limits` of them.
@@ -245,7 +245,7 @@ class MeshSubproblem:
         ]
 
     def _stored(self, residual: MeshAxes) -> dict[str, MeshAxes]:
-        """Return the mapping of stored parameters that has the residual axis alone."""
+        """Return the mapping of stored parameters that maps only the residual axis."""
         return {self.space.residual: residual} if residual else {}
 
     def rank(self, ranking: Ranking) -> None:
@@ -274,7 +274,7 @@ class MeshSubproblem:
                 self.statistics.rejected[Rejection.MEMORY if limit == math.inf else Rejection.SLOWER] += 1
 
     def find_smallest(self, limit_bytes: float) -> Candidate | None:
-        """The candidate with the smallest peak memory, even if it does not fit; None if no peak is below the limit."""
+        """Return the candidate with the smallest peak memory, fitting or not; None if no peak is below the limit."""
         best: Combination | None = None
         possible = self._possible_computations(math.inf, self.space.device_limits(limit_bytes))
         if isinstance(possible, Rejection):
@@ -301,13 +301,13 @@ class MeshSubproblem:
                         yield ComputeSharding(mapping, methods, strategy)
 
     def _tensor_choices(self, axis: str) -> Sequence[MeshAxes]:
-        """The mesh axes that may shard a logical axis in computations, unless it is pinned."""
+        """Return the choices of mesh axes for a logical axis in computations, unless it is pinned."""
         if axis in self.space.unsharded_axes | self.space.minor_axes:
             return ((),)
         return EXPERT_CHOICES if axis in self.space.block_axes else TENSOR_CHOICES
 
     def _expert_strategies(self, component: ComponentCost, mapping: AxisMapping) -> Sequence[ExpertStrategy | None]:
-        """Possible strategies of the experts of a component; None for a component without experts."""
+        """Return the possible strategies of a component's experts; None for a component without experts."""
         if not component.expert_blocks:
             return (None,)
         expert_axes = tuple(axis for block in component.expert_blocks for axis in mapping.get(block.experts, ()))
@@ -316,27 +316,27 @@ class MeshSubproblem:
     def _param_mappings(
         self, component: ComponentCost, compute: AxisMapping, residual: dict[str, MeshAxes]
     ) -> Iterator[dict[str, MeshAxes]]:
-        """The mappings of stored parameters: each extends the compute sharding by other mesh axes."""
+        """Yield the mappings of stored parameters, each of which extends the compute sharding by other mesh axes."""
         for mapped in itertools.product(*(self._storage_choices(axis, compute) for axis in component.axes)):
             params = {**residual, **{axis: axes for axis, axes in zip(component.axes, mapped, strict=True) if axes}}
             if _is_distinct(params, component.stored_together):
                 yield params
 
     def _storage_choices(self, axis: str, compute: AxisMapping) -> list[MeshAxes]:
-        """The mesh axes that may shard a logical axis of stored parameters: its compute sharding, and more."""
+        """Return the choices of mesh axes for a logical axis of stored parameters: its compute sharding, and more."""
         computed = compute.get(axis, ())
         further_storage = [()] if axis in self.space.minor_axes else self.further_storage
         choices = self.space.rules.options(axis, True, [(*computed, *further) for further in further_storage])
         return [axes for axes in choices if self._can_shard(axis, axes)]
 
     def _can_shard(self, axis: str, mesh_axes: MeshAxes) -> bool:
-        """Whether mesh axes, each used once and larger than 1, shard a logical axis evenly."""
+        """Return whether mesh axes, each used once and larger than 1, shard a logical axis evenly."""
         if len(set(mesh_axes)) < len(mesh_axes) or any(self.mesh[mesh_axis] == 1 for mesh_axis in mesh_axes):
             return False
         return _divides(self.space, self.mesh, axis, mesh_axes, self.statistics)
 
     def _possible_computations(self, limit: float, available_bytes: np.ndarray) -> Possible | Rejection:
-        """Return what of `compute_tables` may be in a plan with any mapping of stored parameters, or why nothing is.
+        """Return the part of `compute_tables` that may be in a plan, with any parameter mapping, or why there is none.
 
         Args:
             limit: step time in seconds above which a plan is of no interest.
@@ -357,7 +357,7 @@ class MeshSubproblem:
         limit: float,
         available_bytes: np.ndarray,
     ) -> Choices | Rejection:
-        """The Pareto-optimal choices of every component, or why a component has none.
+        """Return the Pareto-optimal choices of every component, or why a component has none.
 
         Left out are choices that exceed `limit` (seconds) or `available_bytes` (at every point), whatever the other
         components choose. Most of them exceed one of both even by the lower bounds of their times, so that the times
@@ -428,7 +428,7 @@ class MeshSubproblem:
 
 
 def _is_distinct(mapping: AxisMapping, axis_sets: Iterable[frozenset[str]]) -> bool:
-    """Whether no two logical axes of a set have a mesh axis in common."""
+    """Return whether no two logical axes of a set have a mesh axis in common."""
     for axes in axis_sets:
         used = [mesh_axis for axis in axes if axis in mapping for mesh_axis in mapping[axis]]
         if len(used) > 1 and len(set(used)) < len(used):

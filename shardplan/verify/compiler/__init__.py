@@ -1,1 +1,1 @@
-"""One compile by the TPU compiler, in a process of its own on a machine without a TPU, and its result."""
+"""One compile by the TPU compiler, in a separate process on a machine without a TPU, and its result."""

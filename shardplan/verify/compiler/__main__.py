@@ -1,4 +1,4 @@
-"""Compiles one program in a process of its own: `python -m shardplan.verify.compiler REQUEST COMPILED DUMP`."""
+"""Compiles one program in a separate process: `python -m shardplan.verify.compiler REQUEST COMPILED DUMP`."""
 
 import gc
 import sys

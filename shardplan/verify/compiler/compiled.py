@@ -1,4 +1,4 @@
-"""The result of one compile, as it is sent from the worker process and cached."""
+"""The result of one compile, as the worker process sends it and the cache keeps it."""
 
 import dataclasses
 import gzip
@@ -11,11 +11,11 @@ from typing import Any
 from shardplan.model.levanter_compat import LEVANTER_PACKAGES
 
 PACKAGES = ("jax", "jaxlib", "libtpu", *LEVANTER_PACKAGES, "equinox", "optax")
-"""Packages on which the result of a compile depends."""
+"""Packages on whose versions the result of a compile depends."""
 
 
 def package_versions() -> dict[str, str]:
-    """Package -> installed version, of the packages on which the result of a compile depends."""
+    """Return package -> installed version, for the packages on which the result of a compile depends."""
     return {package: metadata.version(package) for package in PACKAGES}
 
 
@@ -24,9 +24,9 @@ class Compiled:
     """The module's text and the compiler's reports, or the error."""
 
     error: str = ""
-    """What JAX or the compiler raised, on one line; empty if the program compiled."""
+    """Error of JAX or the compiler, on one line; empty if the program compiled."""
     is_out_of_hbm: bool = False
-    """Whether the error is that the program needs more HBM than there is."""
+    """Whether the error says that the program needs more HBM than there is."""
     attention: str = ""
     """Levanter's attention backend."""
     seconds: float = 0.0
@@ -44,7 +44,7 @@ class Compiled:
     slices: list[int] = field(default_factory=list)
     """Partition -> the number of its slice."""
     has_cycles: bool = True
-    """Whether the compiler went on to make code for the cores, so that instructions of the module have cycles."""
+    """Whether the compiler also made code for the cores, so that the module's instructions have cycles."""
 
     def save(self, path: Path) -> None:
         """Write gzipped JSON to `path`."""

@@ -11,7 +11,7 @@ INSTALL_LIBTPU = f"pip install 'libtpu=={LIBTPU_RELEASE}.*'"
 
 
 def libtpu_environment(hardware: Slice) -> dict[str, str]:
-    """Environment variables to set before a process first uses libtpu, so that it prints nothing and uses no network.
+    """Return the environment variables by which libtpu, if set before its first use, prints nothing and stays offline.
 
     >>> from shardplan.hardware import parse_slice
     >>> libtpu_environment(parse_slice("v5e-4"))["JAX_PLATFORMS"]
@@ -37,7 +37,7 @@ def libtpu_environment(hardware: Slice) -> dict[str, str]:
 
 
 def check_is_tpu(hardware: Slice) -> Slice:
-    """Return `hardware`, after checking that it is a TPU slice.
+    """Return `hardware` if it is a TPU slice.
 
     >>> from shardplan.hardware import parse_slice
     >>> check_is_tpu(parse_slice("v5e-4")).name

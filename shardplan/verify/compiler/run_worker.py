@@ -1,4 +1,4 @@
-"""Runs the compile worker in a process of its own, with limits of time and memory."""
+"""Runs the compile worker in a separate process, with limits of time and memory."""
 
 import json
 import os
@@ -17,12 +17,12 @@ from shardplan.verify.compiler.compiled import Compiled
 from shardplan.verify.verdict import CompilerCrash, Interrupted, MemoryLimit, Reason, TimeLimit
 
 PROGRAMS = f"jit_({'|'.join((*(f'{name}_step' for name in KINDS), 'assemble'))})"
-"""Modules for which the compiler writes reports; excludes the small ones that JAX runs while it traces."""
+"""Names of modules for which the compiler writes reports, which exclude the small ones that JAX runs while tracing."""
 PYTHON_ERROR = 1
 """Exit code of a Python process that an exception ended."""
 POLL_SECONDS = 0.1
 MAX_LINE = 300
-"""Characters of the last line of output that a reason keeps."""
+"""Maximum characters that a reason keeps of the output's last line."""
 
 
 class CompileStopped(Exception):
@@ -90,7 +90,7 @@ def _wait(process: subprocess.Popen[bytes], compiler: CompilerConfig, stop: thre
 
 
 def _resident_gib(pid: int) -> float:
-    """Resident memory of a process in GiB; 0 once it has ended. Linux only, like libtpu."""
+    """Return the resident memory of a process in GiB; 0 after it has ended. Linux only, like libtpu."""
     try:
         pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     except (OSError, IndexError):

@@ -40,7 +40,7 @@ def make_topology_mesh(hardware: Slice, sizes: Mapping[str, int]) -> Mesh:
 
 
 def _devices(hardware: Slice) -> list[Device]:
-    """The devices of `hardware` as libtpu describes them."""
+    """Return the devices of `hardware` as libtpu describes them."""
     if importlib.util.find_spec("libtpu") is None:
         raise ConfigError(f"compiling for a TPU needs libtpu: {INSTALL_LIBTPU}")
     generation = hardware.generation

@@ -1,4 +1,4 @@
-"""Compiles one program of a plan, in a process of its own (see `__main__.py`).
+"""Compiles one program of a plan, in a separate process (see `__main__.py`).
 
 The parent sets the environment (see `libtpu.py`) and `XLA_FLAGS`, so that the compiler writes its reports to DUMP, also
 when memory is exhausted.
@@ -27,10 +27,10 @@ from shardplan.verify.compiler.topology import make_topology_mesh
 
 PARENT_POLL_SECONDS = 1.0
 ASSIGNED = "after_buffer_assignment"
-"""End of the name of the report that the compiler writes last before it makes code for the cores."""
+"""Ending of the name of the last report that the compiler writes before it makes code for the cores."""
 ASSIGNED_POLL_SECONDS = 0.1
 MAX_ERROR = 600
-"""Characters of an error that are kept."""
+"""Maximum number of characters of an error that are kept."""
 
 
 def main(request: str, compiled: str, dump: str) -> None:
@@ -52,7 +52,7 @@ def _compile_plan(
     dump: Path,
     memory_answer: Path | None = None,
 ) -> Compiled:
-    """Compile one program of `plan`; an error of JAX or the compiler becomes a part of the result.
+    """Compile one program of `plan`; an error of JAX or the compiler becomes part of the result.
 
     Args:
         choice: the step of the workload, or Levanter's assembly of a loaded model.
@@ -106,7 +106,7 @@ def _compile_plan(
 
 
 def _end_when_assigned(result: Compiled, dump: Path, answer: Path, started: float) -> None:
-    """Write the result to the file `answer` once the compiler has assigned buffers, and end this process."""
+    """Write the result to the file `answer` after the compiler has assigned buffers, and end this process."""
     while not _reports(dump, ASSIGNED):
         time.sleep(ASSIGNED_POLL_SECONDS)
     assigned = dataclasses.replace(
@@ -121,12 +121,12 @@ def _end_when_assigned(result: Compiled, dump: Path, answer: Path, started: floa
 
 
 def _memory_reports(dump: Path) -> dict[str, Any]:
-    """Field of `Compiled` -> the compiler's report."""
+    """Return field of `Compiled` -> the compiler's report, for the reports on memory."""
     return {"live_ranges": _read_report(dump, "live-range"), "usage": _read_report(dump, "memory-usage-report")}
 
 
 def _program(model: Model, plan: Plan, mesh: Mesh, choice: CompiledProgram) -> Program:
-    """Return the program of the plan to compile: its step, or what assembles the loaded arrays."""
+    """Return the program of the plan to compile: its step, or the assembly of the loaded arrays."""
     match choice:
         case CompiledProgram.STEP:
             return step_program(model, plan, mesh)
@@ -137,19 +137,19 @@ def _program(model: Model, plan: Plan, mesh: Mesh, choice: CompiledProgram) -> P
 
 
 def _read_report(dump: Path, kind: str) -> str:
-    """Return the text of the compiler's report whose file name ends in `kind`; empty if there is none."""
+    """Return the text of the compiler's report whose file name ends with `kind`; empty if there is none."""
     paths = _reports(dump, kind)
     return max(paths, key=lambda path: path.stat().st_size).read_text(errors="replace") if paths else ""
 
 
 def _reports(dump: Path, kind: str) -> list[Path]:
-    """The compiler's reports whose file names end in `kind`."""
+    """Return the compiler's reports whose file names end with `kind`."""
     # JAX compiles small programs for the CPU while it traces; the names of their reports contain cpu
     return [path for path in dump.glob(f"*{kind}.txt") if ".cpu_" not in path.name]
 
 
 def _end_with_parent(parent: int) -> None:
-    """End this process as soon as its parent has ended: a compile cannot be interrupted otherwise."""
+    """End this process as soon as its parent has ended, because a compile cannot be interrupted otherwise."""
     while os.getppid() == parent:
         time.sleep(PARENT_POLL_SECONDS)
     os._exit(1)

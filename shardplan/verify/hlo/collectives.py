@@ -1,4 +1,4 @@
-"""Reads what the collectives of a compiled module transfer: kind, mesh axes, bytes per device, operation served."""
+"""Reads what the collectives of a compiled module transfer: kind, mesh axes, bytes per device, and operation served."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -19,14 +19,14 @@ class CollectiveTransfer:
     """One execution of a collective, as one device sees it."""
 
     kind: str
-    """A `CollectiveKind`, or the compiler's name for what comes over the network between slices."""
+    """A `CollectiveKind`, or the compiler's name for a transfer over the network between slices."""
     mesh_axes: tuple[str, ...]
     bytes: float
-    """Bytes received."""
+    """Bytes that the device receives."""
     seconds: float
-    """Duration if nothing else uses its links."""
+    """Seconds if nothing else uses the links."""
     links: frozenset[str]
-    """Links that it occupies; transfers with a common link run one after the other."""
+    """Links that the transfer occupies; transfers with a common link run one after the other."""
     op: str
     """Operation of the traced program that the collective serves."""
 
@@ -70,7 +70,7 @@ class Network:
         return CollectiveTransfer(kind, axes, received, cost.seconds(received), cost.links, op)
 
     def transfer_between_slices(self, instruction: Instruction, context: str) -> CollectiveTransfer:
-        """Return the transfer of a `recv` from other slices: the part of a collective that crosses the network."""
+        """Return the transfer of a `recv` from other slices, the part of a collective that crosses the network."""
         attributes = instruction.attributes.get("frontend_attributes", "")
         kind = attributes.partition('_xla_megascale_transfer_type="')[2].partition('"')[0]
         size = float(instruction.arrays[0].bytes)
@@ -89,11 +89,11 @@ class Network:
         return CollectiveTransfer(kind, self._axes(moved), received, cost.seconds(received), cost.links, op)
 
     def _partitions_across_slices(self) -> tuple[int, ...]:
-        """The first partition of every slice; only their mesh coordinates on axes across slices differ."""
+        """Return the first partition of every slice; their mesh coordinates differ only on axes across slices."""
         return tuple(self.slices.index(number) for number in sorted(set(self.slices)))
 
     def _axes(self, groups: Sequence[Sequence[int]]) -> tuple[str, ...]:
-        """Mesh axes on which the coordinates of the members of a group differ."""
+        """Return the mesh axes on which the coordinates of a group's members differ."""
         different, names = set(), list(self.mesh)
         for group in groups:
             first = self._coordinates(group[0])
@@ -102,13 +102,13 @@ class Network:
         return tuple(name for i, name in enumerate(names) if i in different)
 
     def _coordinates(self, partition: int) -> tuple[int, ...]:
-        """Mesh coordinates of a partition, which are numbered in row-major order."""
+        """Return the mesh coordinates of a partition; partitions are numbered in row-major order."""
         sizes = list(self.mesh.values())
         return tuple(partition // math.prod(sizes[i + 1 :]) % size for i, size in enumerate(sizes))
 
 
 def _received_per_byte(kind: CollectiveKind, n: int) -> float:
-    """Bytes that each of n devices in a ring receives per byte of its operand.
+    """Return the bytes that each of n devices in a ring receives per byte of its operand.
 
     Each receives (n-1)/n of the result of an all-gather and of the operand of an all-to-all or a reduce-scatter, and
     twice that for an all-reduce (https://jax-ml.github.io/scaling-book/sharding).
@@ -127,7 +127,7 @@ def _received_per_byte(kind: CollectiveKind, n: int) -> float:
 
 
 def _ragged_bytes(computation: Computation, instruction: Instruction) -> int:
-    """Bytes of the rows of a ragged all-to-all, whose sizes only the program knows.
+    """Return the bytes of the rows of a ragged all-to-all, whose sizes only the program knows.
 
     Of the array that it sends and the one that receives, the smaller has all rows if devices have equally many; the
     larger is a buffer with room for more.
@@ -137,7 +137,7 @@ def _ragged_bytes(computation: Computation, instruction: Instruction) -> int:
 
 
 def base_opcode(instruction: Instruction) -> str:
-    """The opcode without the `-start` or `-done` of asynchronous operations.
+    """Return the opcode without the `-start` or `-done` of asynchronous operations.
 
     >>> base_opcode(Instruction("gather.1", "all-gather-start", (), (), {}))
     'all-gather'
@@ -146,7 +146,7 @@ def base_opcode(instruction: Instruction) -> str:
 
 
 def is_collective(instruction: Instruction) -> bool:
-    """Whether the instruction moves data between devices, or waits for such a move.
+    """Return whether the instruction moves data between devices, or waits for such a move.
 
     >>> opcodes = "all-gather-start", "all-gather-done", "fusion"
     >>> [is_collective(Instruction("a", opcode, (), (), {})) for opcode in opcodes]
@@ -156,7 +156,7 @@ def is_collective(instruction: Instruction) -> bool:
 
 
 def short_op(op_name: str) -> str:
-    """The end of an operation's path: modules and Haliax's contraction, without the wrappers of JAX.
+    """Return the end of an operation's path: modules and Haliax's contraction, without JAX's wrappers.
 
     >>> short_op("jit(step)/jit(main)/transformer/layers/mlp/dot_general")
     'layers/mlp/dot_general'

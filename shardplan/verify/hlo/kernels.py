@@ -12,26 +12,26 @@ from shardplan.verify.verdict import OmissionKind
 
 FLOATS = ("bf16", "f16", "f32")
 KERNEL_PRODUCTS = {"fwd": (1, 1), "dq": (2, 1), "dkv": (2, 2)}
-"""Kernel of splash attention -> its products of position x position x head size: those with the head size of queries
-and keys (q k^T, and the gradients of q and k), and those with that of values (p v, and the gradients of p and v)."""
+"""Kernel of splash attention -> numbers of its matmuls of position x position x head size: with the head size of
+queries and keys (q k^T, and the gradients of q and k), and with that of values (p v, and the gradients of p and v)."""
 LANES = 128
-"""Head sizes are padded to a multiple of it in the matrix unit."""
+"""Multiple to which the matrix unit pads head sizes."""
 GROUPED_MATMUL = re.compile(r"^ragged-dot-|(^|_)t?gmm(_|\.|$)")
-"""Names of the kernels of grouped matmuls: those of XLA, and `gmm` and `tgmm` of megablox."""
+"""Names of the kernels of grouped matmuls: XLA's, and `gmm` and `tgmm` of megablox."""
 TILES = re.compile(r'ragged_dot_tiling="([\d,]+)"')
-"""The tiles of a grouped matmul of XLA, in its attributes."""
+"""Pattern for the tiles in the attributes of an XLA grouped matmul."""
 PRODUCTS = ("convolution", "dot")
 """Opcodes of matmuls."""
 
 
 @dataclass(frozen=True)
 class KernelWork:
-    """The work of kernels, which a module does not contain."""
+    """The work of kernels, which a compiled module does not state."""
 
     attended_fraction: float = 1.0
     """Fraction of the blocks of position x position that attention kernels compute."""
     routed_rows: float | None = None
-    """Rows of a grouped matmul of a device that hold a token, on average; None: all."""
+    """Mean number of rows of a device's grouped matmul that hold a token; None if all do."""
 
 
 ALL_WORK = KernelWork()
@@ -43,7 +43,7 @@ class MemoryTraffic:
     """The assumed HBM traffic of an operation without known cycles or FLOPs."""
 
     subject: str
-    """The work: an opcode, with the target of a custom call."""
+    """Name of the work: an opcode, with the target of a custom call."""
     arrays: tuple[ArrayShape, ...]
     passes: int
     """Number of reads and writes of each of `arrays`."""
@@ -75,7 +75,7 @@ def kernels(
 def kernel_seconds(
     instruction: Instruction, computation: Computation, generation: Generation, work: KernelWork
 ) -> float:
-    """Seconds of a kernel, the larger of its FLOPs and of reading and writing its arrays; 0 for an unknown one.
+    """Return the seconds of a kernel: the larger of its FLOPs at peak and its arrays at HBM bandwidth; 0 if unknown.
 
     Of a grouped matmul whose tiles are known these are the FLOPs of its tiles, and each array as often as it is read.
 
@@ -97,7 +97,7 @@ def kernel_seconds(
 
 
 def memory_traffic(module: Module, computation: Computation, instruction: Instruction) -> MemoryTraffic:
-    """The HBM traffic that is assumed of `instruction`, which has neither cycles nor known FLOPs.
+    """Return the assumed HBM traffic of `instruction`, which has neither cycles nor known FLOPs.
 
     >>> rows = Instruction("rows", "gather", (ArrayShape("f32", (1024, 128)),), (), {})
     >>> main = Computation("main", {"rows": rows}, rows)
@@ -118,7 +118,7 @@ def memory_traffic(module: Module, computation: Computation, instruction: Instru
 
 
 def is_masked_dense(module: Module, computation: Computation, instruction: Instruction) -> bool:
-    """Whether `instruction` is a grouped matmul that the compiler makes of a dense one over all groups.
+    """Return whether `instruction` is a grouped matmul that the compiler computes as a dense one over all groups.
 
     It has no kernel for the gradient of the matrices: for each group it multiplies all rows, with zeros in place of
     those of other groups.
@@ -141,7 +141,7 @@ def is_masked_dense(module: Module, computation: Computation, instruction: Instr
 def _executed(
     module: Module, computation: Computation, instruction: Instruction
 ) -> Iterator[tuple[Computation, Instruction]]:
-    """Yield an instruction, and those inside of it if it is a fusion, each with its computation."""
+    """Yield an instruction, and the instructions inside of a fusion, each with its computation."""
     yield computation, instruction
     if instruction.opcode == "fusion":
         for inner in (module.computations[name] for name in instruction.called):
@@ -161,7 +161,7 @@ def _operands(instruction: Instruction, computation: Computation) -> list[ArrayS
 
 
 def _grouped_matmul(instruction: Instruction, computation: Computation, work: KernelWork) -> GroupedMatmul:
-    """The grouped matmul that a kernel of XLA computes."""
+    """Return the grouped matmul that an XLA kernel computes."""
     left, right = [array for array in _operands(instruction, computation) if array.dtype in FLOATS][-2:]
     result = instruction.arrays[0]
     is_matrix_gradient = len(result.dims) == 3
@@ -175,7 +175,7 @@ def _grouped_matmul(instruction: Instruction, computation: Computation, work: Ke
 
 
 def _kernel_flops(instruction: Instruction, computation: Computation, work: KernelWork) -> float:
-    """FLOPs of a kernel, for splash attention of the blocks that its mask leaves; 0 for an unknown kernel."""
+    """Return the FLOPs of a kernel, for splash attention of unmasked blocks only; 0 for an unknown kernel."""
     operands = _operands(instruction, computation)
     matrices = [array.dims for array in operands if array.dtype in FLOATS and len(array.dims) >= 2]
     kernel = next((kernel for kernel in KERNEL_PRODUCTS if f"splash_mha_{kernel}" in instruction.name), None)

@@ -23,7 +23,7 @@ HBM_SPACE, HOST_SPACE = 0, 5
 
 
 class HloError(ValueError):
-    """The text is not HLO as this reader knows it."""
+    """The text is not HLO in the form that this reader supports."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,11 @@ class ArrayShape:
     dtype: str
     dims: tuple[int, ...]
     space: int = 0
-    """Memory space, as the compiler numbers them; 0 is HBM, 5 the memory of the host."""
+    """Memory space in the compiler's numbering; 0 is HBM, 5 host memory."""
 
     @property
     def bytes(self) -> int:
-        """Size without padding.
+        """Bytes of the array, padding excluded.
 
         Raises:
             HloError: the element type is unknown.
@@ -48,12 +48,12 @@ class ArrayShape:
 
     @property
     def in_hbm(self) -> bool:
-        """Whether the array is in HBM, rather than in a memory of the core."""
+        """Whether the array is in HBM, rather than in a core's memory."""
         return self.space == HBM_SPACE
 
     @property
     def on_host(self) -> bool:
-        """Whether the array is in the memory of the host."""
+        """Whether the array is in host memory."""
         return self.space == HOST_SPACE
 
     def __str__(self) -> str:
@@ -69,12 +69,12 @@ class Instruction:
     arrays: tuple[ArrayShape, ...]
     """Leaves of the result's shape: one array, or the arrays of a tuple, nested tuples flattened."""
     operands: tuple[str, ...]
-    """Names of instructions of the same computation; for constants and parameters the text in parentheses."""
+    """Names of instructions of the same computation; for constants and parameters, the text in parentheses."""
     attributes: Mapping[str, str]
 
     @property
     def op_name(self) -> str:
-        """The operation of the traced program that the instruction comes from; empty if the compiler gives none."""
+        """Operation of the traced program from which the instruction comes; empty if the compiler gives none."""
         _, key, rest = self.attributes.get("metadata", "").partition('op_name="')
         return rest.partition('"')[0] if key else ""
 
@@ -113,7 +113,7 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Computation:
-    """Instructions in scheduled order; the last is not necessarily the root."""
+    """Instructions in scheduled order, the last of which is not necessarily the root."""
 
     name: str
     instructions: Mapping[str, Instruction]
@@ -133,7 +133,7 @@ class Module:
         return {i.name: i for c in self.computations.values() for i in c.instructions.values()}
 
     def inside(self, instruction: Instruction) -> Iterator[Instruction]:
-        """The instructions of all computations that `instruction` runs, at any depth."""
+        """Return the instructions of all computations that `instruction` runs, at any depth."""
         for name in instruction.called:
             for inner in self.computations[name].instructions.values():
                 yield inner
@@ -141,7 +141,7 @@ class Module:
 
 
 def split_names(text: str) -> list[str]:
-    """The names in `{%a, %b}` or `%a`, without the percent signs.
+    """Return the names in `{%a, %b}` or `%a`, without the percent signs.
 
     >>> split_names("%fusion.1, %copy.2")
     ['fusion.1', 'copy.2']
@@ -150,7 +150,7 @@ def split_names(text: str) -> list[str]:
 
 
 def split_integers(text: str) -> tuple[int, ...]:
-    """The integers of a comma-separated list.
+    """Return the integers of a comma-separated list.
 
     >>> split_integers("0,2,1")
     (0, 2, 1)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from shardplan.verify.hlo.module import ArrayShape, Computation, HloError, Instruction, Module, split_integers
 
 _TOKENS = re.compile(r'"(?:[^"\\]|\\.)*"|/\*.*?\*/|->|[()\[\]{},]')
-"""The tokens that structure a line: quoted texts, comments, arrows, brackets and commas."""
+"""Pattern for the tokens that structure a line: quoted texts, comments, arrows, brackets and commas."""
 _SPACE = re.compile(r"S\((\d+)\)")
 
 
@@ -64,7 +64,7 @@ def _split_computations(text: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def _is_open(line: str) -> bool:
-    """Whether a bracket or a quote of an instruction is still open, so that the next line is a part of it."""
+    """Return whether a bracket or quote of an instruction is still open, so that it continues on the next line."""
     tokens = [match[0] for match in _TOKENS.finditer(line)]
     depth = sum((token in "([{") - (token in ")]}") for token in tokens)
     return depth > 0 or _TOKENS.sub("", line).count('"') > 0
@@ -99,7 +99,7 @@ def _parse_instruction(line: str) -> Instruction:
 
 
 def _with_elements(instructions: list[Instruction]) -> dict[str, Instruction]:
-    """Return name -> instruction, with an instruction for each element of a tuple that operands name, as `tuple#3`.
+    """Return name -> instruction, with one instruction per tuple element that operands name, as `tuple#3`.
 
     The text of a module without cycles has them in place of instructions of their own.
     """
@@ -129,7 +129,7 @@ def _parse_shape(text: str) -> Iterator[ArrayShape]:
 
 
 def _split(text: str) -> list[str]:
-    """Split `text` at the commas outside of brackets and quotes, without comments and empty parts."""
+    """Split `text` at the commas outside of brackets and quotes, omitting comments and empty parts."""
     parts, pieces, depth, start = [], [], 0, 0
     for match in _TOKENS.finditer(text):
         token = match[0]
@@ -148,7 +148,7 @@ def _split(text: str) -> list[str]:
 
 
 def _closing_bracket(text: str, opening: int) -> int:
-    """Index of the bracket that closes the one at index `opening`."""
+    """Return the index of the bracket that closes the one at index `opening`."""
     depth = 0
     for match in _TOKENS.finditer(text, opening):
         if match[0] in ("(", "[", "{"):

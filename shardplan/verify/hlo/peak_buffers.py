@@ -9,14 +9,14 @@ from shardplan.verify.hlo.module import BITS, HBM_SPACE, HOST_SPACE, ArrayShape,
 from shardplan.verify.verdict import Buffer, LiveBytes
 
 MAX_POINTS = 200
-"""Number of points at which live bytes are listed."""
+"""Maximum number of points at which live bytes are listed."""
 _RANGE = re.compile(r"^    (\S+)\{([\d,]*)\}:(\d+)-(\d+)$", re.MULTILINE)
 _SHAPE = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
 _SCHEDULED = re.compile(r"^    (\d+):(\S+)$", re.MULTILINE)
 
 
 def parse_live_at_peak(text: str) -> list[tuple[str, tuple[int, ...], int]]:
-    r"""Name, tuple index and bytes of every value that is live at the peak, from the compiler's live-range report.
+    r"""Return name, tuple index and bytes of every value live at the peak, from the compiler's live-range report.
 
     The report has a section `Live ranges at T (peak):` with lines `name{1}: 123 bytes (cumulative: 456 bytes)`.
 
@@ -96,14 +96,14 @@ def live_bytes(module: Module, live_ranges: str) -> list[LiveBytes]:
 
 
 def _thin(points: list[LiveBytes]) -> Iterator[LiveBytes]:
-    """Yield the largest of every few points, so that there are at most `MAX_POINTS`."""
+    """Yield the largest of every few points, so that at most `MAX_POINTS` remain."""
     size = -(-len(points) // MAX_POINTS) or 1
     for i in range(0, len(points), size):
         yield max(points[i : i + size], key=lambda point: point.bytes)
 
 
 def hbm_bytes(usage: str) -> int:
-    r"""Bytes of HBM that the program requires, with padding and gaps, from the text of the compiler's usage report.
+    r"""Return the HBM bytes that the program requires, padding and gaps included, from the compiler's usage report.
 
     >>> hbm_bytes("Memory Space: default (color=0)\nTotal bytes: 512 (512B)\n")
     512
@@ -112,7 +112,7 @@ def hbm_bytes(usage: str) -> int:
 
 
 def host_bytes(usage: str) -> int:
-    r"""Bytes of the host's memory that the program requires for a device, from the text of the usage report.
+    r"""Return the host memory bytes that the program requires per device, from the compiler's usage report.
 
     >>> host_bytes("Memory Space: default (color=0)\nTotal bytes: 512 (512B)\n")
     0
@@ -123,7 +123,7 @@ def host_bytes(usage: str) -> int:
 
 
 def _space_bytes(usage: str, space: int) -> int:
-    """Bytes of a memory space; 0 if the report has no section for it.
+    """Return the bytes of a memory space; 0 if the report has no section for it.
 
     The section of each is `Memory Space: default (color=0)`, then `Total bytes: 123 (...)`.
     """
@@ -132,7 +132,7 @@ def _space_bytes(usage: str, space: int) -> int:
 
 
 def _host_sizes(usage: str) -> set[int]:
-    """Return the bytes of every array in the memory of the host, from the text of the compiler's usage report."""
+    """Return the bytes of every array in host memory, from the text of the compiler's usage report."""
     _, _, rest = usage.partition(f"(color={HOST_SPACE})\n")
     section, _, _ = rest.partition("Memory Space: ")
     return {ArrayShape(dtype, split_integers(dims)).bytes for dtype, dims in _SHAPE.findall(section) if dtype in BITS}
@@ -147,7 +147,7 @@ def _array_at(instruction: Instruction, index: tuple[int, ...]) -> ArrayShape | 
 
 
 def _origin(instruction: Instruction) -> str:
-    """Path of an argument, or the operation that made the value."""
+    """Return the path of an argument, or the operation that made the value."""
     if instruction.opcode == "parameter" and instruction.op_name:
         return instruction.op_name.removesuffix("[0]")  # the array in a NamedArray
     return short_op(instruction.op_name) or instruction.name

@@ -6,7 +6,7 @@ from shardplan.verify.hlo.module import split_integers, split_names
 
 
 def parse_replica_groups(text: str, devices: int) -> list[tuple[int, ...]] | None:
-    """Groups of partition numbers: `{{0,1},{2,3}}`, `[2,4]<=[8]`, `[4,2]<=[2,4]T(1,0)`, `mesh['a'=2,'b'=4] {'b'}`.
+    """Parse groups of partitions: `{{0,1},{2,3}}`, `[2,4]<=[8]`, `[4,2]<=[2,4]T(1,0)`, `mesh['a'=2,'b'=4] {'b'}`.
 
     Empty text means one group of all `devices`; None if the notation is not understood.
 
@@ -33,7 +33,7 @@ def parse_replica_groups(text: str, devices: int) -> list[tuple[int, ...]] | Non
 
 
 def parse_source_target_pairs(text: str) -> list[tuple[int, int]]:
-    """The (source, target) partition numbers of `{{0,1},{1,0}}`.
+    """Parse the (source, target) partition numbers of `{{0,1},{1,0}}`.
 
     >>> parse_source_target_pairs("{{0,1},{1,0}}")
     [(0, 1), (1, 0)]
@@ -69,7 +69,7 @@ def _mesh_groups(text: str) -> list[tuple[int, ...]] | None:
 
 
 def _transpose_iota(dims: tuple[int, ...], order: tuple[int, ...]) -> list[int]:
-    """The elements of `arange(prod(dims)).reshape(dims).transpose(order)`, flattened; an empty `order` keeps dims."""
+    """Return `arange(prod(dims)).reshape(dims).transpose(order)`, flattened; an empty `order` keeps dims."""
     values = [0]
     for dimension in order or range(len(dims)):
         stride = math.prod(dims[dimension + 1 :])

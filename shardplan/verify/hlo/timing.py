@@ -1,4 +1,4 @@
-"""Models the time of one step from a scheduled module: the compiler's cycles, and transfers that overlap them or not.
+"""Models the time of one step from a scheduled module: the compiler's cycles, and transfers that may overlap them.
 
 The schedule of each computation is simulated once: an instruction takes its estimated cycles, a synchronous collective
 blocks until its bytes have arrived, an asynchronous one occupies its links from its start and blocks at its done. The
@@ -33,19 +33,19 @@ FREE = {
 FREE_TARGETS = ("AllocateBuffer", "ConcatBitcast", "MoveToDevice", "MoveToHost")
 """Targets of custom calls that take no time."""
 SMALL_BYTES = 2**20
-"""Moving fewer bytes takes a microsecond, which is neglected."""
+"""Bytes below which a move is neglected, because it takes a microsecond."""
 COPIES = ("copy-start", "slice-start")
-"""Opcodes that start a copy between HBM and the memory of the core, which overlaps computation."""
+"""Opcodes that start a copy between HBM and the core's memory, which overlaps with computation."""
 HBM = frozenset({"hbm"})
-"""The link that those copies occupy."""
+"""Name of the link that these copies occupy."""
 TO_HOST, FROM_HOST = frozenset({"to host"}), frozenset({"from host"})
 """The links of copies between device and host, one for each direction."""
 ASYNC_CALLS = ("async-start", "call-start")
-"""Opcodes that start a computation beside the core, possibly a collective, on the sparse cores too.
+"""Opcodes that start a computation beside the core, including collectives and work on the sparse cores.
 
 A call to a sparse core may start without operands, before they are computed; an update hands them over later."""
 MAX_GROUPS_TEXT = 60
-"""Characters of replica groups that a report shows."""
+"""Maximum characters of replica groups that a report shows."""
 
 
 @dataclass(frozen=True)
@@ -63,16 +63,16 @@ class Timing:
 
     seconds: float = 0.0
     compute_seconds: float = 0.0
-    """Time that the core computes; for the rest of `seconds` it waits for transfers."""
+    """Seconds that the core computes; in the remaining `seconds` it waits for transfers."""
     kernel_seconds: float = 0.0
-    """The part of `compute_seconds` that is modelled from FLOPs and HBM because the compiler gives no cycles."""
+    """Part of `compute_seconds` that is modelled from FLOPs and HBM because the compiler gives no cycles."""
     masked_dense_seconds: float = 0.0
-    """The part of `compute_seconds` of grouped matmuls that the compiler makes of dense ones over all groups."""
+    """Part of `compute_seconds` for grouped matmuls that the compiler computes as dense ones over all groups."""
     uses: list[CollectiveUse] = field(default_factory=list)
     op_seconds: dict[str, float] = field(default_factory=dict)
     """Operation of the traced program -> compute seconds."""
     not_understood: Counter[Omission] = field(default_factory=Counter)
-    """Omission -> number of times that it occurs in the module."""
+    """Omission -> number of its occurrences in the module."""
 
 
 def model_step(module: Module, network: Network, hardware: Slice, work: KernelWork = ALL_WORK) -> Timing:
@@ -119,16 +119,16 @@ class _Clock:
         self.free_at.update(dict.fromkeys(links, begin + seconds))
 
     def wait(self, name: str) -> None:
-        """Let the core wait for what was started under `name`, if anything was."""
+        """Make the core wait for what was started under `name`, if anything was."""
         self.now = max(self.now, self.arrival.get(name, self.now))
 
 
 @dataclass(frozen=True)
 class _FusedCollective:
-    """A collective inside of a fusion; a chain of fusions may contain the same collective."""
+    """A collective inside of a fusion; several fusions of a chain may contain the same collective."""
 
     is_first: bool
-    """Whether the fusion is the first of the computation that contains the collective."""
+    """Whether the fusion is the first one in the computation that contains the collective."""
     is_last: bool
     computation: Computation
     instruction: Instruction
@@ -175,7 +175,7 @@ class _Simulator:
         return scope.clock.now
 
     def _execute(self, instruction: Instruction, op: str, scope: _Scope, fused: Mapping[str, _FusedCollective]) -> None:
-        """Execute an instruction that is no control flow; `fused`: the collectives inside of it, by identifier."""
+        """Execute an instruction that is no control flow; `fused` has the collectives inside of it, by identifier."""
         opcode, clock = instruction.opcode, scope.clock
         if "is_host_transfer" in instruction.attributes:
             self._transfer_between_slices(instruction, op, scope)
@@ -208,7 +208,7 @@ class _Simulator:
                     self.in_flight.discard(identifier)
 
     def _loop_seconds(self, loop: Instruction, op: str, scope: _Scope) -> float:
-        """Return the seconds of a loop; one with an unknown number of iterations counts as one iteration.
+        """Return the seconds of a loop; an unknown number of iterations counts as one.
 
         The loop for rows of experts that overflow their buffers takes no time: experts are taken to get equally many.
         """
@@ -252,14 +252,14 @@ class _Simulator:
             scope.clock.wait(instruction.name)
 
     def _continue(self, update: Instruction, op: str, scope: _Scope) -> None:
-        """Execute an update: a transfer that has started goes on, one that has waited for its operands starts."""
+        """Execute an update: a started transfer continues, and one that waited for its operands starts."""
         previous, clock = scope.computation.instructions[update.operands[0]], scope.clock
         if previous.opcode in ASYNC_CALLS and not previous.operands:
             self._execute_collective(previous, previous.op_name or op, scope)
         clock.arrival[update.name] = clock.arrival.get(previous.name, clock.now)
 
     def _transfer_between_slices(self, instruction: Instruction, op: str, scope: _Scope) -> None:
-        """Execute the network part of a collective across slices, which is a send to the host and a recv from it."""
+        """Execute the network part of a collective across slices: a send to the host, and a recv from it."""
         if instruction.opcode == "recv":
             transfer = self.network.transfer_between_slices(instruction, op)
             self.timing.uses.append(CollectiveUse(transfer, CollectiveForm.ASYNC, scope.count))
@@ -303,7 +303,7 @@ class _Simulator:
         scope.clock.start(name, transfer.seconds, transfer.links)
 
     def _fused_collectives(self, computation: Computation) -> dict[str, dict[str, _FusedCollective]]:
-        """Name of a fusion -> `Instruction.collective_id` -> the collective inside it.
+        """Return name of a fusion -> `Instruction.collective_id` -> the collective inside of the fusion.
 
         A collective that overlaps a chain of fusions is an instruction of each of them: it starts before the first and
         is waited for after the last.
@@ -323,7 +323,7 @@ class _Simulator:
         return result
 
     def _compute(self, instruction: Instruction, op: str, scope: _Scope) -> float:
-        """Compute seconds of one execution of an instruction that is no collective."""
+        """Return the compute seconds of one execution of an instruction that is no collective."""
         generation = self.hardware.generation
         calls = kernels(self.module, scope.computation, instruction)
         seconds = sum(kernel_seconds(call, computation, generation, self.work) for computation, call in calls)
@@ -344,7 +344,7 @@ class _Simulator:
         return seconds
 
     def _is_free(self, instruction: Instruction, traffic: MemoryTraffic) -> bool:
-        """Whether an instruction takes no time on the core: bookkeeping, part of a transfer, or small."""
+        """Return whether an instruction takes no time on the core: bookkeeping, part of a transfer, or small."""
         if instruction.opcode in FREE or instruction.opcode.endswith(("-start", "-done", "-update")):
             return True
         if any(map(is_collective, self.module.inside(instruction))):  # the fusion that starts or ends a collective

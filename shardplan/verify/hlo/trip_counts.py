@@ -11,7 +11,7 @@ _STRUCTURE = ("parameter", "tuple", "get-tuple-element")
 
 @dataclass(frozen=True)
 class SymbolicInt:
-    """An integer: `offset`, plus the loop variable at index `slot` of the loop's tuple if `slot` is not None."""
+    """An integer: `offset`, plus the loop variable at index `slot` of the loop's tuple unless `slot` is None."""
 
     slot: int | None
     offset: int
@@ -39,11 +39,11 @@ _MIRRORED = {_EQ: _EQ, _NE: _NE, _LT: _GT, _LE: _GE, _GT: _LT, _GE: _LE}
 
 @dataclass(frozen=True)
 class _LoopCondition:
-    """A loop goes on while `variable` compares to `limit` in `direction`; `slot` is the variable's index."""
+    """A loop continues while `variable` compares to `limit` in `direction`; `slot` is the variable's index."""
 
     slot: int
     delta: int
-    """What the condition adds to the loop variable before it compares."""
+    """Number that the condition adds to the loop variable before it compares."""
     limit: int
     direction: ComparisonDirection
 
@@ -51,7 +51,7 @@ class _LoopCondition:
 def evaluate_integer(
     module: Module, computation: Computation, name: str, parameters: Sequence[SymbolicValue]
 ) -> SymbolicValue:
-    """The value of instruction `name` if the parameters of its computation are `parameters`; None if unknown.
+    """Return the value of instruction `name`, given the `parameters` of its computation; None if unknown.
 
     >>> from shardplan.verify.hlo.parser import parse
     >>> module = parse('''ENTRY %main (n: s32[]) -> s32[] {
@@ -96,7 +96,7 @@ def evaluate_integer(
 def trip_count(
     module: Module, computation: Computation, loop: Instruction, parameters: Sequence[SymbolicValue]
 ) -> tuple[int | None, list[SymbolicValue]]:
-    """Number of iterations of `loop` (a `while` in `computation`), and the known parameters of its body.
+    """Return the number of iterations of `loop` (a `while` in `computation`), and the known parameters of its body.
 
     The loop variable starts at a constant, the body adds a constant, and the condition compares it with a constant;
     any of them may come from outside through the loop's tuple. For all other loops the number is None.
@@ -126,7 +126,7 @@ def trip_count(
 def _find_condition(
     module: Module, computation: Computation, root: Instruction, parameters: Sequence[SymbolicValue]
 ) -> _LoopCondition | None:
-    """The comparison at `root`, possibly in a fusion; None unless it compares a loop variable and a constant."""
+    """Return the comparison at `root`, possibly in a fusion; None unless it compares a loop variable and a constant."""
     operands = [evaluate_integer(module, computation, name, parameters) for name in root.operands]
     if root.opcode == "fusion":
         inner = module.computations[root.called[0]]
@@ -147,7 +147,7 @@ def _find_condition(
 
 
 def _count(condition: _LoopCondition, start: SymbolicValue, step: SymbolicValue) -> int | None:
-    """Number of iterations, if the loop variable is `start` at first and `step` after an iteration; None if unknown."""
+    """Return the number of iterations from `start` in increments of `step`; None if unknown."""
     if not isinstance(start, SymbolicInt) or start.slot is not None or not isinstance(step, SymbolicInt):
         return None
     if step.slot != condition.slot or step.offset == 0:

@@ -1,1 +1,1 @@
-"""Weights that are not stored as plain numbers: codes and the scales that make numbers of them."""
+"""Weights that are stored as codes and scales rather than plain numbers."""

@@ -12,11 +12,11 @@ from shardplan.errors import CheckpointError
 from shardplan.model.huggingface.quantization import ByteCodes
 
 SCALES = ("_scale_inv", "_scale")
-"""Endings of a weight's name that name its scales. Both hold factors of the codes, in spite of `inv`."""
+"""Endings, after a weight's name, of the names of its scales; both multiply the codes, in spite of `inv`."""
 
 
 def decode_bytes(parts: StoredParts, quantization: ByteCodes) -> None:
-    """Put coded tensors in the place of weights and their scales.
+    """Replace weights and their scales by coded tensors.
 
     >>> from types import SimpleNamespace
     >>> from shardplan.checkpoint.format.header import Tensor
@@ -54,7 +54,7 @@ def decode_bytes(parts: StoredParts, quantization: ByteCodes) -> None:
 
 @lru_cache
 def _group(block: Shape | None, shape: Shape, scales: Shape) -> Shape | None:
-    """Return the box of codes that a scale is for; None if scales of this shape are for none of those possible."""
+    """Return the box of codes that share a scale; None if no possible box matches the shape of the scales."""
     for group in _possible_groups(block, shape):
         count = _count(shape, group)
         if scales == count or (block is None and _without_ones(scales) == _without_ones(count)):
@@ -63,7 +63,7 @@ def _group(block: Shape | None, shape: Shape, scales: Shape) -> Shape | None:
 
 
 def _possible_groups(block: Shape | None, shape: Shape) -> list[Shape]:
-    """Return the boxes of codes that share a scale: as config.json says, or all of a tensor, a row, or a matrix."""
+    """Return the possible boxes of codes that share a scale: config.json's, or a whole tensor, row or matrix."""
     if block is not None:
         return [(*[1] * (len(shape) - 2), *block)] if len(shape) >= 2 else []
     possible: list[Shape] = [tuple(max(n, 1) for n in shape)]

@@ -1,4 +1,4 @@
-"""Tensors that are stored as codes with one scale per group, and their numbers.
+"""Tensors that are stored as codes with one scale per group, and the conversion of codes to numbers.
 
 A number is that of its code, less the zero point of its group, times the scale of its group, in float32. Groups are
 boxes of codes in the order in which they are stored, the last ones along a dimension smaller. Only the scales of the
@@ -20,25 +20,25 @@ from shardplan.checkpoint.mapping.views import Shape, View, row_major_strides
 from shardplan.errors import CheckpointError
 
 SLAB_ELEMENTS = 2**18
-"""Numbers that are made at a time: 1 MiB of float32."""
+"""Number of elements that are decoded at a time: 1 MiB of float32."""
 LARGEST = float(ml_dtypes.finfo(ml_dtypes.bfloat16).max)
-"""The largest number in bfloat16, and less than that in float32."""
+"""The largest finite number of bfloat16, which float32 can hold as well."""
 HALF_BYTE_CODES, BYTE_CODES = 16, 256
 MIN_ROWS = 8
-"""Mean number of rows in a group from which those of each group are made by themselves."""
+"""Mean number of rows per group from which each group's rows are decoded separately."""
 
 
 @dataclass(frozen=True, slots=True)
 class CommonScale:
-    """A number that all scales of a tensor are multiplied with, or divided by."""
+    """A number by which all scales of a tensor are multiplied or divided."""
 
     name: str
-    """Name of its tensor, for messages."""
+    """Name of the tensor that holds the number, for messages."""
     tensor: Tensor
     divides: bool = False
 
     def apply(self, scales: np.ndarray) -> np.ndarray:
-        """Return scales with it.
+        """Return the scales multiplied or divided by the number.
 
         Raises:
             CheckpointError: it is not a positive number.
@@ -53,10 +53,10 @@ class GroupValues:
     """The scales, or the zero points, of the groups of a tensor."""
 
     name: str
-    """Name of their tensor, for messages."""
+    """Name of the tensor that holds the values, for messages."""
     tensor: Tensor
     strides: Shape
-    """Elements between those of neighbouring groups, along each dimension of the codes."""
+    """Elements between the values of neighbouring groups, along each dimension of the codes."""
     is_scale: bool = True
     common: CommonScale | None = None
 
@@ -72,7 +72,7 @@ class GroupValues:
         return np.lib.stride_tricks.as_strided(values, groups, tuple(k * values.itemsize for k in self.strides))
 
     def in_float32(self, stored: np.ndarray, number_of: Callable[[int], int]) -> np.ndarray:
-        """Return stored values in float32, with what is common to all.
+        """Convert stored values to float32, and apply the scale that is common to all.
 
         Args:
             number_of: index among these values, in row-major order -> number in the tensor, for messages.
@@ -111,11 +111,11 @@ class RowGroups:
     """The group of every row of a tensor, where rows are not in the order of their groups (GPTQ's act-order)."""
 
     name: str
-    """Name of its tensor, for messages."""
+    """Name of the tensor that holds the groups, for messages."""
     tensor: Tensor
-    """int32[rows]."""
+    """Group of each row, int32[rows]."""
     rows: int
-    """Rows in a step along the first dimension of the codes; the last dimension numbers them."""
+    """Rows in a step along the first dimension of the codes; the last dimension of the codes numbers these rows."""
 
     def read(self, first: int, last: int, groups: int) -> np.ndarray:
         """Read the groups of the rows in the steps `[first, last)`: [steps, rows of a step].
@@ -143,14 +143,14 @@ class CodedTensor(ComputedTensor, frozen=True, gc=False):
     code_dims: Shape = ()
     """Dimensions of the codes, in the order in which they are stored."""
     group: Shape = ()
-    """Codes that share a scale, along each of these dimensions."""
+    """Number of codes that share a scale, along each of `code_dims`."""
     scale: GroupValues | None = None
     zero: GroupValues | None = None
-    """Stored zero points."""
+    """Stored zero points; None if there are none."""
     zero_offset: float = 0.0
-    """What is added to stored zero points; the zero point of all codes where none is stored."""
+    """Offset added to stored zero points; without stored ones, the zero point of all codes."""
     layout: View | None = None
-    """The numbers as a view of the codes; None if these are in the order of the numbers."""
+    """The numbers as a view of the codes; None if the numbers are in the order of the codes."""
     row_groups: RowGroups | None = None
 
     @property
@@ -160,7 +160,7 @@ class CodedTensor(ComputedTensor, frozen=True, gc=False):
 
     @property
     def has_blocks(self) -> bool:
-        """Whether a number is its code, less one zero point of all, times the scale of its block of codes."""
+        """Whether each number is (code - one common zero point) * scale of the code's block."""
         return bool(self.dims) and self.scale is not None and self.zero is None and self.row_groups is None
 
     @property
@@ -170,7 +170,7 @@ class CodedTensor(ComputedTensor, frozen=True, gc=False):
 
     @property
     def all_bytes(self) -> int:
-        """Length of codes, scales, zero points and groups."""
+        """Bytes of codes, scales, zero points and groups."""
         total = self.nbytes
         for values in (self.scale, self.zero):
             if values is not None:
@@ -179,7 +179,7 @@ class CodedTensor(ComputedTensor, frozen=True, gc=False):
         return total + (0 if self.row_groups is None else self.row_groups.tensor.nbytes)
 
     def view(self, name: str) -> View | None:
-        """Return the numbers as a view of the codes of a tensor called `name`; None if they are in the same order."""
+        """Return the numbers as a view of the codes of a tensor `name`; None if both are in the same order."""
         return None if self.layout is None else self.layout.rename(lambda _: name)
 
     def number_slabs(self, stored: np.ndarray, piece: StridedPiece) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
@@ -218,7 +218,7 @@ class CodedTensor(ComputedTensor, frozen=True, gc=False):
         return scales
 
     def check_range(self, scales: np.ndarray) -> None:
-        """Check that numbers with these scales are finite.
+        """Check that every code with one of these scales gives a finite number.
 
         Raises:
             CheckpointError: they are not.
@@ -237,19 +237,19 @@ class GroupRows:
     """The scales and zero points of some rows of groups."""
 
     scales: np.ndarray
-    """float32[rows of groups, groups along the other dimensions]."""
+    """Scales, float32[rows of groups, groups along the other dimensions]."""
     zeros: np.ndarray | None
-    """The same of zero points."""
+    """Zero points, shaped as `scales`; None if none are stored."""
     first: int
-    """Number of the first row of groups."""
+    """Number of the first row of groups that was read."""
     order: np.ndarray | None = None
-    """Row of groups of each row in the steps from `first_step` on, as `RowGroups.read` has it."""
+    """Row of groups of each row, in the steps from `first_step` on, as `RowGroups.read` returns it."""
     first_step: int = 0
 
 
 _BYTES = np.arange(BYTE_CODES, dtype=np.uint8)
 _HALVES = np.stack([_BYTES & 15, _BYTES >> 4], axis=-1).view(np.uint16).reshape(-1)
-"""Both halves of each byte, the low one first."""
+"""The two halves of each byte, low half first."""
 
 
 def read_elements(tensor: Tensor, low: int, count: int) -> np.ndarray:
@@ -271,7 +271,7 @@ def read_elements(tensor: Tensor, low: int, count: int) -> np.ndarray:
 
 
 def unpack(data: np.ndarray, tensor: Tensor, low: int, count: int) -> np.ndarray:
-    """Return the elements `[low, low + count)` of a tensor, one in a byte or more, from the bytes that hold them.
+    """Return the elements `[low, low + count)` of a tensor, each in its own byte or bytes, from the stored bytes.
 
     >>> from shardplan.checkpoint.format.header import UINT4
     >>> unpack(np.array([0x21, 0x43], np.uint8), Tensor(None, 0, (4,), UINT4), 1, 2).astype(int).tolist()
@@ -286,7 +286,7 @@ def unpack(data: np.ndarray, tensor: Tensor, low: int, count: int) -> np.ndarray
 def _decoded_slabs(
     tensor: CodedTensor, codes: np.ndarray, piece: StridedPiece, rows: GroupRows
 ) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
-    """Yield the numbers of a piece of codes in slabs, each with the part of the piece that it is."""
+    """Yield (part, numbers): the numbers of a piece of codes in slabs, each with its slices of the piece."""
     if not piece.shape:
         zero = tensor.zero_offset if rows.zeros is None else rows.zeros.reshape(-1)[0]
         yield (), (_numbers(codes) - np.float32(zero)) * rows.scales.reshape(-1)[0]
@@ -305,7 +305,7 @@ def _decoded_slabs(
 
 
 def slabs(piece: StridedPiece, groups: list[np.ndarray]) -> Iterator[tuple[slice, ...]]:
-    """Yield parts of a piece: of few elements, and of one group along a dimension where groups are long.
+    """Yield slices that divide a piece into slabs of few elements; where groups are long, a slab is in one group.
 
     >>> list(slabs(StridedPiece((0, 0), (4, SLAB_ELEMENTS // 2), "w", 0, (SLAB_ELEMENTS // 2, 1)), []))
     [(slice(0, 2, None),), (slice(2, 4, None),)]
@@ -330,7 +330,7 @@ def slabs(piece: StridedPiece, groups: list[np.ndarray]) -> Iterator[tuple[slice
 
 
 def part_of(groups: np.ndarray, part: tuple[slice, ...]) -> np.ndarray:
-    """Return a part of an array that broadcasts.
+    """Return the part of an array that broadcasts to the shape of a piece.
 
     >>> part_of(np.array([[1, 2, 3]]), (slice(5, 9), slice(1, 3)))
     array([[2, 3]])
@@ -339,7 +339,7 @@ def part_of(groups: np.ndarray, part: tuple[slice, ...]) -> np.ndarray:
 
 
 def _first_of_groups(groups: list[np.ndarray], dimension: int) -> np.ndarray:
-    """Return the indices along a dimension at which the group changes, and 0.
+    """Return the indices along a dimension at which a group begins, 0 included.
 
     >>> _first_of_groups([np.array([[0, 0, 1, 1]]), np.array([[3]])], 1)
     array([0, 2])
@@ -354,7 +354,7 @@ def _first_of_groups(groups: list[np.ndarray], dimension: int) -> np.ndarray:
 def _apply(
     function: np.ufunc, numbers: np.ndarray, values: np.ndarray, groups: list[np.ndarray], firsts: np.ndarray
 ) -> None:
-    """Apply a function to numbers and the values of their groups, in place.
+    """Apply a function, in place, to numbers and the values of their groups.
 
     Args:
         groups: see `_groups`.
@@ -385,7 +385,7 @@ def _groups(tensor: CodedTensor, piece: StridedPiece, rows: GroupRows) -> list[n
 
 
 def _reduce(group: np.ndarray) -> np.ndarray:
-    """Shrink to length 1 every dimension along which all elements are equal."""
+    """Shrink every dimension along which all elements are equal to length 1."""
     for d in range(group.ndim):
         if group.shape[d] > 1 and not np.diff(group, axis=d).any():
             group = group.take([0], axis=d)
@@ -393,21 +393,21 @@ def _reduce(group: np.ndarray) -> np.ndarray:
 
 
 def _numbers(codes: np.ndarray) -> np.ndarray:
-    """Return the numbers of codes of one byte, in float32."""
+    """Convert codes of one byte to their numbers, in float32."""
     # no index is beyond the table, and without a look for such indices it takes half the time
     return _table(codes.dtype).take(codes.view(np.uint8), mode="clip")
 
 
 @lru_cache
 def _largest_code(dtype: np.dtype) -> float:
-    """The largest number of a code of a type, less any zero point."""
+    """Return the largest absolute number that a code of a type stands for, before its zero point is subtracted."""
     numbers = np.abs(_table(dtype))
     return float(numbers[np.isfinite(numbers)].max())
 
 
 @lru_cache
 def _table(dtype: np.dtype) -> np.ndarray:
-    """The number of each code of a type."""
+    """Return the number of each code of a type, float32[code]."""
     count = HALF_BYTE_CODES if dtype in HALF_BYTES else BYTE_CODES
     return np.arange(count, dtype=np.uint8).view(dtype).astype(np.float32)
 

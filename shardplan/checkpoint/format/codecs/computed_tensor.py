@@ -13,7 +13,7 @@ from shardplan.checkpoint.mapping.views import Shape, View
 
 
 class ComputedTensor(Tensor, frozen=True, gc=False):
-    """A tensor whose numbers are computed from its stored elements; `dtype` is their type, `shape` the numbers'."""
+    """A tensor whose numbers are computed from stored elements; `dtype` is the elements' type, `shape` the numbers'."""
 
     @property
     @abstractmethod
@@ -22,21 +22,21 @@ class ComputedTensor(Tensor, frozen=True, gc=False):
 
     @property
     def value_dtype(self) -> np.dtype:
-        """Type of the numbers where the model is kept as the checkpoint has it; they are computed in float32."""
+        """Type of the numbers for models that keep the checkpoint's types; they are computed in float32."""
         return np.dtype(ml_dtypes.bfloat16)
 
     @property
     def nbytes(self) -> int:
-        """Length of the stored elements."""
+        """Bytes of the stored elements."""
         return bytes_of(math.prod(self.dims) * self.bits)
 
     def view(self, name: str) -> View | None:
-        """Return the numbers as a view of the elements of a tensor `name`; None if they are in the same order."""
+        """Return the numbers as a view of the elements of a tensor `name`; None if both are in the same order."""
         return None
 
     @abstractmethod
     def number_slabs(self, stored: np.ndarray, piece: StridedPiece) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
-        """Yield the numbers of a piece, in float32, in slabs.
+        """Yield (part, numbers): the numbers of a piece in slabs of float32, each with its slices of the piece.
 
         Args:
             stored: the stored elements of the piece.

@@ -1,4 +1,4 @@
-"""Finds the coded tensors of a checkpoint: codes with the scales beside them, under the name of the weight.
+"""Finds the coded tensors of a checkpoint: codes and the scales beside them become tensors with the weights' names.
 
 The configuration says how weights are stored, and the files which; where they contradict each other, the checkpoint is
 refused.
@@ -32,11 +32,11 @@ DECODERS: Mapping[type[Quantization], Callable[[StoredParts, Any], None]] = {
     ByteCodes: decode_bytes, Mxfp4: decode_mxfp4, Nvfp4: decode_nvfp4, PackedIntegers: decode_packed, Awq: decode_awq,
     Gptq: decode_gptq,
 }  # fmt: skip
-"""How weights are stored -> what puts coded tensors in the place of their parts."""
+"""How weights are stored -> function that replaces their codes, scales and other parts by coded tensors."""
 
 
 def quantization_of(folder: Folder) -> Quantization | None:
-    """Read how the configuration of a checkpoint says that its weights are stored; None for plain numbers.
+    """Read from a checkpoint's configuration how its weights are stored; None for plain numbers.
 
     >>> from pathlib import Path
     >>> from tempfile import TemporaryDirectory
@@ -63,7 +63,7 @@ def quantization_of(folder: Folder) -> Quantization | None:
 def decode_index(
     index: TensorIndex, quantization: Quantization | None, where: str
 ) -> tuple[TensorIndex, tuple[str, ...]]:
-    """Return the index with coded tensors in place of codes and scales, and the names of tensors that are not read.
+    """Return the index with coded tensors in place of codes and scales, and the names of the tensors that are not read.
 
     >>> import numpy as np
     >>> from types import SimpleNamespace
@@ -94,7 +94,7 @@ def decode_index(
 
 
 def _decode(tensors: Mapping[str, Tensor], quantization: Quantization, where: str) -> dict[str, Tensor]:
-    """Return the tensors with coded ones in place of codes, and without scales."""
+    """Return the tensors with coded tensors in place of codes, and without scales."""
     read = {name: tensor for name, tensor in tensors.items() if not name.endswith(ACTIVATION_SCALES)}
     parts = StoredParts(read, where)
     DECODERS[type(quantization)](parts, quantization)
@@ -103,9 +103,9 @@ def _decode(tensors: Mapping[str, Tensor], quantization: Quantization, where: st
 
 
 def _check_agreement(tensors: Mapping[str, Tensor], quantization: Quantization, where: str) -> None:
-    """Check that a weight is stored as codes in all layers and experts or in none, unless config.json excepts it."""
+    """Check that a weight is coded in all layers and experts or in none, apart from exceptions in config.json."""
     coded = {}
-    """Name with `*` for numbers -> a coded tensor of such a name."""
+    """Name with `*` for numbers -> a coded tensor with a name of this form."""
     for name, tensor in tensors.items():
         if isinstance(tensor, CodedTensor):
             coded[NUMBER.sub("*", name)] = name

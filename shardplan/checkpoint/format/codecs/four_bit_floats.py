@@ -1,4 +1,4 @@
-"""Weights in E2M1, numbers of four bits, with scales of groups along the inputs: MXFP4 and NVFP4."""
+"""Weights in E2M1, four-bit floating-point numbers, with scales of groups along the inputs: MXFP4 and NVFP4."""
 
 import ml_dtypes
 import numpy as np
@@ -20,7 +20,7 @@ HALVES = 2
 
 
 def decode_mxfp4(parts: StoredParts, _: Mxfp4) -> None:
-    """Put coded tensors [..., inputs, outputs] in the place of `_blocks` [..., outputs, groups, 16] and `_scales`.
+    """Replace `_blocks` [..., outputs, groups, 16] and `_scales` by coded tensors [..., inputs, outputs].
 
     >>> from types import SimpleNamespace
     >>> from shardplan.checkpoint.format.header import Tensor
@@ -51,7 +51,7 @@ def decode_mxfp4(parts: StoredParts, _: Mxfp4) -> None:
 
 
 def decode_nvfp4(parts: StoredParts, quantization: Nvfp4) -> None:
-    """Put coded tensors [outputs, inputs] in the place of codes, scales of groups, and the scale of the tensor.
+    """Replace codes, scales of groups and the scale of the tensor by coded tensors [outputs, inputs].
 
     >>> from types import SimpleNamespace
     >>> from shardplan.checkpoint.format.header import Tensor

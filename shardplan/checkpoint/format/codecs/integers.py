@@ -1,4 +1,4 @@
-"""Weights in integers of four or eight bits, several in a word of 32 bits: compressed-tensors, AWQ and GPTQ.
+"""Weights in integers of four or eight bits, several to a word of 32 bits: compressed-tensors, AWQ and GPTQ.
 
 The lowest bits of a word are its first code, so that the codes of words one after the other are codes of bytes and
 halves of bytes one after the other.
@@ -23,7 +23,7 @@ AWQ_HALVES, AWQ_COLUMNS = 2, 4
 
 
 def decode_packed(parts: StoredParts, quantization: PackedIntegers) -> None:
-    """Put coded tensors [outputs, inputs] in the place of words along inputs, and scales [outputs, groups].
+    """Replace words along inputs and scales [outputs, groups] by coded tensors [outputs, inputs].
 
     >>> from types import SimpleNamespace
     >>> file = SimpleNamespace(name="model.safetensors", size=0, version="", tuning=None, is_shared=True)
@@ -66,7 +66,7 @@ def decode_packed(parts: StoredParts, quantization: PackedIntegers) -> None:
 
 
 def decode_awq(parts: StoredParts, quantization: Awq) -> None:
-    """Put coded tensors [outputs, inputs] in the place of words [inputs, outputs / 8], scales and zero points.
+    """Replace words [inputs, outputs / 8], scales and zero points by coded tensors [outputs, inputs].
 
     >>> from types import SimpleNamespace
     >>> file = SimpleNamespace(name="model.safetensors", size=0, version="", tuning=None, is_shared=True)
@@ -95,7 +95,7 @@ def decode_awq(parts: StoredParts, quantization: Awq) -> None:
 
 
 def decode_gptq(parts: StoredParts, quantization: Gptq) -> None:
-    """Put coded tensors [outputs, inputs] in the place of words [inputs / 8, outputs], scales, zero points, and groups.
+    """Replace words [inputs / 8, outputs], scales, zero points and groups by coded tensors [outputs, inputs].
 
     The group of an input is what `g_idx` says, in order or not.
 
@@ -137,7 +137,7 @@ def decode_gptq(parts: StoredParts, quantization: Gptq) -> None:
 
 
 def _scales_and_zeros(parts: StoredParts, name: str, groups: int, outer: int, bits: int) -> tuple[Tensor, Tensor]:
-    """Take out the scales [groups, outputs], and the words of zero points along outputs."""
+    """Take out the scales [groups, outputs], and the words that hold zero points along outputs."""
     scale = parts.take(f"{name}.scales", name, FLOATS, ((groups, outer),))
     return scale, parts.take(f"{name}.qzeros", name, WORD, ((groups, outer * bits // WORD_BITS),))
 

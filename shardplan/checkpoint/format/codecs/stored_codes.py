@@ -1,4 +1,4 @@
-"""The codes and the scales of a coded tensor as tensors of their own, to be loaded as arrays of their own."""
+"""Presents the codes and the scales of a coded tensor as separate tensors, so that each loads as an array."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -14,7 +14,7 @@ from shardplan.model.kept_weights import CODES, owner_of
 
 
 class StoredScales(ComputedTensor, frozen=True, gc=False):
-    """The tensor of scales of a coded tensor, which are checked while they are read."""
+    """The scales of a coded tensor as a tensor, which are checked while they are read."""
 
     owner: CodedTensor | None = None
 
@@ -38,7 +38,7 @@ class StoredScales(ComputedTensor, frozen=True, gc=False):
 
 
 def _number_in_tensor(piece: StridedPiece, part: tuple[slice, ...], shape: Shape, index: int) -> int:
-    """Return the number of an element in the tensor of a piece.
+    """Return the row-major index, within its tensor, of an element of a part of a piece.
 
     Args:
         part: part of the piece.
@@ -53,7 +53,7 @@ def _number_in_tensor(piece: StridedPiece, part: tuple[slice, ...], shape: Shape
 
 
 class TensorsWithParts(dict[str, Tensor]):
-    """The tensors of a checkpoint by their names, and the codes and scales of coded ones, made when they are needed.
+    """The tensors of a checkpoint by name; the codes and scales of coded tensors are made as tensors on first use.
 
     A process reads the codes of a few of a giant's hundred thousand tensors.
     """
@@ -67,7 +67,7 @@ class TensorsWithParts(dict[str, Tensor]):
 
 
 def codes_of(tensor: CodedTensor) -> Tensor:
-    """Return the codes of a tensor as a tensor of their own.
+    """Return the codes of a coded tensor as a separate tensor.
 
     >>> scales = GroupValues("w_scale", Tensor(None, 0, (2, 1), np.dtype(np.float32)), (1, 1))
     >>> codes = {"code_dims": (256, 128), "group": (128, 128), "scale": scales}
@@ -79,7 +79,7 @@ def codes_of(tensor: CodedTensor) -> Tensor:
 
 
 def scales_of(tensor: CodedTensor) -> StoredScales:
-    """Return the scales of a tensor as a tensor of their own.
+    """Return the scales of a coded tensor as a separate tensor.
 
     >>> scales = GroupValues("w_scale", Tensor(None, 0, (2, 1), np.dtype(np.float32)), (1, 1))
     >>> codes = {"code_dims": (256, 128), "group": (128, 128), "scale": scales}
@@ -94,7 +94,7 @@ def scales_of(tensor: CodedTensor) -> StoredScales:
 
 
 def scale_values(tensor: CodedTensor) -> GroupValues:
-    """Return the scales of a tensor that has some, where they are stored.
+    """Return where the scales of a coded tensor are stored; the tensor must have scales.
 
     >>> scales = GroupValues("w_scale", Tensor(None, 0, (2, 1), np.dtype(np.float32)), (1, 1))
     >>> codes = {"code_dims": (256, 128), "group": (128, 128), "scale": scales}

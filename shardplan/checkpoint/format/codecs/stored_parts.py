@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint while scales and other parts are taken out for the coded tensors that they belong to."""
+"""The tensors of a checkpoint while coded tensors replace codes, scales and other parts."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,11 +13,11 @@ from shardplan.errors import CheckpointError
 from shardplan.storage.buffered import BufferedFile
 
 FLOATS = (np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16), np.dtype(ml_dtypes.float8_e8m0fnu))
-"""Types of scales."""
+"""Types that scales may have."""
 
 
 class StoredParts:
-    """The tensors of a checkpoint: parts are taken out, and coded tensors are put in."""
+    """The tensors of a checkpoint; decoders take out parts and put in coded tensors."""
 
     def __init__(self, tensors: Mapping[str, Tensor], where: str) -> None:
         """Begin with all tensors.
@@ -58,7 +58,7 @@ class StoredParts:
         return Tensor(buffered, tensor.offset, tensor.shape, tensor.dtype, tensor.path, tensor.is_listed)
 
     def take_codes(self, name: str, owner: str, dtypes: tuple[np.dtype, ...], rank: int | None = 2) -> Tensor:
-        """Take out the codes of a tensor, which have a number of dimensions.
+        """Take out the codes of a tensor, which must have the given number of dimensions.
 
         Raises:
             CheckpointError: they are missing, or have another type or number of dimensions, or there are none.

@@ -13,15 +13,15 @@ TRAINING_KEYS = (
     "aux_loss_alpha", "ep_size", "num_mtp_layers", "output_router_logits", "router_aux_loss_coef",
     "router_jitter_noise", "seq_aux",
 )  # fmt: skip
-"""Keys that say something about training alone, about where experts are computed, or about further heads."""
+"""Keys about training, about where experts are computed, or about additional heads; none changes the results."""
 MIN_SUM = 1e-20
-"""What transformers adds to the sum of weights that it divides by."""
+"""Number that transformers adds to the sum by which it divides routing weights."""
 DENSE, SPARSE = "dense", "sparse"
 """Kinds of layers in `mlp_layer_types`."""
 
 
 class ExpertDefaults(NamedTuple):
-    """Defaults of the keys of a family; None where the file must say it."""
+    """A family's defaults for the keys of experts; None for a key that the file must have."""
 
     experts: int | None
     per_token: int | None
@@ -134,7 +134,7 @@ def read_router(
 def _read_groups(
     keys: ConfigKeys, defaults: ExpertDefaults, experts: int, per_token: int, best: int
 ) -> ExpertGroups | None:
-    """Read the groups of experts; None where a token may choose from all."""
+    """Read the groups of experts; None if a token may choose from all experts."""
     groups = 1 if keys.is_null("n_group") else keys.integer("n_group", default=defaults.groups)
     chosen = 1 if keys.is_null("topk_group") else keys.integer("topk_group", default=defaults.chosen_groups)
     if chosen >= groups:  # all groups are chosen, which excludes no expert
@@ -147,7 +147,7 @@ def _read_groups(
 
 
 def read_kinds_of_mlp(keys: ConfigKeys, first: int) -> list[bool]:
-    """Read for every layer whether it has experts.
+    """Read, for every layer, whether it has experts.
 
     `mlp_layer_types` says it, or else layers have experts from `first_k_dense_replace` on, all or those whose number is
     a multiple of `moe_layer_freq`.
@@ -171,7 +171,7 @@ def read_kinds_of_mlp(keys: ConfigKeys, first: int) -> list[bool]:
 
 
 def read_mlps(keys: ConfigKeys, experts: ExpertsConfig, kinds: Sequence[bool]) -> list[MlpConfig | ExpertsConfig]:
-    """Return the MLP of every layer: experts where `kinds` says so, else an MLP with a gate.
+    """Return the MLP of every layer: experts if `kinds` says so, else a gated MLP.
 
     >>> keys = ConfigKeys({"intermediate_size": 10944}, "config.json")
     >>> mlps = read_mlps(keys, gated_experts(keys, RouterConfig(64, 6), size=1408), kinds=[False, True, True])

@@ -1,4 +1,4 @@
-"""Rules of layers with routed experts, whether each expert has tensors of its own or all experts share them."""
+"""Rules of layers with routed experts, in checkpoints where experts have separate tensors or share them."""
 
 from typing import NamedTuple
 
@@ -10,22 +10,22 @@ from shardplan.decoder.parts.mlp.experts import ExpertsConfig
 from shardplan.decoder.parts.mlp.mlp import MlpConfig
 
 Mlp = MlpConfig | ExpertsConfig
-"""What a layer has behind its attention."""
+"""The MLP or the experts of a layer."""
 
 
 class ExpertNames(NamedTuple):
-    """The names of the tensors of a layer with experts, behind the prefix of its MLP."""
+    """Tensor names of a layer with experts, after the prefix of its MLP."""
 
     router: str = "gate.weight"
     correction: str = "gate.e_score_correction_bias"
     experts: str = "experts"
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    """The gate of an expert, its projection up, and its projection down."""
+    """Names of an expert's gate, up and down projections."""
     shared: str = "shared_experts"
 
 
 DEEPSEEK_NAMES = ExpertNames()
-"""The names in DeepSeek's checkpoints, and in most others."""
+"""Names in the checkpoints of DeepSeek and most others."""
 
 
 def expert_layer_rules(
@@ -35,7 +35,7 @@ def expert_layer_rules(
     names: ExpertNames = DEEPSEEK_NAMES,
     mlp: str = "mlp",
 ) -> Rules:
-    """Return the rules of a layer under the names of Llama, whether it has experts or an MLP.
+    """Return the rules of a layer with Llama's tensor names, with experts or an MLP.
 
     >>> from shardplan.decoder.config import DecoderConfig
     >>> from shardplan.model.huggingface.hf_config import read_config

@@ -12,7 +12,7 @@ from shardplan.decoder.parts.block import LayerConfig
 
 
 def _no_constants(config: Architecture, layer: LayerConfig, index: int) -> Mapping[str, float]:
-    """Return no constants: checkpoints of most families hold only parameters for a layer."""
+    """Return no constants, for the families whose checkpoints hold only a layer's parameters."""
     return {}
 
 
@@ -29,6 +29,6 @@ class Family:
     constants: Callable[[Architecture, LayerConfig, int], Mapping[str, float]] = _no_constants
     """Return name -> value of the scalars that checkpoints hold for a layer, but that are no parameters."""
     dispensable: tuple[str, ...] = ()
-    """Parts of the names of tensors that checkpoints hold for a layer, and that the decoder does without."""
+    """Parts of the names of a layer's tensors that the decoder does not need."""
     stores_inputs_first: bool = False
-    """Whether the weights of linear layers are stored as {inputs, outputs}, but for the output head."""
+    """Whether the weights of linear layers, except the output head, are stored as {inputs, outputs}."""

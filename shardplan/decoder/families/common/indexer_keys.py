@@ -11,16 +11,16 @@ from shardplan.decoder.config_keys import ConfigKeys
 INDEXER_TENSORS = (".self_attn.indexer.",)
 """Parts of the names of the indexer's tensors."""
 LAYER_TYPES = ("indexed_attention", "deepseek_sparse_attention")
-"""What transformers calls layers with an indexer, in 5.24 and in 5.12."""
+"""Names of layers with an indexer, in transformers 5.24 and 5.12."""
 UNREAD = (
     "index_head_dim", "index_n_heads", "index_share_for_mtp_iteration", "index_skip_topk_offset", "index_topk_freq",
     "index_topk_pattern", "indexer_rope_interleave", "indexer_types",
 )  # fmt: skip
-"""Keys that say nothing where all positions are chosen."""
+"""Keys that have no effect if all positions are chosen."""
 
 
 def read_indexer(keys: ConfigKeys, fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of an `Architecture`, with no more positions than the indexer chooses for a query.
+    """Return the fields of an `Architecture`, limited to as many positions as the indexer chooses for a query.
 
     >>> read_indexer(ConfigKeys({"index_topk": 2048}, "config.json"), {"max_seq_len": 163840})
     {'max_seq_len': 2048, 'index_topk': 2048}

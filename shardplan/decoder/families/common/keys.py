@@ -28,7 +28,7 @@ ACTIVATIONS = {
 FULL, SLIDING = "full_attention", "sliding_attention"
 """Kinds of layers in `layer_types`: without and with a window."""
 WINDOW_PERIOD = ("sliding_window_pattern", "_sliding_window_pattern")
-"""Keys of a number n: every n-th layer has no window. transformers 4.53 wrote the second key."""
+"""Keys of a number n for which every n-th layer has no window; transformers 4.53 wrote the second key."""
 
 
 def read_heads(keys: ConfigKeys, head_size: int | None = None, kv_heads: int | None = None) -> GroupedAttention:
@@ -138,7 +138,7 @@ def with_windows(layer: LayerConfig, windows: Sequence[int | None]) -> list[Laye
 
 
 def every(period: int) -> Callable[[int], bool]:
-    """Return a function that tells whether a layer is the last one of its period.
+    """Return a function (layer) -> whether the layer is the last one of its period.
 
     >>> list(map(every(4), range(5)))
     [False, False, False, True, False]
@@ -181,7 +181,7 @@ def architecture(
 
 
 def only(keys: ConfigKeys, values: Mapping[str, Any]) -> None:
-    """Check that every key is absent or null, or has the one value that the decoder supports.
+    """Check that every key is absent, null, or the one value that the decoder supports.
 
     >>> only(ConfigKeys({"pretraining_tp": 1}, "config.json"), {"pretraining_tp": 1})
     >>> only(ConfigKeys({"pretraining_tp": 2}, "config.json"), {"pretraining_tp": 1})

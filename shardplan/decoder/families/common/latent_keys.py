@@ -10,7 +10,7 @@ from shardplan.decoder.parts.attention.rotary import Rotary
 from shardplan.decoder.parts.norm import NormConfig, NormKind
 
 LATENT_NORM = NormConfig(NormKind.RMS, 1e-6)
-"""The norms of latents, for which `rms_norm_eps` does not hold."""
+"""The norms of latents, whose epsilon is not `rms_norm_eps`."""
 
 
 class LatentSizes(NamedTuple):
@@ -61,7 +61,7 @@ def _rotated(keys: ConfigKeys, defaults: LatentSizes) -> int:
 
 
 def _read(keys: ConfigKeys, defaults: LatentSizes, rotary: Rotary) -> LatentAttention:
-    """Read latent attention, but for its rotary embeddings."""
+    """Read latent attention, except its rotary embeddings."""
     heads, bias = keys.integer("num_attention_heads"), keys.flag("attention_bias", default=False)
     attention = LatentAttention(
         heads=heads,

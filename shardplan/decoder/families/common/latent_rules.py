@@ -54,7 +54,7 @@ def _rotated_first(name: str, attention: LatentAttention, inputs: int) -> Rule:
 
 
 def _latent_and_rotated(name: str, kind: str, attention: LatentAttention, inputs: Shape) -> Rules:
-    """Return the rules of the projections to the latent of keys and values, and to the rotated channels of keys."""
+    """Return the rules of the projections to the key-value latent, and to the rotated channels of keys."""
     rank, rotated = attention.kv_rank, attention.rotated_size
     both = StoredTensor(f"{name}.{kind}", (rank + rotated, *inputs))
     pairs = Sliced(both, 0, rank, rank + rotated)

@@ -16,11 +16,11 @@ from shardplan.errors import ConfigError
 from shardplan.model.huggingface.rope_keys import read_rope
 
 TEMPERATURE = "llama_4_scaling_beta"
-"""Key of the factor `beta` by which queries grow with their position (`QueryTemperature`)."""
+"""Key of `beta`, the factor by which queries grow with their position (`QueryTemperature`)."""
 ALPHA = "alpha"
-"""Key of a fixed growth of the base, beside the type `dynamic`, which then scales nothing else."""
+"""Key of a fixed growth of the base, beside the type `dynamic`, which then has no other effect."""
 LONGROPE = ("longrope", "su")
-"""Names of LongRoPE, where each frequency has a factor of its own, and another factor for long texts."""
+"""Names of LongRoPE, in which each frequency has one factor for short and another for long texts."""
 KNOWN = frozenset(
     {
         ALPHA, "attention_factor", "beta_fast", "beta_slow", "factor", "finetuned", "high_freq_factor",

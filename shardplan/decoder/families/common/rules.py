@@ -115,7 +115,7 @@ def attention_rules(
     projections: tuple[str, str, str, str] = ("q_proj", "k_proj", "v_proj", "o_proj"),
     norms: tuple[str, str] = ("q_norm", "k_norm"),
 ) -> Rules:
-    """Return the rules of attention, if every projection is a tensor of its own.
+    """Return the rules of attention, if every projection has a separate tensor.
 
     >>> rules = attention_rules(GroupedAttention(heads=8, kv_heads=2, head_size=64), "self_attn", embed=256)
     >>> [(path.split(".")[1], rule.shape) for path, rule in rules.items()]
@@ -158,7 +158,7 @@ def _head_norm_rules(attention: GroupedAttention, path: str, name: str, heads: i
 def mlp_rules(
     mlp: MlpConfig, name: str, embed: int, projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 ) -> Rules:
-    """Return the rules of an MLP, if every projection is a tensor of its own.
+    """Return the rules of an MLP, if every projection has a separate tensor.
 
     >>> mlp = MlpConfig(size=128, activation="silu", is_gated=True)
     >>> [(rule.name, rule.shape) for rule in mlp_rules(mlp, "mlp", embed=64).values()]

@@ -1,1 +1,1 @@
-"""Attention of a decoder's layers, and the positions that it turns queries and keys by."""
+"""Attention of a decoder's layers, and the positions by which it rotates queries and keys."""

@@ -19,7 +19,7 @@ class Frequencies:
     """The frequencies of rotary embeddings: radians per position, for each pair of channels."""
 
     short: tuple[float, ...]
-    """Frequencies for texts of up to `original_positions` tokens; for all texts if `long` is None."""
+    """Frequencies for texts of up to `original_positions` tokens, or for all texts if `long` is None."""
     magnitude: float = 1.0
     """Factor of the rotated channels of queries and keys."""
     long: tuple[float, ...] | None = None
@@ -28,7 +28,7 @@ class Frequencies:
 
     @property
     def pairs(self) -> int:
-        """The number of pairs of channels."""
+        """Number of pairs of channels."""
         return len(self.short)
 
 

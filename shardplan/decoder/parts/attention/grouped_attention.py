@@ -1,4 +1,4 @@
-"""Grouped-query attention, which traces and plans can replace.
+"""Grouped-query attention, in a form that traces and plans can replace.
 
 `attend` calls `dot_product_attention` by its name in this module. A trace replaces this name to mark the call
 (`shardplan.program.marked.marked_attention`), and a plan replaces it to compute attention as planned
@@ -43,13 +43,13 @@ class HeadAxes(NamedTuple):
     """The axes of the heads of an attention layer."""
 
     KVHeads: Axis
-    """The heads of keys and values."""
+    """The axis of key heads."""
     QHeadsPerGroup: Axis
-    """The heads of queries for each head of keys."""
+    """The axis of query heads per key head."""
     Heads: Axis
-    """The heads of queries, as the inputs of the output projection."""
+    """The axis of all query heads, as the output projection's inputs."""
     HeadSize: Axis
-    """The channels of a head of queries or keys."""
+    """The axis of a query or key head's channels."""
 
 
 def attend(
@@ -61,7 +61,7 @@ def attend(
     kernel: Kernel,
     **settings: Any,
 ) -> NamedArray:
-    """Return for every query the mean of the values, weighted by the softmax of its scores.
+    """Return, for every query, the mean of the values weighted by the softmax of the query's scores.
 
     Args:
         axes: the axes of the heads in the arrays.
@@ -93,7 +93,7 @@ def attend(
 
 
 class NormExtent(Enum):
-    """Which channels of queries or keys are normalised together, and which weights they are multiplied by."""
+    """Which channels of queries or keys are normalised together, and which weights multiply them."""
 
     HEAD = "the channels of a head; all heads have the same weights"
     EACH_HEAD = "the channels of a head; every head has weights of its own"
@@ -107,7 +107,7 @@ class HeadNorm:
     norm: NormConfig
     extent: NormExtent = NormExtent.HEAD
     is_after_rotary: bool = False
-    """Whether queries and keys are normalised after they are rotated, not before."""
+    """Whether queries and keys are normalised after rather than before they are rotated."""
 
     def init(self, heads: tuple[Axis, ...], head_size: Axis) -> Norm:
         """Make the norm of queries or of keys."""
@@ -131,7 +131,7 @@ class QueryTemperature:
     positions: int
     """Positions per step of the scale; queries in the first step are not scaled."""
     first: int = 0
-    """The number of a text's first position."""
+    """Number of a text's first position."""
 
     def __call__(self, queries: NamedArray, positions: Positions) -> NamedArray:
         """Multiply each query {..., position, ...} by the factor of its position; the dtype stays."""
@@ -151,7 +151,7 @@ class GroupedAttention:
     kv_heads: int
     head_size: int
     rotary: Rotary | None = None
-    """None for layers without rotary embeddings."""
+    """The rotary embeddings; None for layers without them."""
     has_bias: bool = False
     """Whether queries, keys and values have biases."""
     has_output_bias: bool = False
@@ -181,27 +181,27 @@ class GroupedAttention:
 
     @property
     def KVHeads(self) -> Axis:
-        """The heads of keys and values."""
+        """The axis of key heads."""
         return Axis("kv_head", self.kv_heads)
 
     @property
     def QHeadsPerGroup(self) -> Axis:
-        """The heads of queries that share a head of keys."""
+        """The axis of query heads per key head."""
         return Axis("q_heads_per_group", self.heads // self.kv_heads)
 
     @property
     def Heads(self) -> Axis:
-        """The heads of queries, as an input axis of the output projection."""
+        """The axis of all query heads, as an input axis of the output projection."""
         return Axis("heads", self.heads)
 
     @property
     def HeadSize(self) -> Axis:
-        """The channels of a head."""
+        """The axis of a query or key head's channels."""
         return Axis("head_size", self.head_size)
 
     @property
     def ValueHeadSize(self) -> Axis:
-        """The channels of a head of values, and of its output."""
+        """The axis of a value head's channels, and of the head's output."""
         return self.HeadSize if self.value_head_size is None else Axis("value_head_size", self.value_head_size)
 
     def flops_per_token(self, embed: int, context_length: int) -> int:
@@ -247,7 +247,7 @@ class AttentionLayer(eqx.Module):
     q_norm: Norm | None
     k_norm: Norm | None
     sinks: NamedArray | None
-    """{kv_head, q_heads_per_group}: the score of each head's sink."""
+    """Score of each head's sink, {kv_head, q_heads_per_group}."""
     config: GroupedAttention = eqx.field(static=True)
 
     @named_call  # for profiles and reports
@@ -296,7 +296,7 @@ class AttentionLayer(eqx.Module):
         return mask if chunk is None or chunk >= Pos.size else with_chunks(mask, chunk, Pos, positions.indices)
 
     def _changes_of_scores(self) -> dict[str, Any]:
-        """Return the settings of scores that are given, as arguments of `dot_product_attention`."""
+        """Return the arguments of `dot_product_attention` for the layer's score settings."""
         given = {
             "scaling_factor": self.config.scale, "logits_soft_cap": self.config.soft_cap, "attn_sink": self.sinks
         }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Multi-head latent attention: keys and values of all heads are made from a latent of low rank, queries from another.
+"""Multi-head latent attention: keys and values of all heads come from one low-rank latent, queries from another.
 
 A head has channels that are rotated and channels that are not. The rotated channels of keys are no part of the latent,
 and all heads have the same. Here attention is expanded: keys and values of every head are computed from the latent, so
@@ -29,7 +29,7 @@ class LatentAttention:
 
     heads: int
     query_rank: int | None
-    """Elements of the latent of queries; None where queries are made from the residual stream."""
+    """Elements of the latent of queries; None if queries come from the residual stream."""
     kv_rank: int
     """Elements of the latent of keys and values."""
     unrotated_size: int
@@ -37,7 +37,7 @@ class LatentAttention:
     value_size: int
     """Channels of a head of values."""
     rotary: Rotary
-    """Rotates the other channels of queries and keys."""
+    """Rotates the remaining channels of queries and keys."""
     norm: NormConfig
     """The norms of the latents."""
     has_bias: bool = False
@@ -45,21 +45,21 @@ class LatentAttention:
     has_output_bias: bool = False
     temperature: QueryTemperature | None = None
     scale: float | None = None
-    """What scores are multiplied by; default: one over the square root of the size of a head."""
+    """Factor of the scores; default: head_size ** -0.5."""
 
     @property
     def rotated_size(self) -> int:
-        """The channels of a head that are rotated."""
+        """Number of rotated channels of a head."""
         return 2 * self.rotary.frequencies.pairs
 
     @property
     def head_size(self) -> int:
-        """The channels of a head of queries and keys."""
+        """Number of channels of a query or key head."""
         return self.rotated_size + self.unrotated_size
 
     @property
     def head_axes(self) -> HeadAxes:
-        """The axes of heads, by their names in grouped attention."""
+        """The axes of heads, under their names in grouped attention."""
         return HeadAxes(
             Axis("kv_head", self.heads),
             Axis("q_heads_per_group", 1),
@@ -69,28 +69,28 @@ class LatentAttention:
 
     @property
     def ValueHeadSize(self) -> Axis:
-        """The channels of a head of values, and of its output."""
+        """The axis of a value head's channels, and of the head's output."""
         name = "head_size" if self.value_size == self.head_size else "value_head_size"
         return Axis(name, self.value_size)
 
     @property
     def RotatedSize(self) -> Axis:
-        """The first channels of a head, which have rotary embeddings."""
+        """The axis of a head's first channels, which have rotary embeddings."""
         return Axis("rotated_head_size", self.rotated_size)
 
     @property
     def UnrotatedSize(self) -> Axis:
-        """The channels of a head that are not rotated."""
+        """The axis of a head's channels that are not rotated."""
         return Axis("unrotated_head_size", self.unrotated_size)
 
     @property
     def QueryLatent(self) -> Axis | None:
-        """The latent of queries."""
+        """The axis of the queries' latent."""
         return None if self.query_rank is None else Axis("q_lora", self.query_rank)
 
     @property
     def KVLatent(self) -> Axis:
-        """The latent of keys and values."""
+        """The axis of the keys' and values' latent."""
         return Axis("kv_lora", self.kv_rank)
 
     def flops_per_token(self, embed: int, context_length: int) -> int:
@@ -139,17 +139,17 @@ class LatentAttentionLayer(eqx.Module):
     """The projections of a layer with latent attention, and the norms of its latents."""
 
     q_a_proj: Linear | None
-    """From the residual stream to the latent of queries; None where queries have none."""
+    """Projects the residual stream to the latent of queries; None if queries have none."""
     q_a_norm: Norm | None
     q_proj: Linear
-    """From the latent of queries, or from the residual stream."""
+    """Projects the latent of queries, or the residual stream, to queries."""
     kv_a_proj: Linear
-    """From the residual stream to the latent of keys and values."""
+    """Projects the residual stream to the latent of keys and values."""
     kv_a_norm: Norm
     k_rotated_proj: Linear
-    """From the residual stream to the rotated channels of keys, which all heads have."""
+    """Projects the residual stream to the rotated channels of keys, which all heads share."""
     k_proj: Linear
-    """From the latent to the channels of keys that are not rotated."""
+    """Projects the latent to the channels of keys that are not rotated."""
     v_proj: Linear
     o_proj: Linear
     config: LatentAttention = eqx.field(static=True)

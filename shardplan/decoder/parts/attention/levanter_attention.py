@@ -1,4 +1,4 @@
-"""Calls Levanter's `dot_product_attention`, even if heads of values have another size than heads of keys.
+"""Calls Levanter's `dot_product_attention`, also for value heads of another size than key heads.
 
 Levanter's kernels and gradients require heads of one size. The smaller heads are padded with channels of zeros, which
 add nothing to scores; the padding of the output is sliced off.
@@ -22,7 +22,7 @@ def dot_product_attention(
     mask: AttentionMask | NamedArray | None,
     **settings: Any,
 ) -> NamedArray:
-    """Compute attention with Levanter's function of this name, for heads of values of any size.
+    """Compute attention with Levanter's function of this name, for value heads of any size.
 
     Args:
         query: {..., heads, QPos, Key}; axes that `key` does not have are query heads that share a key head.
@@ -47,7 +47,7 @@ def dot_product_attention(
 
 
 def _widen(x: NamedArray, Both: Axis) -> NamedArray:
-    """Pad the axis of `x` that has the name of `Both` with zeros to the size of `Both`."""
+    """Pad with zeros the axis of `x` that has the name of `Both`, to the size of `Both`."""
     missing = Both.size - x.axis_size(Both.name)
     if missing == 0:
         return x

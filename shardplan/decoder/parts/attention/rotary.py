@@ -21,9 +21,9 @@ class Positions(eqx.Module):
     """The index of each token in its text, and the length of the longest text."""
 
     indices: NamedArray
-    """int32[..., position]."""
+    """Index of each token in its text, int32[..., position]."""
     length: NamedArray
-    """int32[]: one more than the largest index."""
+    """Length of the longest text, the largest index plus one, int32[]."""
 
     @staticmethod
     def of(indices: NamedArray) -> "Positions":
@@ -60,7 +60,7 @@ class Rotary:
         return hax.named(jnp.asarray(channels), head_size)
 
     def _quarter_turn(self, x: NamedArray, head_size: Axis) -> NamedArray:
-        """Rotate each pair of channels by 90 degrees; unrotated channels get any value, as their sine is 0."""
+        """Rotate each pair of channels by 90 degrees; unrotated channels get any value, because their sine is 0."""
         half = self.frequencies.pairs
         first, second = x[head_size, :half], x[head_size, half : 2 * half]
         parts = [-second, first]

@@ -1,4 +1,4 @@
-"""Records what layers with Native Sparse Attention select while a forward pass is traced.
+"""Records what layers with Native Sparse Attention select, while a forward pass is traced.
 
 Nothing is recorded outside of `record_selection`, and no statistics are traced then.
 """
@@ -16,16 +16,16 @@ class SelectionRecording:
     """The records of one forward pass."""
 
     segments: list[tuple[SelectionSums, ...]] = field(default_factory=list)
-    """For each loop over layers, the sums [repetition, ...] of the layers with this attention in its block."""
+    """Sums [repetition, ...] of each loop over layers, one per layer with Native Sparse Attention in its block."""
     sums: list[SelectionSums] = field(default_factory=list)
-    """Of layers outside of loops, or in one repetition, in the order of the model."""
+    """Sums of the layers outside of loops, or of one repetition, in the order of the model."""
 
     def of_repetition(self) -> AbstractContextManager["SelectionRecording"]:
-        """Record one repetition of a block of layers by itself, until the block of the context ends."""
+        """Record one repetition of a block of layers separately, until the context's block ends."""
         return record_selection()
 
     def layers(self) -> tuple[SelectionSums, ...]:
-        """Return the sums of layers outside of loops, or of one repetition."""
+        """Return the sums of the layers outside of loops, or of one repetition."""
         return tuple(self.sums)
 
 
@@ -33,7 +33,7 @@ _recording: ContextVar[SelectionRecording | None] = ContextVar("selection_record
 
 
 def selection_recording() -> SelectionRecording | None:
-    """Return the recording of the forward pass that is traced; None if nothing is recorded.
+    """Return the recording of the forward pass being traced; None if nothing is recorded.
 
     >>> selection_recording() is None
     True
@@ -46,7 +46,7 @@ def selection_recording() -> SelectionRecording | None:
 
 @contextmanager
 def record_selection() -> Iterator[SelectionRecording]:
-    """Record the forward passes that are traced within the block.
+    """Record the forward passes that are traced within the context's block.
 
     >>> with record_selection() as recording:
     ...     selection_recording().sums.append("the sums of a layer")

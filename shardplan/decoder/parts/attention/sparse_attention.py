@@ -25,9 +25,9 @@ class SparseAttention:
 
     sizes: NativeSparseConfig
     method: SelectedMethod = SelectedMethod.DENSE_MASK
-    """How attention to the selected blocks is computed, which changes no result."""
+    """How attention to the selected blocks is computed; it does not change the result."""
     layout: SequenceOrder = SequenceOrder.CONTIGUOUS
-    """The order that the positions of activations are in."""
+    """The order of positions in activations."""
 
     def flops_per_token(self, embed: int, context_length: int) -> int:
         """Count the FLOPs of a token, as `GroupedAttention.flops_per_token` does.
@@ -97,7 +97,7 @@ class SparseAttentionLayer(eqx.Module):
 
 
 def _check_mask(mask: AttentionMask) -> None:
-    """Check that a mask is causal and nothing else, for sequences of one document.
+    """Check that a mask is only causal, for sequences of one document.
 
     Raises:
         ConfigError: it is another one.
@@ -114,7 +114,7 @@ def _check_mask(mask: AttentionMask) -> None:
 
 
 def _compression_flops(sizes: NativeSparseConfig, size: int) -> int:
-    """FLOPs to compress the keys or values of one block in one group of heads with `size` channels."""
+    """Return the FLOPs to compress the keys or values of one block in one group, for heads of `size` channels."""
     match sizes.compression:
         case Compression.MEAN:
             return sizes.block * size

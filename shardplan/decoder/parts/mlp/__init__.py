@@ -1,1 +1,1 @@
-"""MLPs of a decoder's layers: one for all tokens, or routed experts, which a router chooses."""
+"""MLPs of a decoder's layers: one for all tokens, or routed experts."""

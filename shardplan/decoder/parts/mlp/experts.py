@@ -25,7 +25,7 @@ from shardplan.model.activation_names import ActivationName
 
 @dataclass(frozen=True)
 class GatedActivation:
-    """The hidden state of an expert: its activation of the gate, times the projection up."""
+    """The hidden state of an expert: activation(gate) * up."""
 
     name: str
     """A key of `shardplan.decoder.parts.mlp.mlp.ACTIVATIONS`."""
@@ -38,14 +38,14 @@ class GatedActivation:
 
 @dataclass(frozen=True)
 class ClampedSwish:
-    """The hidden state of an expert of gpt-oss: `(up + 1) * gate * sigmoid(alpha * gate)`, of clamped values.
+    """The hidden state of gpt-oss's experts: `(up + 1) * gate * sigmoid(alpha * gate)`, of clamped values.
 
     Source: https://github.com/openai/gpt-oss, `swiglu`.
     """
 
     alpha: float
     limit: float
-    """Largest gate, and largest absolute value of the projection up."""
+    """Largest gate, and largest absolute value of the up projection."""
 
     def __call__(self, gate: Array | None, up: Array) -> Array:
         """Compute the hidden states."""
@@ -64,18 +64,18 @@ class ExpertsConfig:
     activation: GatedActivation | ClampedSwish
     has_bias: bool = False
     weighs_inputs: bool = False
-    """Whether a token is multiplied by its routing weight before its expert, rather than what the expert returns."""
+    """Whether the routing weight multiplies the expert's input rather than its output."""
     shared: MlpConfig | None = None
-    """An MLP that all tokens pass through, as one MLP of the size of all shared experts."""
+    """One MLP for all tokens, of the size of all shared experts together."""
 
     @property
     def Experts(self) -> Axis:
-        """The experts."""
+        """The axis of the experts."""
         return Axis("experts", self.router.experts)
 
     @property
     def ExpertMlp(self) -> Axis:
-        """The hidden state of an expert."""
+        """The axis of an expert's hidden state."""
         return Axis("expert_mlp", self.size)
 
     def flops_per_token(self, embed: int) -> int:

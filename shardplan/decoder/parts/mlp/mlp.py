@@ -15,7 +15,7 @@ from shardplan.decoder.parts.linear import Linear
 from shardplan.model.activation_names import ActivationName
 
 XIELU = "xielu"
-"""Name of the activation that has parameters, see `Xielu`."""
+"""Name of the activation with parameters, see `Xielu`."""
 ACTIVATIONS: dict[str, Callable[[NamedArray], NamedArray]] = {
     "gelu": partial(hax.nn.gelu, approximate=False),
     "gelu_tanh": partial(hax.nn.gelu, approximate=True),
@@ -37,7 +37,7 @@ class MlpConfig:
     """A key of `ACTIVATIONS`, or `XIELU`."""
     has_bias: bool = False
     is_gated: bool = False
-    """Whether a third projection makes a gate: hidden = activation(gate) * up; else hidden = activation(up)."""
+    """Whether hidden = activation(gate) * up with a third projection, the gate; else hidden = activation(up)."""
     axis: str = "mlp"
     """Name of the axis of the hidden state."""
 
@@ -73,13 +73,13 @@ class Xielu(eqx.Module):
     """
 
     alpha_p: NamedArray
-    """[]: parameter of the slope for positive values, before the softplus."""
+    """Parameter, a scalar, of the slope for positive values, before the softplus."""
     alpha_n: NamedArray
-    """[]: parameter of the slope for negative values, before the softplus."""
+    """Parameter, a scalar, of the slope for negative values, before the softplus."""
 
     BETA = 0.5
     EPSILON = -1e-6
-    """Largest argument of expm1, so that expm1(x) - x does not subtract almost equal numbers."""
+    """Largest argument of expm1, so that expm1(x) - x does not subtract nearly equal numbers."""
 
     @staticmethod
     def init() -> "Xielu":

@@ -1,4 +1,4 @@
-"""The router of a layer with experts: it chooses a few experts for each token, and how much each of them counts.
+"""The router of a layer with experts, which chooses a few experts for each token and weighs their outputs.
 
 Its parameters are stored and computed with in float32, whatever the rest of the model is: rounding them, or its scores,
 to bfloat16 would give some tokens other experts. Sources:
@@ -32,13 +32,13 @@ class Scoring(Enum):
 
 @dataclass(frozen=True)
 class ExpertGroups:
-    """Groups of consecutive experts; a token may choose experts of a few groups."""
+    """Groups of consecutive experts; a token may choose experts of a few groups only."""
 
     groups: int
     chosen: int
-    """Groups that a token chooses experts from: those with the largest scores."""
+    """Number of groups that a token chooses experts from: those with the largest scores."""
     best: int
-    """Number of a group's best experts whose scores add up to the score of the group."""
+    """Number of a group's best experts whose scores sum to the score of the group."""
 
 
 @dataclass(frozen=True)
@@ -49,25 +49,25 @@ class RouterConfig:
     experts_per_token: int
     scoring: Scoring = Scoring.SOFTMAX
     has_bias: bool = False
-    """Whether a bias is added to the products."""
+    """Whether the router logits have a bias."""
     has_correction: bool = False
-    """Whether each expert has a number that is added to its score for the choice alone."""
+    """Whether each expert has a correction, which is added to its score for the choice only."""
     groups: ExpertGroups | None = None
     is_normalised: bool = True
     """Whether the weights of a token's experts are divided by their sum."""
     min_sum: float = 0.0
-    """Least divisor: a smaller sum is replaced by it."""
+    """Smallest divisor, which replaces a smaller sum."""
     scale: float = 1.0
-    """What weights are multiplied by at last."""
+    """Final factor of the routing weights."""
 
     @property
     def Scores(self) -> Axis:
-        """The experts in the router; its own axis, as it does not follow the sharding of the experts."""
+        """The axis of experts in the router, separate because it does not follow the sharding of the experts."""
         return Axis("expert_score", self.experts)
 
     @property
     def Choices(self) -> Axis:
-        """The chosen experts of a token."""
+        """The axis of a token's chosen experts."""
         return Axis("expert_choice", self.experts_per_token)
 
     def init(self, Embed: Axis, key: jax.Array) -> "Router":
@@ -85,20 +85,20 @@ class Routing(NamedTuple):
     """The experts of each token."""
 
     chosen: NamedArray
-    """int32{..., expert_choice}, numbers of experts."""
+    """Numbers of the chosen experts, int32{..., expert_choice}."""
     weights: NamedArray
-    """float32{..., expert_choice}, the factors of their outputs."""
+    """Routing weights, the factors of the experts' outputs, float32{..., expert_choice}."""
 
 
 class Router(Float32Module):
     """The weights of a router."""
 
     weight: NamedArray
-    """{expert_score, embed}."""
+    """Weight of the router, {expert_score, embed}."""
     bias: NamedArray | None
-    """{expert_score}."""
+    """Bias of the router, {expert_score}; None without one."""
     correction: NamedArray | None
-    """{expert_score}."""
+    """Number added to each expert's score for the choice only, {expert_score}; None without."""
     config: RouterConfig = eqx.field(static=True)
 
     @named_call  # for profiles and reports
@@ -128,14 +128,14 @@ class Router(Float32Module):
         return Routing(chosen, weights if config.scale == 1.0 else weights * config.scale)
 
     def _probabilities(self, products: NamedArray, scores: NamedArray) -> NamedArray:
-        """Return how probable the router finds each expert, for statistics: scores that add up to 1."""
+        """Return the router's probability of each expert, for statistics: scores scaled to sum to 1."""
         axis = self.config.Scores
         if self.config.scoring is Scoring.SIGMOID:
             return scores / hax.sum(scores, axis)
         return hax.nn.softmax(products, axis)
 
     def _choose(self, scores: NamedArray) -> Routing:
-        """Return the experts with the best scores, of those in the best groups, and their scores.
+        """Return the experts with the best scores among the best groups, and their scores.
 
         Args:
             scores: float32{..., expert_score}.
@@ -155,7 +155,7 @@ class Router(Float32Module):
 
 
 def _is_in_best_groups(scores: jax.Array, groups: ExpertGroups) -> jax.Array:
-    """bool[..., experts]: whether each expert is in one of the groups with the best scores."""
+    """Return bool[..., experts]: whether each expert is in one of the groups with the best scores."""
     grouped = scores.reshape(*scores.shape[:-1], groups.groups, -1)
     of_groups = jax.lax.top_k(grouped, groups.best)[0].sum(-1)
     best = jax.lax.top_k(of_groups, groups.chosen)[1]

@@ -16,7 +16,7 @@ from shardplan.verify.verdict import Outcome
 
 PLAN, RUNNER_UP, EVALUATED, OTHER = "plan", "runner-up", "evaluated", "other"
 HEADROOM = 1.08
-"""Factor of free space around the points."""
+"""Factor by which the axes extend beyond the smallest and largest points."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class CandidateRow:
     name: str
     mesh: str
     seconds: float | None
-    """Of a step, estimated; None for a verdict of an older version."""
+    """Estimated seconds of a step; None for a verdict of an older version."""
     peak: int | None
-    """Bytes per device, estimated."""
+    """Estimated peak bytes per device."""
     compiled_seconds: float | None
     compiled_peak: int | None
     why_not: str
@@ -46,19 +46,19 @@ class CandidateRow:
 
 @dataclass(frozen=True)
 class CandidatesPanel:
-    """Candidates by time and memory."""
+    """Candidates by time and memory, as a chart and a table."""
 
     points: list[CandidatePoint]
     x_ticks: list[Tick]
     y_ticks: list[Tick]
     limit: float
-    """Percent of the height at which the usable memory is."""
+    """Percent of the chart's height at which the usable memory is."""
     limit_text: str
     rows: list[CandidateRow]
     is_compiled: bool
     """Whether any layout was compiled."""
     has_others: bool
-    """Whether layouts of others are on the chart."""
+    """Whether layouts other than the plan's candidates are on the chart."""
     rejected: list[tuple[str, int]]
     slower: int
     missing: str
@@ -138,14 +138,14 @@ def _kind(plan: Plan, candidate: EvaluatedCandidate) -> str:
 
 
 def _candidate_text(plan: Plan, candidate: EvaluatedCandidate) -> str:
-    """The mesh of a candidate, and what its main axes are sharded over."""
+    """Describe the mesh of a candidate, and how its main axes are sharded."""
     mesh = mesh_text(dict(zip(plan.mesh, candidate.mesh, strict=True)))
     parts = {"batch": candidate.batch, "positions": candidate.positions, "stored": candidate.stored}
     return f"{mesh}; " + ", ".join(f"{name} over {' x '.join(axes) or 'nothing'}" for name, axes in parts.items())
 
 
 def own_name(plan: Plan) -> str:
-    """The name of the page's plan among candidates: "this plan", or "this layout" if the layout was given."""
+    """Return the name of the page's plan among candidates: "this plan", or "this layout" if the layout was given."""
     return "this layout" if plan.search.given else "this plan"
 
 

@@ -9,14 +9,14 @@ from shardplan.report.experts import experts_line
 from shardplan.report.page.units import Tick, linear_ticks
 
 HEADROOM = 1.05
-"""Height of the chart, divided by what it must show."""
+"""Height of the chart / largest value shown."""
 MAX_TICKS = 16
-"""Most layers whose numbers stand under the chart."""
+"""Maximum number of layers whose numbers are written under the chart."""
 
 
 @dataclass(frozen=True)
 class LayerBar:
-    """The loads of a layer's experts: from the least to the largest, in percent of the chart."""
+    """The range of loads of a layer's experts, from the least to the largest, in percent of the chart."""
 
     x: float
     width: float
@@ -34,10 +34,10 @@ class ExpertsPanel:
     x_ticks: list[Tick]
     y_ticks: list[Tick]
     mean: float
-    """Percent of the height at which the mean load is."""
+    """Percent of the chart's height at which the mean load is."""
     rows: list[Mapping[str, Any]]
-    """`layers` of the section of a summary, each with the number of the busiest expert as `busiest`, and with
-    `max_entropy`, that of equal loads."""
+    """`layers` of the summary's section, each with the number of the busiest expert as `busiest` and the entropy of
+    equal loads as `max_entropy`."""
 
 
 def experts_panel(section: Mapping[str, Any]) -> ExpertsPanel:

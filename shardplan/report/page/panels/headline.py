@@ -11,7 +11,7 @@ from shardplan.report.page.units import gib_text, seconds_text
 from shardplan.verify.verdict import Outcome
 
 LARGEST = 3
-"""Number of costs, and of helpful settings, that the verdict names."""
+"""Number of costs, and of beneficial settings, that the verdict names."""
 MIN_GAIN = 0.01
 """Relative gain of tokens per second and device below which a setting is not named."""
 
@@ -26,12 +26,12 @@ class Figures:
     mfu: str
     peak: str
     limit: str
-    """What takes most of the step."""
+    """Name of what takes most of the step."""
 
 
 @dataclass(frozen=True)
 class Headline:
-    """The first panel."""
+    """Content of the first panel."""
 
     outcome: Outcome
     sentence: str
@@ -39,9 +39,9 @@ class Headline:
     figures: list[Figures]
     costs: list[TimelineCost]
     settings: list[ChangedSetting]
-    """All settings that were planned."""
+    """All settings of the planned workload."""
     better: list[tuple[str, str]]
-    """The settings with the most tokens per second and device, each with what it changes, in words."""
+    """Settings with the most tokens per second and device, and the effects of each, in words."""
 
 
 def make_headline(plan: Plan, judgement: Judgement | None) -> Headline:
@@ -100,7 +100,7 @@ def _figures(source: str, plan: Plan, seconds: float, computing: float, mfu: flo
 
 
 def _best_settings(plan: Plan, settings: list[ChangedSetting]) -> list[tuple[str, str]]:
-    """The settings with which a device computes most tokens per second, the best first."""
+    """Return the settings with the most tokens per second and device, the best first."""
     now = plan.workload.tokens / plan.cost.step_seconds / plan.hardware.devices
     gains = [(each.tokens_per_second / each.devices / now - 1, each) for each in settings if not each.obstacle]
     named = sorted((pair for pair in gains if pair[0] >= MIN_GAIN), key=lambda pair: -pair[0])[:LARGEST]

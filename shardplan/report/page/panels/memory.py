@@ -17,13 +17,13 @@ NO_VERDICT = (
     "No verdict of the TPU compiler. `verify --json verdicts.json` writes one, "
     "`--verdicts verdicts.json` shows it here."
 )
-"""What stands where the compiler's memory would be drawn."""
+"""Message in place of the compiler's memory."""
 STORED = ("parameters", "optimizer")
-"""Fields of what is live at every point."""
+"""Fields for arrays that are live at every point."""
 MIN_WIDTH = 9
-"""Percent of the width of a chart on which there is room for the text of a repeat."""
+"""Percent of the chart's width from which there is room for the text of a repeat."""
 HEADROOM = 1.05
-"""Height of the chart, divided by what it must show."""
+"""Height of the chart / largest value shown."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class MemoryBand:
 
 @dataclass(frozen=True)
 class PointMark:
-    """A point of the step, and the text that is shown under the pointer there."""
+    """A point of the step, with the text shown when the pointer is there."""
 
     x: float
     width: float
@@ -48,7 +48,7 @@ class PointMark:
 
 @dataclass(frozen=True)
 class LoopRepeat:
-    """Points that a loop runs several times."""
+    """Points of the step that a loop runs several times."""
 
     x: float
     width: float
@@ -56,7 +56,7 @@ class LoopRepeat:
 
     @classmethod
     def over(cls, start: float, end: float, times: int) -> "LoopRepeat":
-        """The points from `start` to `end`, both in percent of the width; without text if that has no room."""
+        """Make the repeat of the points from `start` to `end`, in percent of the width; without room, without text."""
         return cls(start, end - start, f"{times} times" if end - start >= MIN_WIDTH else "")
 
 
@@ -72,7 +72,7 @@ class LiveChart:
     """Percent of the width at which the peak is."""
     ticks: list[Tick]
     limits: list[tuple[float, str, str]]
-    """Percent of the height, the kind of the line there, and what it is."""
+    """Horizontal lines: (percent of the height, kind of line, text)."""
 
 
 @dataclass(frozen=True)
@@ -81,10 +81,10 @@ class MemoryPanel:
 
     charts: list[LiveChart]
     parts: list[tuple[str, str, int, float]]
-    """Field, name, bytes at the peak, and percent of what is available; parts of 0 bytes are left out."""
+    """Field, name, bytes at the peak, and percent of available memory, for parts of more than 0 bytes."""
     compiled: CompiledMemory | None
     missing: list[str]
-    """What cannot be drawn, and why."""
+    """Text on what cannot be drawn, and why."""
 
 
 def memory_panel(plan: Plan, judgement: Judgement | None) -> MemoryPanel:
@@ -131,7 +131,7 @@ def _limits(memory: MemoryPlan, top: float) -> Iterator[tuple[float, str, str]]:
 
 
 def _estimated_chart(title: str, live: list[LivePoint], top: float, limits: list[tuple[float, str, str]]) -> LiveChart:
-    """The estimate, by part of memory: every point is equally wide."""
+    """Draw the estimate by part of memory; all points are equally wide."""
     totals = [sum(point.bytes.values()) for point in live]
     peak = max(range(len(live)), key=totals.__getitem__)
     below = [0.0] * len(live)
@@ -162,7 +162,7 @@ def _parts_text(point: LivePoint) -> str:
 
 
 def _compiled_chart(memory: CompiledMemory, top: float, limits: list[tuple[float, str, str]]) -> LiveChart:
-    """The compiler's live ranges: arguments of the program, and what it makes itself."""
+    """Draw the compiler's live ranges: arguments of the program, and buffers that it makes."""
     width = 100 / len(memory.live)
     zero = [0.0] * len(memory.live)
     # a verdict has sizes without owners; the arguments of a program are there throughout
@@ -180,7 +180,7 @@ def _compiled_chart(memory: CompiledMemory, top: float, limits: list[tuple[float
 
 
 def _band_path(below: list[float], above: list[float], width: float, top: float) -> str:
-    """The outline of a band with steps."""
+    """Return the outline of a band with steps, as an SVG path."""
     up = " ".join(f"H{i * width:.2f} V{100 - 100 * y / top:.2f} H{(i + 1) * width:.2f}" for i, y in enumerate(above))
     down = " ".join(f"V{100 - 100 * below[i] / top:.2f} H{i * width:.2f}" for i in range(len(below) - 1, -1, -1))
     return f"M0 {100 - 100 * above[0] / top:.2f} {up} {down}Z"

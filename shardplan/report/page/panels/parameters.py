@@ -15,18 +15,18 @@ class ParameterRow:
     """A row of the table: one parameter, or several equal ones."""
 
     stack: str
-    """What its path begins with: the stack of layers that it belongs to, if any."""
+    """Beginning of the path: the stack of layers that the parameter belongs to; empty without one."""
     name: str
-    """The rest of its path."""
+    """Remainder of the path."""
     count: int
-    """The number of parameters."""
+    """Number of parameters in the row."""
     axes: str
     elements: int
-    """Of all of them."""
+    """Elements of all parameters in the row."""
     spec: str
     shards: int
     bytes_per_device: int
-    """Of all of them."""
+    """Bytes per device of all parameters in the row."""
 
 
 def parameter_rows(plan: Plan) -> list[ParameterRow]:

@@ -1,4 +1,4 @@
-"""A hand-written layout: what the lint says of it, and its repairs and the best plan beside it."""
+"""A hand-written layout: the lint's findings on it, its repairs, and the best plan."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,21 +30,21 @@ class Defect:
 
 @dataclass(frozen=True)
 class ComparedLayout:
-    """The file, an edited one, or the best plan."""
+    """One of the layouts compared: the file's, an edited one, or the best plan."""
 
     name: str
     outcome: str
     is_good: bool
-    """Whether it can run."""
+    """Whether the layout can run."""
     mesh: str
     lines: list[str]
     """The edits, as lines of a unified diff."""
     batch: int = 0
     step_seconds: float = 0.0
-    """0 if nothing can be predicted of it."""
+    """Seconds of a step; 0 if they cannot be predicted."""
     tokens_per_second: float = 0.0
     peak: int = 0
-    """Bytes per device."""
+    """Peak bytes per device."""
     parts: dict[str, int] | None = None
     """Field of `MemoryPlan` -> bytes per device at the peak; None if nothing can be predicted."""
 
@@ -56,14 +56,14 @@ class RepairPanel:
     path: str
     slice: str
     shown: str
-    """The name of the layout that the other panels show."""
+    """Name of the layout that the other panels show."""
     notes: list[str]
-    """What the prediction assumes and leaves out, and why a repair or the best plan is missing."""
+    """Notes on what the prediction assumes and leaves out, and why a repair or the best plan is missing."""
     defects: list[Defect]
-    """Errors first."""
+    """Findings, errors first."""
     layouts: list[ComparedLayout]
     usable: int
-    """Bytes of a device that the peak may use."""
+    """Bytes per device that the peak may use."""
     section: str
     """The trainer section of the best plan; empty if there is none."""
     compiler_options: dict[str, str]
@@ -71,7 +71,7 @@ class RepairPanel:
 
 
 def repair_panel(review: Review) -> tuple[Plan, RepairPanel] | None:
-    """Lay out a review of a file, with the plan of the page: the file's, else its repair's, else the best.
+    """Lay out a review of a file; the page's plan is the file's, else its repair's, else the best.
 
     None if there is no plan at all.
     """
@@ -104,7 +104,7 @@ def repair_panel(review: Review) -> tuple[Plan, RepairPanel] | None:
 
 
 def _best_section(review: Review) -> str:
-    """Write the trainer section of the best plan, with the schedule of the file."""
+    """Write the trainer section of the best plan, with the file's batch schedule."""
     assert review.best is not None
     return trainer_yaml(review.best, kept_schedule(review, review.best))
 

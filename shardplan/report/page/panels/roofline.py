@@ -1,4 +1,4 @@
-"""The roofline of contractions: the FLOP/s that each reaches, against what its FLOPs per byte allow."""
+"""The roofline of contractions: the FLOP/s that each reaches, against the limit by its FLOPs per byte."""
 
 from dataclasses import dataclass
 
@@ -8,11 +8,11 @@ from shardplan.report.page.labels import NO_DETAILS, join_with_counts, short_lab
 from shardplan.report.page.units import LogAxis, Tick, rate_text, seconds_text
 
 MARGIN = 2.0
-"""Factor of free space around the points."""
+"""Factor by which the axes extend beyond the smallest and largest points."""
 RADII = (8, 14)
-"""Radius of the point that takes the shortest and of the one that takes the longest time, in pixels."""
+"""Radius, in pixels, of the points with the shortest and with the longest time."""
 NEAR = (3.0, 8.0)
-"""Percent of the width and of the height of the chart within which two points would cover each other's numbers."""
+"""Percent of the chart's width and height within which the numbers of two points would overlap."""
 
 
 @dataclass(frozen=True)
@@ -24,14 +24,14 @@ class Contraction:
     intensity: float
     """FLOPs per byte of HBM."""
     rate: float
-    """FLOP/s that a device reaches."""
+    """FLOP/s that one device reaches."""
     part_of_roof: float
     seconds: float
 
 
 @dataclass(frozen=True)
 class RooflinePoint:
-    """Contractions at the same place of the chart, x and y in percent."""
+    """Contractions at one place of the chart; x and y in percent."""
 
     x: float
     y: float
@@ -43,19 +43,19 @@ class RooflinePoint:
 
 @dataclass(frozen=True)
 class RooflinePanel:
-    """Contractions under the roof of a device."""
+    """The contractions, and the roof of a device."""
 
     contractions: list[Contraction]
-    """The longest first."""
+    """Contractions, the longest first."""
     points: list[RooflinePoint]
     roof: list[tuple[float, float]]
-    """Corners of the roof."""
+    """Corners of the roof, in percent of the chart."""
     x_ticks: list[Tick]
     y_ticks: list[Tick]
     peak: str
     bandwidth: str
     ridge: str
-    """FLOPs per byte above which the peak is the limit."""
+    """FLOPs per byte above which peak FLOP/s, rather than bandwidth, is the limit."""
     missing: str
 
 
@@ -96,7 +96,7 @@ def _contractions(plan: Plan, peak: float, bandwidth: float) -> list[Contraction
 
 
 def _points(contractions: list[Contraction], x_axis: LogAxis, y_axis: LogAxis) -> list[RooflinePoint]:
-    """Merge contractions that lie near a longer one into its point, and add up their times."""
+    """Merge contractions close to a longer one into its point, and add up their times."""
     places: dict[tuple[float, float, str], list[Contraction]] = {}
     for each in contractions:
         place = x_axis.at(each.intensity), 100 - y_axis.at(each.rate), each.kind
@@ -113,7 +113,7 @@ def _points(contractions: list[Contraction], x_axis: LogAxis, y_axis: LogAxis) -
 
 
 def _is_near(place: tuple[float, float, str], other: tuple[float, float, str]) -> bool:
-    """Whether two points of one kind would overlap on the chart."""
+    """Return whether two points of one kind would overlap on the chart."""
     (x, y, kind), (other_x, other_y, other_kind) = place, other
     return kind == other_kind and abs(x - other_x) < NEAR[0] and abs(y - other_y) < NEAR[1]
 

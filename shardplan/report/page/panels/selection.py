@@ -7,11 +7,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class SelectionPanel:
-    """Figures of all layers in a sentence, and of each layer in a row."""
+    """Figures of all layers in one sentence, and of each layer in a row."""
 
     summary: str
     rows: list[Mapping[str, Any]]
-    """`layers` of the section of a summary."""
+    """`layers` of the summary's section."""
 
 
 def selection_panel(section: Mapping[str, Any]) -> SelectionPanel:

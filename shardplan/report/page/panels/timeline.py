@@ -21,7 +21,7 @@ class Block:
     """A stretch of the timeline."""
 
     kind: str
-    """That of the task, or of the collective."""
+    """Kind of the task or of the collective."""
     x: float
     width: float
     tip: str
@@ -33,16 +33,16 @@ class TimelineCost:
 
     what: str
     kind: str
-    """That of the task, or of the collective."""
+    """Kind of the task or of the collective."""
     is_transfer: bool
     mesh_axes: str
     bytes: int
     """Bytes that a device receives."""
     seconds: float
     exposed_seconds: float
-    """The part of `seconds` that makes the step longer: all of it for compute."""
+    """The part of `seconds` that makes the step longer; for compute all of it."""
     part: float
-    """Percent of the step that are exposed."""
+    """Percent of the step that is exposed."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class CompiledBar:
     """The compiler's time of the step, on the axis of the timeline."""
 
     compute: float
-    """Percent of the width."""
+    """Percent of the bar's width that is compute."""
     waiting: float
     tip: str
 
@@ -62,13 +62,13 @@ class TimelinePanel:
     seconds: float
     ticks: list[Tick]
     core: list[Block]
-    """What the device does: compute, and waiting for collectives."""
+    """Blocks of the device's own time: compute, and waiting for collectives."""
     links: list[Block]
-    """Collectives that overlap with the compute above them."""
+    """Blocks of collectives that overlap with the compute above them."""
     repeats: list[LoopRepeat]
     compiled: CompiledBar | None
     key: list[tuple[str, str]]
-    """Kind of tasks or of collectives, and the name of its colour."""
+    """(Kind of tasks or collectives, name of its colour)."""
     costs: list[TimelineCost]
     missing: str
 

@@ -1,4 +1,4 @@
-"""The slice as its torus: where each device of the mesh is, and which tile of each tensor it holds."""
+"""The slice drawn as its torus: where each device of the mesh is, and which tile of each tensor it holds."""
 
 import math
 from collections.abc import Iterator
@@ -14,15 +14,15 @@ from shardplan.report.plan.parameter_groups import group_parameters
 from shardplan.report.plan.tables import spec_text
 
 MAX_DEVICES = 2048
-"""Devices that are drawn; of larger slices the first ones."""
+"""Maximum number of devices that are drawn, the first ones of a larger slice."""
 CELL = 30
-"""Side of a chip in pixels, for numbers of three digits."""
+"""Side of a chip in pixels, wide enough for numbers of three digits."""
 GAP = 3
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """An array's division into tiles, numbered in row-major order, over the devices of a mesh."""
+    """The division of an array into tiles, numbered in row-major order, over the devices of a mesh."""
 
     name: str
     spec: str
@@ -31,11 +31,11 @@ class Tiling:
     dims: list[list[str]]
     """Mesh axes of each dimension, major to minor."""
     strides: dict[str, int]
-    """Mesh axis -> what a step along it adds to the number of the tile; an axis that is absent adds nothing."""
+    """Mesh axis -> increment of the tile number per step along it; an absent axis has increment 0."""
     tiles: int
 
     def tile(self, coordinates: dict[str, int]) -> int:
-        """The number of the tile of the device at some mesh coordinates."""
+        """Return the number of the tile at given mesh coordinates."""
         return sum(self.strides.get(axis, 0) * at for axis, at in coordinates.items())
 
 
@@ -51,7 +51,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class ChipLayer:
-    """The chips of one slice that have the same third coordinate."""
+    """The chips of one slice with the same third coordinate."""
 
     title: str
     width: int
@@ -64,18 +64,18 @@ class Drawing:
     """The drawing of a slice with a mesh on it."""
 
     dimensions: list[str]
-    """Each torus dimension in words: how it is drawn, its size, and the mesh axes on it."""
+    """Description of each torus dimension: how it is drawn, its size, and the mesh axes on it."""
     axes: list[tuple[str, int, str]]
-    """Mesh axis, size, and where it lies on the torus, in words."""
+    """Mesh axis, its size, and a description of where it lies on the torus."""
     layers: list[ChipLayer]
     drawn: int
     devices: int
     locations: list[str]
-    """Of each drawn device, in their order: its host and chip, in words."""
+    """Description of each drawn device's host and chip, in the order of the devices."""
 
 
 def draw_slice(slice_name: str, mesh: dict[str, int], limit: int = MAX_DEVICES) -> Drawing:
-    """Draw at most `limit` devices of a slice, with a mesh laid on it as the compiler's device assignment has it."""
+    """Draw at most `limit` devices of a slice, with a mesh laid on it as in the compiler's device assignment."""
     placement = place_mesh(parse_slice(slice_name), mesh)
     coordinates, hosts = placement.coordinates(), placement.hosts()
     order = sorted(range(len(coordinates)), key=lambda device: _drawing_order(coordinates[device]))[:limit]
@@ -96,7 +96,7 @@ def draw_slice(slice_name: str, mesh: dict[str, int], limit: int = MAX_DEVICES) 
 
 
 def tilings_of(plan: Plan) -> list[Tiling]:
-    """Return the distinct tilings of a plan's parameters, in its order, and then the tokens' tiling."""
+    """Return the distinct tilings of a plan's parameters, in their order, then the tokens' tiling."""
     tilings = []
     for group in group_parameters(plan.parameters):
         tilings.append(make_tiling(group.path, group.first.axes, group.first.spec, plan.mesh))
@@ -104,18 +104,18 @@ def tilings_of(plan: Plan) -> list[Tiling]:
 
 
 def default_tiling(tilings: list[Tiling]) -> int:
-    """The index of the largest array that is sharded; of the largest if none is."""
+    """Return the index of the largest sharded array; of the largest array if none is sharded."""
     return max(range(len(tilings)), key=lambda i: (tilings[i].tiles > 1, math.prod(tilings[i].axes.values())))
 
 
 def largest_on_device(plan: Plan) -> int:
-    """The index of the tiling of the parameter with most bytes on a device."""
+    """Return the index of the tiling of the parameter with the most bytes on a device."""
     groups = group_parameters(plan.parameters)
     return max(range(len(groups)), key=lambda i: groups[i].first.bytes_per_device)
 
 
 def tensor_choices(tilings: list[Tiling]) -> dict[str, list[tuple[int, str]]]:
-    """The list of tensors to choose from: group -> the index of each tiling and its text, the largest first."""
+    """Return the list of tensors for selection: group -> (index, text) of each tiling, the largest first."""
     *parameters, tokens = range(len(tilings))
     labels = distinct_labels([each.name for each in tilings])
     parameters.sort(key=lambda i: -math.prod(tilings[i].axes.values()))
@@ -132,7 +132,7 @@ def tensor_choices(tilings: list[Tiling]) -> dict[str, list[tuple[int, str]]]:
 
 
 def axis_uses(plan: Plan) -> dict[str, tuple[str, str]]:
-    """Map each mesh axis to the logical axes that it shards: in computations, and in stored parameters."""
+    """Map each mesh axis to the logical axes that it shards, in computations and in stored parameters."""
     stored = {name: mesh_axes for name, mesh_axes in plan.param_mapping.items() if name in plan.model.axes}
 
     def sharded(axis: str, mapping: Mapping) -> str:
@@ -142,7 +142,7 @@ def axis_uses(plan: Plan) -> dict[str, tuple[str, str]]:
 
 
 def make_tiling(name: str, axes: dict[str, int], spec: Spec, mesh: dict[str, int]) -> Tiling:
-    """Divide an array as its spec says."""
+    """Divide an array into tiles by its spec."""
     dims = [list(mesh_axes or ()) for mesh_axes in spec]
     strides: dict[str, int] = {}
     tiles = 1
@@ -163,7 +163,7 @@ def mesh_coordinates(mesh: dict[str, int]) -> Iterator[dict[str, int]]:
 
 
 def _tokens(plan: Plan) -> Tiling:
-    """The tokens of a step, which activations are divided like."""
+    """Return the tiling of a step's tokens, which activations share."""
     position = plan.model.position
     axes = {BATCH_AXIS: plan.workload.batch, position: plan.workload.position}
     spec: Spec = [plan.compute_mapping.get(axis) for axis in axes]
@@ -194,7 +194,7 @@ def _dimension_text(placement: MeshPlacement, number: int) -> str:
 
 
 def _lies_on(placement: MeshPlacement, axis: str) -> str:
-    """Describe the torus dimensions that a mesh axis lies on."""
+    """Describe the torus dimensions on which a mesh axis lies."""
     slices = placement.slices_by_axis[axis]
     parts = [f"{slices} slices, over the data-centre network"] if slices > 1 else []
     for factor in placement.factors[axis]:

@@ -1,1 +1,1 @@
-"""The hub of a run: a process of its own that all processes of the run are connected to, and what they exchange."""
+"""The hub of a run: a separate process to which all processes of the run connect, and their exchanges through it."""

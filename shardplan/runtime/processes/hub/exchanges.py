@@ -1,4 +1,4 @@
-"""Values that processes give the hub, until all have given theirs. Pure."""
+"""Collects values that processes send to the hub, until all have sent theirs. Pure."""
 
 from collections.abc import Iterator, Mapping, Set
 from typing import Any
@@ -9,17 +9,17 @@ Answer = tuple[MessageKind, Mapping[str, Any]]
 
 
 class Exchanges:
-    """The exchanges of a run that are under way."""
+    """The exchanges of a run that are not complete."""
 
     def __init__(self, count: int):
-        """Expect a message of each of `count` processes in each exchange."""
+        """Prepare for exchanges among `count` processes, each of which sends one message per exchange."""
         self._count = count
         self._messages: dict[str, dict[int, Message]] = {}
         self._waiting = set[int]()
 
     @property
     def waiting(self) -> Set[int]:
-        """The processes that have sent their message and wait for the others'."""
+        """Return the processes that have sent their message and wait for the others'."""
         return self._waiting
 
     def add(self, process: int, message: Message) -> Mapping[int, Answer]:
@@ -48,7 +48,7 @@ class Exchanges:
 
 
 def _answer_all(name: str, kind: MessageKind, messages: Mapping[int, Message]) -> Mapping[int, Answer]:
-    """Return what each process gets once all have given their values."""
+    """Return each process's reply after all have sent their values."""
     if kind is MessageKind.EXCHANGE:
         return dict(_sort_by_receiver(name, messages))
     if kind is MessageKind.AGREE:
@@ -60,7 +60,7 @@ def _answer_all(name: str, kind: MessageKind, messages: Mapping[int, Message]) -
 
 
 def _sort_by_receiver(name: str, messages: Mapping[int, Message]) -> Iterator[tuple[int, Answer]]:
-    """Yield each process with the messages that others have sent to it."""
+    """Yield each process with the messages that others sent to it."""
     received: dict[str, dict[int, Any]] = {str(process): {} for process in messages}
     for sender, message in messages.items():
         for receiver, value in message["values"].items():

@@ -19,10 +19,10 @@ from shardplan.runtime.processes.timing import TIMING, ProcessTiming
 from shardplan.runtime.processes.watch.activity import Activity, CodeLocation, describe_stall, is_stalled, names_of
 
 OWN_WORK = "working on its own"
-"""What a process does that the others wait for: words that follow `while`."""
+"""Activity of a process that does other work while the others wait; it follows `while` in messages."""
 AGAIN = "start the run again"
 SHOWN = 3
-"""Most hosts, and most differences, that a message names."""
+"""Maximum number of hosts, and of differences, that a message names."""
 
 
 @dataclass(frozen=True)
@@ -31,19 +31,19 @@ class Member:
 
     index: int
     count: int
-    """Number of processes that it was started for."""
+    """Number of processes for which this process was started."""
     host: str
     pid: int
     facts: Mapping[str, str]
-    """What must be the same in all processes: name -> value."""
+    """Name -> value of what must be equal in all processes."""
 
     def __str__(self) -> str:
-        """Name the process with its host."""
+        """Format the process with its host."""
         return f"process {self.index} on {self.host} (pid {self.pid})"
 
 
 class Reply(NamedTuple):
-    """A message to a connection."""
+    """A message to send to a connection."""
 
     to: int
     kind: MessageKind
@@ -54,7 +54,7 @@ class _State(Enum):
     MEETING = auto()
     RUNNING = auto()
     REFUSED = auto()
-    """The run does not start; those who come late are told why."""
+    """The run will not start; processes that come late are told why."""
 
 
 @dataclass
@@ -64,11 +64,11 @@ class _Peer:
     member: Member
     activity: Activity
     heard: float
-    """When its last message came."""
+    """Time of the last message from the process."""
     depth: int = 0
-    """How many blocks of work that needs all processes it is in."""
+    """Number of nested blocks of work that needs all processes."""
     entered: int = 0
-    """How many it has entered: all processes enter the same ones."""
+    """Number of such blocks entered so far; all processes enter the same blocks."""
 
     def progress(self, now: float) -> None:
         """Record that the process has made progress."""
@@ -77,13 +77,13 @@ class _Peer:
 
 @dataclass
 class _Entry:
-    """The process that was the first to enter a block of work."""
+    """The first process that entered a block of work."""
 
     process: int
     is_end: bool
-    """Whether it has come to its end; all of them have, then."""
+    """Whether this process, and therefore all, has come to its end."""
     count: int = 0
-    """How many have entered the block."""
+    """Number of processes that have entered the block."""
 
 
 class Hub:
@@ -97,7 +97,7 @@ class Hub:
         start_service: Callable[[], str],
         timing: ProcessTiming = TIMING,
     ):
-        """Wait for `count` processes for `limit_s` seconds.
+        """Wait for `count` processes for at most `limit_s` seconds.
 
         Args:
             start_service: called once all are there; returns the address that JAX connects them at.
@@ -130,20 +130,20 @@ class Hub:
 
     @property
     def is_meeting(self) -> bool:
-        """Whether processes are still missing."""
+        """Whether processes have yet to join."""
         return self._state is _State.MEETING
 
     @property
     def is_running(self) -> bool:
-        """Whether all processes have come; some or all may have ended since."""
+        """Whether all processes have joined; some or all may have ended since."""
         return self._state is _State.RUNNING
 
     def is_over(self, now: float) -> bool:
-        """Whether the run does not start, and those who come late have been told."""
+        """Return whether the run will not start, and late processes have had the time to be told."""
         return now >= self._ends
 
     def receive(self, connection: int, message: Message, now: float) -> list[Reply]:
-        """Return the answers to a message."""
+        """Return the replies to a message."""
         if message["kind"] is MessageKind.HELLO:
             member = Member(**{name: message[name] for name in Member.__dataclass_fields__})
             return self._greet(connection, member, now)
@@ -174,7 +174,7 @@ class Hub:
                 return self._exchange(index, message, now)
 
     def close(self, connection: int, now: float) -> list[Reply]:
-        """Handle the end of a process or its connection; return the messages to the others."""
+        """Handle the end of a process or of its connection; return the messages to the others."""
         index = self._connections.pop(connection, None)
         if index is None:
             return []
@@ -196,7 +196,7 @@ class Hub:
         return []
 
     def _tell_of_end(self, peer: _Peer, to: int) -> list[Reply]:
-        """Tell all processes, or one if a problem is known, that a process ended before work that needs it."""
+        """Tell all processes, or only one if a problem is known, that a process ended before work that needs it."""
         problem = problem_values(
             PeerError(f"{peer.member} of {self._count} has ended, and does not take part; {AGAIN}")
         )
@@ -206,7 +206,7 @@ class Hub:
         return self._to_all(MessageKind.PROBLEM, problem)
 
     def tick(self, now: float) -> list[Reply]:
-        """Return what processes are told because of the time."""
+        """Return the messages that are due at this time."""
         if self._state is _State.MEETING:
             return self._remind(now)
         if self._state is not _State.RUNNING:
@@ -221,7 +221,7 @@ class Hub:
         return [index for index in range(self._count) if index not in self._peers]
 
     def _greet(self, connection: int, member: Member, now: float) -> list[Reply]:
-        """Take a process into the run, or say why it does not belong there."""
+        """Take a process into the run, or tell it why it does not belong there."""
         if self._state is _State.REFUSED:
             assert self._problem is not None
             return [Reply(connection, MessageKind.PROBLEM, problem_values(self._problem))]
@@ -246,7 +246,7 @@ class Hub:
         return self._to_all(MessageKind.GO, {"address": self._start_service()})
 
     def _find_problem(self, member: Member, present: Member | None) -> ShardplanError | None:
-        """Return why a process cannot take part; None if it can."""
+        """Return the reason why a process cannot take part; None if it can."""
         if member.count != self._count:
             return ConfigError(
                 f"{member} was started for {member.count} processes, and process 0 for {self._count}; set "
@@ -273,7 +273,7 @@ class Hub:
         return self._to_all(MessageKind.PROBLEM, problem_values(problem))
 
     def _remind(self, now: float) -> list[Reply]:
-        """Tell all who are there, from time to time, who is missing."""
+        """Tell all processes that have joined, from time to time, which ones are missing."""
         seconds = now - self._started
         if seconds < self._next_line:
             return []
@@ -299,7 +299,7 @@ class Hub:
         )
 
     def _enter(self, connection: int, peer: _Peer, is_end: bool, now: float) -> list[Reply]:
-        """Note that a process begins work that needs all of them, or has come to its end."""
+        """Record that a process begins work that needs all of them, or has come to its end."""
         peer.depth, peer.entered = peer.depth + 1, peer.entered + 1
         if peer.entered > self._most_entered:
             self._most_entered, self._ahead_at = peer.entered, now
@@ -321,7 +321,7 @@ class Hub:
         return self._to_all(MessageKind.PROBLEM, problem_values(error))
 
     def _exchange(self, index: int, message: Message, now: float) -> list[Reply]:
-        """Keep the value of a process, and return the answers that can be given now."""
+        """Store the value of a process, and return the replies that are now possible."""
         answers = self._exchanges.add(index, message)
         if not answers:
             return []
@@ -337,7 +337,7 @@ class Hub:
         )
 
     def _watch(self, now: float) -> list[Reply]:
-        """Tell all processes of one that is silent, or of a stall."""
+        """Tell all processes about a silent process, or about a stall."""
         if self._has_failed:
             return []
         working = {index: peer for index, peer in self._peers.items() if peer.depth > 0}
@@ -364,7 +364,7 @@ class Hub:
         return self._to_all(MessageKind.PROBLEM, problem_values(PeerError(f"{stall}; {AGAIN}")))
 
     def _expected(self, working: Mapping[int, _Peer]) -> dict[int, Activity]:
-        """Return the activities of the processes that others wait for in work that they have not begun.
+        """Return the activities of processes that others wait for in work that these have not begun.
 
         They do something of their own, and may have done so for hours before the others began.
         """
@@ -377,7 +377,7 @@ class Hub:
         }
 
     def _tell_others(self, index: int, text: str) -> list[Reply]:
-        """Tell all but one process of a problem."""
+        """Tell all processes but one about a problem."""
         self._has_failed = True
         values = problem_values(PeerError(f"{text}; {AGAIN}"))
         return [Reply(to, MessageKind.PROBLEM, values) for to, process in self._connections.items() if process != index]
@@ -387,7 +387,7 @@ class Hub:
 
 
 def _line_times(limit_s: float, timing: ProcessTiming) -> Iterator[float]:
-    """Yield the seconds after which lines are due, and the limit at last."""
+    """Yield the seconds after which lines are due, and finally the limit."""
     seconds = 0.0
     for seconds in timing.lines_at_s:
         if seconds < limit_s:

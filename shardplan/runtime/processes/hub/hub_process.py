@@ -33,10 +33,10 @@ READ_BYTES = 2**20
 
 
 class _Connection:
-    """A connection to a process, with messages that it has not received yet."""
+    """A connection to a process, with the messages that the process has not received yet."""
 
     def __init__(self, connection: socket.socket, timing: ProcessTiming):
-        """Take over a connection that was accepted."""
+        """Take over an accepted connection."""
         connection.setblocking(False)
         set_options(connection, timing.silence_s)
         self.socket, self.lines, self._send_s = connection, Lines(), timing.send_s
@@ -45,13 +45,13 @@ class _Connection:
         """When it last took something, or had taken all before."""
 
     def put(self, line: bytes) -> None:
-        """Queue a message, which other connections may share."""
+        """Queue a message, which may be shared with other connections."""
         if not self.unsent:
             self.sent_at = time.monotonic()
         self.unsent.append(memoryview(line))
 
     def send(self) -> None:
-        """Send as much as the network takes now.
+        """Send as much as the network accepts now.
 
         Raises:
             OSError: the process has ended.
@@ -66,7 +66,7 @@ class _Connection:
                     self.unsent.popleft()
 
     def send_all(self) -> None:
-        """Send everything, with a limit of time, before the hub ends."""
+        """Send everything, within a time limit, before the hub ends."""
         self.socket.settimeout(self._send_s)
         with contextlib.suppress(OSError):
             for line in self.unsent:
@@ -74,10 +74,10 @@ class _Connection:
 
 
 class HubServer:
-    """The connections of a hub."""
+    """The connections of a hub, and its sockets."""
 
     def __init__(self, listener: socket.socket, hub: Hub):
-        """Serve `hub` to those who connect to `listener`."""
+        """Serve `hub` to the processes that connect to `listener`."""
         self._hub, self._timing = hub, hub.timing
         self._selector = selectors.DefaultSelector()
         self._connections: dict[int, _Connection] = {}
@@ -88,7 +88,7 @@ class HubServer:
         self._selector.register(listener, selectors.EVENT_READ)
 
     def serve(self) -> None:
-        """Serve until all processes have ended, or process 0 has ended before all of them came."""
+        """Serve until all processes have ended, or until process 0 ends before all have joined."""
         parent = os.getppid()
         next_tick = time.monotonic()
         while not self._hub.is_over(time.monotonic()):
@@ -113,14 +113,14 @@ class HubServer:
         self._listener.close()
 
     def fail(self, error: Exception) -> None:
-        """Tell all processes that the hub cannot go on."""
+        """Tell all processes that the hub cannot continue."""
         problem = problem_values(PeerError(f"the hub of the run failed: {type(error).__name__}: {one_line(error)}"))
         for connection in self._connections.values():
             connection.put(encode(MessageKind.PROBLEM, **problem))
             connection.send_all()
 
     def _tick(self) -> None:
-        """Do what is due, and close the connections of those who take or send nothing any more."""
+        """Do what is due, and close connections whose process neither receives nor sends any more."""
         now = time.monotonic()
         self._send(self._hub.tick(now))
         limit_s = self._timing.send_s
@@ -130,7 +130,7 @@ class HubServer:
         self._hub.silent.clear()
 
     def _accept(self) -> None:
-        """Accept all who have connected meanwhile."""
+        """Accept all processes that have connected since the last call."""
         with contextlib.suppress(OSError):  # no more of them, or one has ended
             while True:
                 connection, _ = self._listener.accept()
@@ -138,7 +138,7 @@ class HubServer:
                 self._selector.register(connection, selectors.EVENT_READ)
 
     def _read(self, number: int) -> None:
-        """Read what has arrived, and answer every message that is complete."""
+        """Read the data that has arrived, and answer every complete message."""
         connection = self._connections.get(number)
         if connection is None:
             return
@@ -159,7 +159,7 @@ class HubServer:
             self._close(number)
 
     def _send(self, replies: list[Reply]) -> None:
-        """Send messages; what goes to all is encoded once."""
+        """Send messages, encoding a message to all only once."""
         encoded: dict[tuple[MessageKind, int], bytes] = {}
         for to, kind, values in replies:
             connection = self._connections.get(to)
@@ -172,7 +172,7 @@ class HubServer:
             self._flush(to)
 
     def _flush(self, number: int) -> None:
-        """Send what a connection takes, and wait for when it takes more."""
+        """Send what a connection accepts, and wait until it accepts more."""
         connection = self._connections.get(number)
         if connection is None:
             return
@@ -198,17 +198,17 @@ class HubServer:
 
 
 class _Service:
-    """JAX's coordination service, which is imported while the processes of the run come."""
+    """JAX's coordination service, imported while the processes of the run join."""
 
     def __init__(self, host: str, count: int):
-        """Begin to import it; `host` is empty if JAX has connected the processes already."""
+        """Begin the import; `host` is empty if JAX has connected the processes already."""
         self._host, self._count = host, count
         self._thread = threading.Thread(target=self._import, daemon=True)
         if host:
             self._thread.start()
 
     def start(self) -> str:
-        """Start it, and return its address."""
+        """Start the service, and return its address."""
         if not self._host:
             return ""
         self._thread.join()
@@ -224,14 +224,14 @@ class _Service:
 
 
 def raise_file_limit() -> None:
-    """Let this process open as many files, and so connections, as the system allows it."""
+    """Raise this process's limit of open files, and so of connections, as far as the system allows."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):  # some systems allow less than they say
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def main() -> None:
-    """Serve one run."""
+    """Serve one run, as the hub's process."""
     raise_file_limit()
     # they are for the processes of the run, with which the hub ends
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):

@@ -8,44 +8,44 @@ from typing import Any
 
 Message = dict[str, Any]
 LINE_BYTES = 2**30
-"""Most bytes of a message; a program that sends more without a line break is another one."""
+"""Maximum bytes of a message; a program that sends more without a line break is not part of the run."""
 
 
 class MessageKind(StrEnum):
-    """The kinds of messages, in their element `kind`."""
+    """The kinds of messages, given in their element `kind`."""
 
     HELLO = "hello"
-    """A process comes: the fields of `Member`."""
+    """A process joins: the fields of `Member`."""
     WAITING = "waiting"
-    """The hub waits for processes: `text`."""
+    """The hub waits for processes: `text` for people."""
     GO = "go"
-    """All processes are there: `address` of JAX's coordination service."""
+    """All processes have joined: `address` of JAX's coordination service."""
     PROBLEM = "problem"
     """The run ends: `error`, a class of `shardplan.errors`, and `text`."""
     BEAT = "beat"
     """A process is alive: the fields of `Activity`."""
     ALIVE = "alive"
-    """The hub is there."""
+    """The hub is alive."""
     LOCATE = "locate"
-    """A process is stuck: the hub asks each of them where it is."""
+    """A process is stuck; the hub asks each process for its location in the code."""
     PLACE = "place"
-    """Where a process is: the fields of `CodeLocation`."""
+    """Location of a process in the code: the fields of `CodeLocation`."""
     PROGRESS = "progress"
-    """For process 0: `done` of all processes in its phase, and the `slowest` of them."""
+    """For process 0: `done` of all processes in its phase, and the `slowest` process."""
     GATHER = "gather"
-    """A process gives its value: `name`, `value`; the hub answers with `values` by process."""
+    """A process sends its value: `name`, `value`; the hub replies with `values` by process."""
     BROADCAST = "broadcast"
-    """Process 0 gives `name` and `value`, or `problem`, which the others get; they send `name` when they wait."""
+    """Process 0 sends `name` and `value`, or `problem`, for all others, which send `name` when they wait for it."""
     MAXIMUM = "maximum"
-    """A process gives a number: `name`, `value`; the hub answers with the greatest one, as `value`."""
+    """A process sends a number: `name`, `value`; the hub replies with the largest number as `value`."""
     EXCHANGE = "exchange"
-    """A process gives values to others: `name`, `values` by process; the hub answers with those for it, by process."""
+    """A process sends values to others: `name`, `values` by process; the hub replies with the values sent to it."""
     AGREE = "agree"
-    """A process gives digests: `name`, `parts` or `problem`; the hub answers with what differs, or nothing."""
+    """A process sends digests: `name`, `parts` or `problem`; the hub replies with the differences, or nothing."""
     ENTER = "enter"
-    """A process begins work that needs all of them; `is_end`: it has come to its end, and waits for the others."""
+    """A process begins work that needs all processes; `is_end`: it has come to its end, and waits for the others."""
     LEAVE = "leave"
-    """A process has ended that work: `problem` if it failed."""
+    """A process has ended such work: `problem` if it failed."""
 
 
 def encode(kind: MessageKind, **values: Any) -> bytes:
@@ -54,7 +54,7 @@ def encode(kind: MessageKind, **values: Any) -> bytes:
 
 
 def decode(line: bytes) -> Message | None:
-    """Return a message; None for the line of another program."""
+    """Decode a message; None for a line of another program."""
     try:
         message = json.loads(line)
         message["kind"] = MessageKind(message["kind"])
@@ -64,7 +64,7 @@ def decode(line: bytes) -> Message | None:
 
 
 class Lines:
-    """Puts together the lines of a stream that arrives in pieces."""
+    """Assembles the lines of a stream that arrives in pieces."""
 
     def __init__(self) -> None:
         self._received = bytearray()
@@ -72,7 +72,7 @@ class Lines:
         """How much of what has arrived has no end of a line."""
 
     def add(self, data: bytes) -> Iterator[bytes]:
-        """Yield the lines that `data` completes; lines that are not consumed are yielded first by the next call.
+        """Yield the lines that `data` completes; lines not consumed are yielded first by the next call.
 
         Raises:
             ValueError: a line is longer than any message.
@@ -99,19 +99,19 @@ def host_and_port(address: str) -> tuple[str, int]:
 
 
 def listen(port: int) -> socket.socket:
-    """Return a socket that listens at a port of all interfaces; at any free one for 0."""
+    """Return a socket that listens at a port of all interfaces; for 0 at any free port."""
     has_both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if has_both else socket.AF_INET
     return socket.create_server(("", port), family=family, backlog=4096, dualstack_ipv6=has_both)
 
 
 def set_options(connection: socket.socket, silence_s: float) -> None:
-    """Have messages sent at once, and the connection closed if the network carries nothing for `silence_s`."""
+    """Make the socket send messages at once, and close if the network carries nothing for `silence_s`."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux; without it nothing closes a connection whose network is broken
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * silence_s))
 
 
 def problem_values(error: Exception) -> Mapping[str, str]:
-    """Return the elements of a message for an error of `shardplan.errors`."""
+    """Return the message elements for an error of `shardplan.errors`."""
     return {"error": type(error).__name__, "text": str(error)}

@@ -1,1 +1,1 @@
-"""Watches this process: its activity, where it is stuck, and how it ends when it cannot continue."""
+"""Watches this process: its activity, where it is stuck, and how it ends if it cannot continue."""

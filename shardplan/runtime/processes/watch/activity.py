@@ -1,11 +1,11 @@
-"""The activity of each process of a run, and which process holds up the others. Pure."""
+"""The activity of each process of a run, and which process delays the others. Pure."""
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 DEADLINE_S = 3600.0
-"""Most seconds without progress in a phase that has no deadline of its own."""
+"""Maximum seconds without progress in a phase that has no deadline of its own."""
 
 
 @dataclass(frozen=True)
@@ -13,17 +13,17 @@ class Activity:
     """The activity of a process, and the time of its last progress."""
 
     phase: str = "starting"
-    """Such as `loading`: words that follow `while`."""
+    """Name of the phase, such as `loading`, as it follows `while` in messages."""
     number: int = 0
-    """How many phases it began before this one: all processes have the same ones, in one order."""
+    """Number of earlier phases of the process; all processes have the same phases in the same order."""
     done: float = 0.0
-    """How much it has done in this phase; any unit, it only increases."""
+    """Amount done in this phase, in any unit; it only increases."""
     deadline_s: float = DEADLINE_S
-    """Most seconds without progress."""
+    """Maximum seconds without progress."""
     doing: str = ""
-    """What it has begun last in this phase, such as `step 12`."""
+    """The latest step begun in this phase, such as `step 12`."""
     since: float = 0.0
-    """When it last made progress, began or ended work with the others, or an exchange; by the clock of the hub."""
+    """Time, by the hub's clock, of the last progress, or of the last beginning or end of joint work or an exchange."""
 
     @property
     def text(self) -> str:
@@ -37,7 +37,7 @@ class Activity:
         return replace(new, since=now if has_progress else self.since)
 
     def report(self) -> dict[str, Any]:
-        """Return what a process sends of it."""
+        """Return the message by which a process reports its activity."""
         values = asdict(self)
         del values["since"]
         return values
@@ -48,9 +48,9 @@ class CodeLocation:
     """The lines of code at which a process's threads are."""
 
     text: str
-    """The innermost line of its own code, such as `data.py:31 in next_batch`."""
+    """The innermost line of the process's own code, such as `data.py:31 in next_batch`."""
     is_in_jax: bool
-    """Whether no thread runs its own code: the main thread waits in JAX, most likely in a collective."""
+    """Whether no thread runs the process's own code; the main thread waits in JAX, most likely in a collective."""
 
 
 def is_stalled(activities: Mapping[int, Activity], waiting: Set[int], now: float) -> bool:
@@ -67,7 +67,7 @@ def is_stalled(activities: Mapping[int, Activity], waiting: Set[int], now: float
 def describe_stall(
     activities: Mapping[int, Activity], waiting: Set[int], places: Mapping[int, CodeLocation], now: float
 ) -> str:
-    """Return who is stuck, in which phase, where and since when, and who only waits for it.
+    """Describe which processes are stuck, in which phase, where and since when, and which ones only wait for them.
 
     Of the processes that wait for no value, those are stuck that are in the earliest phase: the others wait in a
     collective that these have not entered. Of several, it is those that are not in JAX, and of these the ones that have
@@ -102,7 +102,7 @@ def _busy(activities: Mapping[int, Activity], waiting: Set[int]) -> Mapping[int,
 
 
 def _place_text(stuck: Sequence[int], places: Mapping[int, CodeLocation]) -> str:
-    """Return where the first of the processes is that are stuck."""
+    """Describe where in the code the first stuck process is."""
     place = places.get(stuck[0])
     if place is None:
         text = "and does not answer: its code does not let Python run, or its network is cut"
@@ -112,7 +112,7 @@ def _place_text(stuck: Sequence[int], places: Mapping[int, CodeLocation]) -> str
 
 
 def names_of(indices: Iterable[int]) -> str:
-    """Return `process 3`, or `processes 0-2, 7`, of increasing numbers."""
+    """Format increasing process numbers as `process 3`, or `processes 0-2, 7`."""
     ranges: list[list[int]] = []
     for index in indices:
         if ranges and ranges[-1][1] == index - 1:

@@ -1,4 +1,4 @@
-"""Ends a process that is frozen: a call of C code that keeps the GIL stops the thread that watches it, too.
+"""Ends a frozen process: C code that keeps the GIL also stops the thread that watches the process.
 
 A thread of `faulthandler`, which needs no GIL, then writes the stacks of all threads to stderr and ends the process. It
 has no exit code but 1, and no message but its own.
@@ -10,16 +10,16 @@ import threading
 from collections.abc import Iterator
 
 MARGIN_S = 15.0
-"""Seconds that a process has to end by itself, with a line, before it counts as frozen."""
+"""Seconds that a stuck process gets to end by itself, with a line, before it counts as frozen."""
 STDERR = 2
-"""File descriptor."""
+"""File descriptor of stderr."""
 _lock = threading.Lock()
 _is_allowed = False
 
 
 @contextlib.contextmanager
 def end_if_frozen() -> Iterator[None]:
-    """Let this process be ended until the block ends; for commands.
+    """Let a watchdog end this process if it freezes within the context; commands call this.
 
     `faulthandler` has one timer in a process, so that one of the caller is cancelled.
     """
@@ -34,7 +34,7 @@ def end_if_frozen() -> Iterator[None]:
 
 
 def expect_python(seconds: float | None) -> None:
-    """End this process unless this is called again within `seconds`, and a margin; None for no limit."""
+    """End this process unless this is called again within `seconds` and a margin; None for no limit."""
     with _lock:
         if not _is_allowed:
             return

@@ -10,14 +10,14 @@ from shardplan.runtime.processes.watch.activity import CodeLocation
 
 PACKAGE = str(Path(__file__).parents[3])
 LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-"""Folders of code that is nobody's own."""
+"""Folders of libraries, whose code is not the process's own."""
 JAX = ("jax", "jaxlib")
 THREAD_PREFIX = "shardplan-"
-"""Begins the names of the threads that watch a run, and are left out."""
+"""Prefix of the names of threads that watch a run, which are left out."""
 
 
 def find_place() -> CodeLocation:
-    """Find where this process is: in the main thread, or in a callback of a program, which runs in a thread of JAX."""
+    """Find where this process is: in its main thread, or in a program's callback, which JAX runs in another thread."""
     frames = sys._current_frames()
     main = frames.pop(threading.main_thread().ident or 0)
     if not _is_in_jax(main):
@@ -31,18 +31,18 @@ def find_place() -> CodeLocation:
 
 
 def _is_in_jax(frame: FrameType) -> bool:
-    """Whether the innermost frame is in JAX."""
+    """Return whether the innermost frame is in JAX."""
     return str(frame.f_globals.get("__name__", "")).partition(".")[0] in JAX
 
 
 def _is_own(frame: FrameType) -> bool:
-    """Whether a frame is of a program or of this package, not of a library."""
+    """Return whether a frame belongs to a program or this package, not to a library."""
     file = frame.f_code.co_filename
     return file.startswith(PACKAGE) or not file.startswith((*LIBRARIES, "<frozen"))
 
 
 def _text_of(frame: FrameType) -> str:
-    """Return the innermost line of this project's code, or of a library if there is none."""
+    """Return the innermost line of own code, or of a library if there is none."""
     own: FrameType | None = frame
     while own is not None and not _is_own(own):
         own = own.f_back

@@ -20,7 +20,7 @@ from shardplan.errors import one_line
 from shardplan.runtime.processes.watch.places import THREAD_PREFIX
 
 WRITE_S = 3.0
-"""Most seconds to wait for the disk of the stacks, before the line is printed that names their file."""
+"""Maximum seconds to wait for the disk before the line is printed that names the file of the stacks."""
 logger = logging.getLogger(__name__)
 
 
@@ -28,7 +28,7 @@ class Stacks:
     """The file for this process's stacks, created when there is something to write."""
 
     def __init__(self, path: Path, write_s: float = WRITE_S):
-        """Write to the file at `path`, and wait for it for at most `write_s` seconds."""
+        """Write to the file at `path`, waiting for at most `write_s` seconds."""
         self._path, self._write_s = path, write_s
         self._signal_file: io.FileIO | None = None
         """The file for the handler of a signal, which cannot open one."""
@@ -38,7 +38,7 @@ class Stacks:
         """Returns what is known of its devices."""
 
     def write(self, reason: str) -> str:
-        """Write the activity of the process, the stacks of all threads, and then the state of its devices.
+        """Write the activity of the process, the stacks of all threads, and finally the state of its devices.
 
         Returns:
             A clause that says where they are, or why they are not: the disk may be full, or not answer.
@@ -67,7 +67,7 @@ class Stacks:
 
     @contextlib.contextmanager
     def on_signal(self) -> Iterator[None]:
-        """Have the same written on SIGUSR1, until the block ends; for commands.
+        """Write the same on SIGUSR1 within the context; for commands.
 
         The handler writes the stack of the main thread, for which it needs no GIL, and a thread everything. The handler
         of before is called as well, but for the default one, which would end the process. Without effect outside the
@@ -111,7 +111,7 @@ class Stacks:
             _remove_if_empty(self._path)
 
     def _read_signals(self, reader: int) -> None:
-        """Write what the process is doing after each SIGUSR1."""
+        """Write the process's activity after each SIGUSR1."""
         with open(reader, "rb", buffering=0) as signals:
             while numbers := signals.read(1):
                 if numbers[0] == signal.SIGUSR1:
@@ -120,7 +120,7 @@ class Stacks:
 
     @contextlib.contextmanager
     def in_file(self, path: Path) -> Iterator[None]:
-        """Write to another file until the block ends, such as one in a run's folder; ignored if it cannot be opened."""
+        """Write to another file within the context, such as one in a run's folder; ignored if it cannot be opened."""
         before = self._path
         try:
             self._switch(path)
@@ -135,7 +135,7 @@ class Stacks:
                 self._switch(before)
 
     def _switch(self, path: Path) -> None:
-        """Write to another file from now on, under the same file descriptor, which faulthandler keeps."""
+        """Write to another file from now on, under the same file descriptor, which faulthandler holds."""
         before, is_new = self._path, not path.exists()
         with open(path, "ab", buffering=0) as new:
             if self._signal_file is not None:
@@ -153,7 +153,7 @@ class Stacks:
 
 
 def _append(path: Path, lines: Iterable[str]) -> None:
-    """Write lines at the end of a file, without a buffer, which would be written again when the file is closed."""
+    """Append lines to a file, without a buffer, which would be written again when the file is closed."""
     data = memoryview("".join(f"{line}\n" for line in lines).encode())
     with open(path, "ab", buffering=0) as file:
         while data:
@@ -167,7 +167,7 @@ def _remove_if_empty(path: Path) -> None:
 
 
 def _stack_lines() -> Iterator[str]:
-    """Yield the stacks of the threads, not by `faulthandler`, which keeps the GIL while it waits for a disk."""
+    """Yield the stacks of the threads without `faulthandler`, which keeps the GIL while it waits for a disk."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     for ident, frame in sys._current_frames().items():
         yield ""
@@ -178,7 +178,7 @@ def _stack_lines() -> Iterator[str]:
 
 @functools.cache
 def process_stacks() -> Stacks:
-    """Return where the stacks of this process are written: `shardplan-stacks-PID.txt` in the temporary folder."""
+    """Return the path of this process's stacks: `shardplan-stacks-PID.txt` in the temporary folder."""
     try:
         folder = tempfile.gettempdir()
     except OSError:  # there is no folder that can be written to, which nothing but stacks needs

@@ -1,4 +1,4 @@
-"""Watches from another thread what this process does and whether it is stuck."""
+"""Watches, from another thread, the activity of this process and whether it is stuck."""
 
 import contextlib
 import logging
@@ -22,7 +22,7 @@ class Watch:
     """The watch over a process that runs alone; `Link` is its counterpart for several processes."""
 
     def __init__(self, timing: ProcessTiming = TIMING) -> None:
-        """Begin to watch."""
+        """Begin to watch this process."""
         self.timing = timing
         self.activity = Activity(since=time.monotonic())
         """What this process is doing."""
@@ -36,20 +36,20 @@ class Watch:
 
     @property
     def problem(self) -> ShardplanError | None:
-        """Why the run cannot continue: this process is stuck, or another was lost, failed, or is stuck."""
+        """Why the run cannot continue: this process is stuck, or another one was lost, failed, or is stuck."""
         return self._problem
 
     def seconds(self) -> dict[str, float]:
-        """Return phase -> its seconds so far."""
+        """Return phase -> seconds spent in it so far."""
         return self._seconds | {self.activity.phase: self._seconds_of_phase(time.monotonic())}
 
     def _seconds_of_phase(self, now: float) -> float:
-        """Return the seconds of this phase, and of earlier ones of its name."""
+        """Return the seconds of this phase and of earlier phases with its name."""
         return self._seconds.get(self.activity.phase, 0.0) + now - self._phase_started
 
     @contextlib.contextmanager
     def work(self, *, is_end: bool = False) -> Iterator[None]:
-        """Take part in work that needs all processes: until the block ends, the others wait for this one.
+        """Take part in work that needs all processes; within the context, the others wait for this process.
 
         Args:
             is_end: whether this process has done all of its work, and waits for the others.
@@ -100,7 +100,7 @@ class Watch:
             self._expect_python()
 
     def _note_progress(self) -> None:
-        """Note that this process has gone on."""
+        """Record that this process has made progress."""
         self.activity = replace(self.activity, since=time.monotonic())
 
     def _enter(self, is_end: bool) -> None:
@@ -108,32 +108,32 @@ class Watch:
         self._problem = None
 
     def _leave(self, problem: str | None) -> None:
-        """Tell the others not to wait for this process any more, and why it failed if it did."""
+        """Tell the others that they need not wait for this process any more, and why it failed if it did."""
 
     def _report(self) -> None:
-        """See whether this process is stuck."""
+        """Check whether this process is stuck."""
         now, activities = time.monotonic(), {0: self.activity}
         if self._depth > 0 and is_stalled(activities, set(), now):
             self._fail(PeerError(f"{describe_stall(activities, set(), {0: find_place()}, now)}; start it again"))
 
     def _expect_python(self) -> None:
-        """End this process if none of its Python code runs within the limit while others may wait for it."""
+        """End this process if none of its Python code runs within the limit, while others may wait for it."""
         with self._changed:
             if self._depth > 0:
                 expect_python(self._seconds_left())
 
     def _seconds_left(self) -> float:
-        """Return the seconds in which Python code of this process must run."""
+        """Return the seconds within which Python code of this process must run."""
         return self.activity.deadline_s - (time.monotonic() - self.activity.since)
 
     def _activity_lines(self) -> list[str]:
-        """Return what this process is doing, for the file of stacks."""
+        """Return lines on the activity of this process, for the file of stacks."""
         activity = self.activity
         seconds = time.monotonic() - activity.since
         return [f"this process was {activity.text}; its last progress was {seconds:.0f} s ago"]
 
     def _fail(self, problem: ShardplanError) -> None:
-        """Keep why this process cannot go on, and act on it while its main thread may be stuck."""
+        """Record why this process cannot continue, and act on it, because its main thread may be stuck."""
         if self._depth > 0:  # before the main thread goes on
             problem = type(problem)(f"{problem}; {process_stacks().write(str(problem))}")
         with self._changed:
@@ -160,7 +160,7 @@ _on_problem: Callable[[ShardplanError], None] | None = None
 
 @contextlib.contextmanager
 def handle_problem(act: Callable[[ShardplanError], None]) -> Iterator[None]:
-    """Have a function called, in another thread, when the run cannot go on while this process takes part in it."""
+    """Call a function in another thread if the run cannot continue while this process takes part in it."""
     global _on_problem
     before, _on_problem = _on_problem, act
     try:

@@ -17,17 +17,17 @@ SIZES = (
     "embed", "groups", "heads_per_group", "key_size", "value_size", "block", "stride", "selection_block", "selected",
     "window", "local",
 )  # fmt: skip
-"""Settings that are at least 1."""
+"""Settings that must be at least 1."""
 
 
 class Compression(StrEnum):
-    """The function that makes one key or value of a block of tokens: phi in the paper."""
+    """The function that compresses a block of tokens to one key or value: phi in the paper."""
 
     MEAN = "mean"
     LINEAR = "linear"
     """A linear map of all channels of all tokens of the block."""
     MLP = "mlp"
-    """Two layers with ReLU between them; the first one is as `LINEAR`."""
+    """Two layers with ReLU between them; the first one is as in `LINEAR`."""
 
 
 class CompressedRope(StrEnum):
@@ -56,9 +56,9 @@ class NativeSparseConfig:
     embed: int
     """Channels of the residual stream."""
     groups: int
-    """Heads of keys and values; the heads of queries of a group select the same blocks."""
+    """Number of key and value heads; all query heads of a group select the same blocks."""
     heads_per_group: int
-    """Heads of queries per head of keys."""
+    """Number of query heads per key head."""
     key_size: int
     """Channels of a head of queries and keys, d_k."""
     value_size: int
@@ -70,13 +70,13 @@ class NativeSparseConfig:
     selection_block: int
     """Tokens of a block that queries select, l'."""
     selected: int
-    """Blocks that a query selects, n, with the initial and local ones."""
+    """Number of blocks that a query selects, n, initial and local ones included."""
     window: int
-    """Tokens of the window, w; the query's own token is one of them."""
+    """Tokens in the window, w, the query's own included."""
     initial: int = 1
-    """Blocks at the start of the sequence that every query selects."""
+    """Number of blocks at the start of the sequence that every query selects."""
     local: int = 2
-    """Blocks that every query selects: its own, and those just before it."""
+    """Number of blocks, up to and including a query's own, that every query selects."""
     compression: Compression = Compression.MLP
     hidden: int | None = None
     """Hidden size of the MLPs that compress; None or 0 for twice the channels of their output."""
@@ -128,12 +128,12 @@ class NativeSparseConfig:
 
     @property
     def selection(self) -> SelectionBlocks:
-        """Return the blocks that queries select."""
+        """Return the description of the blocks that queries select."""
         return SelectionBlocks(self.selection_block, self.initial, self.local)
 
     @property
     def strides_per_block(self) -> int:
-        """Return block / stride, the number of compressed blocks that contain a token away from the ends."""
+        """Return block / stride, the number of compressed blocks that contain a token far from the ends."""
         return self.block // self.stride
 
     @property
@@ -148,35 +148,35 @@ class NativeSparseConfig:
 
     @property
     def Embed(self) -> Axis:
-        """The channels of the residual stream."""
+        """The axis of the residual stream's channels."""
         return Axis("embed", self.embed)
 
     @property
     def KVHeads(self) -> Axis:
-        """The heads of keys and values."""
+        """The axis of key heads."""
         return Axis("kv_head", self.groups)
 
     @property
     def QHeadsPerGroup(self) -> Axis:
-        """The heads of queries that share a head of keys."""
+        """The axis of query heads per key head."""
         return Axis("q_heads_per_group", self.heads_per_group)
 
     @property
     def HeadSize(self) -> Axis:
-        """The channels of a head of queries or keys."""
+        """The axis of a query or key head's channels."""
         return Axis("head_size", self.key_size)
 
     @property
     def ValueHeadSize(self) -> Axis:
-        """The channels of a head of values, and of its output."""
+        """The axis of a value head's channels, and of the head's output."""
         return Axis("head_size" if self.value_size == self.key_size else "value_head_size", self.value_size)
 
     @property
     def Gates(self) -> Axis:
-        """The gates of a head of queries, one per branch: compressed, selected, window."""
+        """The axis of a query head's gates, one per branch: compressed, selected, window."""
         return Axis("gate", 3)
 
     @property
     def Selected(self) -> Axis:
-        """The blocks that a query selects."""
+        """The axis of the blocks that a query selects."""
         return Axis("selected", self.selected)

@@ -1,4 +1,4 @@
-"""One device's part of a layer of Native Sparse Attention: the three branches for its queries, between projections.
+"""One device's part of a layer of Native Sparse Attention: three branches for its queries, without projections.
 
 Attention to compressed blocks gives the importance of all blocks; the blocks are selected, where their queries are, and
 named `ActivationName.SELECTED_BLOCKS`; attention to the selected blocks and to the window follows. A device has a part
@@ -39,55 +39,55 @@ from shardplan.model.activation_names import ActivationName
 
 
 class TokenInputs(NamedTuple):
-    """Projections of the layer's input, none of them rotated."""
+    """Projections of the layer's input, before any rotation."""
 
     queries: jax.Array
-    """[b, t, g, r, d]."""
+    """Queries, [b, t, g, r, d]."""
     compressed_keys: jax.Array
-    """[b, t, g, d]; so are the other keys and values."""
+    """Keys of the compressed branch, [b, t, g, d]; all other keys and values have this shape too."""
     compressed_values: jax.Array
     selected_keys: jax.Array
     selected_values: jax.Array
     window_keys: jax.Array
     window_values: jax.Array
     gate_products: jax.Array
-    """[b, t, g, r, 3]."""
+    """Inputs of the gates' sigmoids without biases, [b, t, g, r, 3]."""
 
 
 class GroupInputs(NamedTuple):
-    """Parameters of the groups; their first axis is g."""
+    """Parameters of each group; their first axis is g."""
 
     gate_biases: jax.Array
-    """[g, r, 3]."""
+    """Biases of the gates, [g, r, 3]."""
     phi_k: Mapping[str, jax.Array]
-    """Parameters of the compression of keys, as `compress` takes them."""
+    """Parameters that compress keys, in the form that `compress` takes."""
     phi_v: Mapping[str, jax.Array]
 
 
 class TokenResults(NamedTuple):
-    """The result of queries."""
+    """The results for a device's queries."""
 
     mixed: jax.Array
-    """float32[b, t, g, r, d], the sum of the branches."""
+    """Sum of the branches, float32[b, t, g, r, d]."""
     blocks: jax.Array
-    """int32[b, t, g, n], the selected blocks."""
+    """Selected blocks, int32[b, t, g, n]."""
 
 
 @dataclass(frozen=True)
 class DeviceBranches:
-    """The branches of a layer on one device; static."""
+    """The branches of a layer on one device, as static settings."""
 
     config: NativeSparseConfig
     shards: PositionShards
     summed_axes: tuple[str, ...]
-    """Mesh axes whose devices have different rows."""
+    """Mesh axes whose devices have different rows, over which statistics are summed."""
     method: SelectedMethod
     queries_per_chunk: int
     query_tile: int | None
-    """Queries whose union of blocks the statistics count; None for no statistics."""
+    """Number of queries for whose union of blocks statistics are computed; None for no statistics."""
 
     def run(self, inputs: TokenInputs, parameters: GroupInputs) -> tuple[TokenResults, SelectionSums | None]:
-        """Compute the results of this device's queries, and on request the sums over the rows of all devices."""
+        """Compute the results of this device's queries, and if requested the sums over the rows of all devices."""
         config, shards, chunk = self.config, self.shards, self.queries_per_chunk
         positions = shards.positions()
         queries = self._rotate(inputs.queries, positions)
@@ -138,7 +138,7 @@ class DeviceBranches:
     def _compressed_keys_and_values(
         self, inputs: TokenInputs, parameters: GroupInputs, positions: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Return the keys, rotated, and values of all complete blocks of the sequence: float32[b, c, g, d].
+        """Return the rotated keys, and the values, of all complete blocks of the sequence: float32[b, c, g, d].
 
         They are float32, as those of the other branches, so that gradients of all queries and chunks are added in
         float32.

@@ -1,4 +1,4 @@
-"""Runs attention to blocks on the devices of a mesh, as Haliax's axis mapping shards its axes.
+"""Runs attention to blocks on the devices of a mesh, sharded by Haliax's axis mapping.
 
 Batch, positions, groups (`kv_head`) and heads within a group may be sharded, each over one or several mesh axes.
 Projections before and after are left to the compiler, and so is the sharding of their weights.
@@ -28,26 +28,26 @@ class MeshSharding:
     position: tuple[str, ...]
     groups: tuple[str, ...]
     heads: tuple[str, ...]
-    """Mesh axes that shard the heads of queries of a group."""
+    """Mesh axes that shard the query heads of a group."""
 
     @cached_property
     def mesh_axes(self) -> tuple[str, ...]:
-        """All of them."""
+        """All mesh axes that shard attention."""
         return (*self.batch, *self.position, *self.groups, *self.heads)
 
     @property
     def of_tokens(self) -> PartitionSpec:
-        """The sharding of arrays [b, t, g, ...] without heads of queries."""
+        """The `PartitionSpec` of arrays [b, t, g, ...] without query heads."""
         return PartitionSpec(self.batch or None, self.position or None, self.groups or None)
 
     @property
     def of_queries(self) -> PartitionSpec:
-        """The sharding of arrays [b, t, g, r, ...]."""
+        """The `PartitionSpec` of arrays [b, t, g, r, ...]."""
         return PartitionSpec(*self.of_tokens, self.heads or None)
 
 
 def resolve_mesh_sharding(subject: str, Batch: Axis, Pos: Axis, KVHeads: Axis, QHeadsPerGroup: Axis) -> MeshSharding:
-    """Look up the mesh axes of attention under the axis mapping in force, on the current mesh.
+    """Look up the mesh axes of attention under the active axis mapping, on the current mesh.
 
     >>> import haliax as hax
     >>> axes = Axis("batch", 4), Axis("position", 64), Axis("kv_head", 2), Axis("q_heads_per_group", 8)
@@ -90,7 +90,7 @@ def run_on_mesh[Result](
     out_specs: Any,
     *inputs: Any,
 ) -> Result:
-    """Run a function on all devices of the mesh, or without it if nothing is sharded.
+    """Run a function on all devices of the mesh, or without the mesh if nothing is sharded.
 
     On a mesh, kernels run inside of `jax.shard_map` in any case, because the compiler does not partition them.
 
@@ -118,7 +118,7 @@ def device_count(mesh_axes: tuple[str, ...]) -> int:
 
 
 def mesh_axes_of(axis: Axis) -> tuple[str, ...]:
-    """Return the mesh axes of several devices that shard an axis under the axis mapping in force.
+    """Return the mesh axes of several devices that shard an axis under the active axis mapping.
 
     >>> import haliax as hax
     >>> mesh = jax.sharding.AbstractMesh((1, 2, 4), ("replica", "data", "model"))

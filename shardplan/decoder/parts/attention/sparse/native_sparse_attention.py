@@ -30,18 +30,18 @@ from shardplan.positions.sequence_order import SequenceOrder
 
 BATCH = "batch"
 QUERY_TILE = 8
-"""Queries whose union of blocks the statistics count; so many a kernel would compute together."""
+"""Number of queries for whose union of blocks statistics are computed, as many as a kernel would compute together."""
 
 
 class DetailedOutput(NamedTuple):
-    """The output of the layer, and what it selected."""
+    """The output of the layer, and the blocks that it selected."""
 
     output: NamedArray
     """{batch, position, embed}."""
     blocks: NamedArray
-    """int32{batch, position, kv_head, selected}, ascending, -1 where a query has fewer blocks."""
+    """Selected blocks, int32{batch, position, kv_head, selected}, ascending; -1 if a query has fewer blocks."""
     sums: SelectionSums
-    """For `shardplan.decoder.parts.attention.sparse.statistics.figures`."""
+    """Sums from which `shardplan.decoder.parts.attention.sparse.statistics.figures` computes statistics."""
 
 
 class NativeSparseAttention(eqx.Module):
@@ -66,7 +66,7 @@ class NativeSparseAttention(eqx.Module):
     """
 
     parameters: dict[str, NamedArray]
-    """By the names of `shardplan.decoder.parts.attention.sparse.parameters.parameter_table`."""
+    """Parameters, by their names in `shardplan.decoder.parts.attention.sparse.parameters.parameter_table`."""
     config: NativeSparseConfig = eqx.field(static=True)
 
     @staticmethod
@@ -76,7 +76,7 @@ class NativeSparseAttention(eqx.Module):
 
     @staticmethod
     def from_arrays(config: NativeSparseConfig, parameters: Mapping[str, Any]) -> "NativeSparseAttention":
-        """Make the layer of given arrays, by the names and in the shapes of `parameter_table`.
+        """Make the layer from given arrays, with the names and shapes of `parameter_table`.
 
         Raises:
             ConfigError: an array is missing, unknown, or has another shape.
@@ -153,7 +153,7 @@ class NativeSparseAttention(eqx.Module):
         return DetailedOutput(output, hax.named(results.blocks, (Batch, Pos, config.KVHeads, config.Selected)), sums)
 
     def _check_heads(self, Pos: Axis) -> None:
-        """Check that every device has all heads of a group, because they select blocks by one sum.
+        """Check that every device has all query heads of a group, because they select blocks by one sum.
 
         Raises:
             ConfigError: the axis mapping shards them.
@@ -193,13 +193,13 @@ class NativeSparseAttention(eqx.Module):
         return GroupInputs(self.parameters["gate_b"].array, self._phi("phi_k_"), self._phi("phi_v_"))
 
     def _project(self, name: str, x: NamedArray) -> NamedArray:
-        """Multiply {batch, position, embed} by a weight; the result begins with batch and position."""
+        """Multiply {batch, position, embed} by a weight; the result's first axes are batch and position."""
         product = hax.dot(x, self.parameters[name], axis=self.config.Embed)
         weight = [axis for axis in self.parameters[name].axes if axis != self.config.Embed]
         return hax.auto_sharded(product.rearrange((BATCH, POSITION, *weight)))
 
     def _phi(self, prefix: str) -> dict[str, jax.Array]:
-        """Return the parameters of the compression of keys or of values, without the prefix of their names."""
+        """Return the parameters that compress keys or values, without the prefix of their names."""
         named = {name: value.array for name, value in self.parameters.items() if name.startswith(prefix)}
         return {name.removeprefix(prefix): array for name, array in named.items()}
 

@@ -19,13 +19,13 @@ from shardplan.errors import ConfigError, nearest
 
 @dataclass(frozen=True)
 class SparseParameter:
-    """A parameter: its axes in the order of its array, and whether it is a bias."""
+    """A parameter: its axes, in the order of its array, and whether it is a bias."""
 
     axes: tuple[Axis, ...]
     is_bias: bool = False
 
     def init(self, key: jax.Array) -> NamedArray:
-        """Make random weights, or biases of 0."""
+        """Make random weights, or zeros for biases."""
         return hax.zeros(self.axes) if self.is_bias else hax.random.normal(key, self.axes) * INITIAL_SCALE
 
 

@@ -17,7 +17,7 @@ from shardplan.positions.sequence_layout import SequenceLayout
 from shardplan.positions.sequence_order import SequenceOrder
 
 ORDERS = (SequenceOrder.CONTIGUOUS, SequenceOrder.ZIGZAG)
-"""Orders whose devices have long runs of neighbouring tokens, as blocks and windows require."""
+"""Orders in which devices have long runs of neighbouring tokens, as blocks and windows require."""
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,13 @@ class PartTransfer:
     """The devices that send one of their parts to the devices that need it."""
 
     source_part: int
-    """Index of the part among those of the device that sends it."""
+    """Index of the part among the parts of the sending device."""
     target_part: int
-    """Index of the part among those of the device that needs the other one."""
+    """Index of the part among the parts of the receiving device."""
     pairs: tuple[tuple[int, int], ...]
-    """Sending and receiving device; never the same one."""
+    """(Sending device, receiving device) of each pair; the two are never the same."""
     local: tuple[int, ...]
-    """Devices that have the part which they need."""
+    """Devices that already have the part that they need."""
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,12 @@ class PositionParts:
     """
 
     length: int
-    """Positions of the sequence."""
+    """Number of positions in the sequence."""
     devices: int = 1
     order: SequenceOrder = SequenceOrder.CONTIGUOUS
 
     def check(self, subject: str, block: int, query_tile: int = 1) -> None:
-        """Check that the sequence can be divided so.
+        """Check that the sequence can be divided into these parts.
 
         Args:
             subject: the kind of attention, for messages.
@@ -82,24 +82,24 @@ class PositionParts:
 
     @property
     def parts_per_device(self) -> int:
-        """The number of parts of a device."""
+        """Number of parts per device."""
         return 2 if self.order == SequenceOrder.ZIGZAG and self.devices > 1 else 1
 
     @property
     def part_length(self) -> int:
-        """The positions of a part."""
+        """Number of positions per part."""
         return self.length // (self.devices * self.parts_per_device)
 
     @cached_property
     def by_device(self) -> tuple[tuple[int, ...], ...]:
-        """The numbers of the parts of each device, in the order of its array."""
+        """Numbers of each device's parts, in the order of its array."""
         if self.devices == 1:
             return ((0,),)
         positions = SequenceLayout(self.length, self.devices, kind=self.order).positions_by_ring_index()
         return tuple(tuple(row) for row in (positions[:, :: self.part_length] // self.part_length).tolist())
 
     def transfers(self, distance: int) -> tuple[PartTransfer, ...]:
-        """Return how every device receives, for each of its parts, the part that is `distance` before it.
+        """Return how every device receives, for each of its parts, the part `distance` parts before it.
 
         Args:
             distance: negative for parts after its own. Where the sequence has no such part, nothing is received.
@@ -118,6 +118,6 @@ class PositionParts:
         return tuple(result)
 
     def halo_hops(self, rows: int) -> tuple[int, ...]:
-        """Return the rows that a halo of `rows` takes from the part at distance 1, 2, ... before each part."""
+        """Return the number of rows that a halo of `rows` takes from the part at distance 1, 2, ... before a part."""
         hops = -(-rows // self.part_length)
         return tuple(min(self.part_length, rows - hop * self.part_length) for hop in range(hops))

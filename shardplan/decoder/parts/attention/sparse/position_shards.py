@@ -29,11 +29,11 @@ class PositionShards:
     """Mesh axes that shard positions, major to minor."""
 
     def firsts(self) -> jax.Array:
-        """Return int32[part]: the first position of each part of this device."""
+        """Return the first position of each part of this device, int32[part]."""
         return jnp.asarray(self.parts.by_device, jnp.int32)[self._device()] * self.parts.part_length
 
     def positions(self) -> jax.Array:
-        """Return int32[t]: the positions of this device."""
+        """Return the positions of this device, int32[t]."""
         return (self.firsts()[:, None] + jnp.arange(self.parts.part_length)).reshape(-1)
 
     def split(self, x: jax.Array) -> list[jax.Array]:
@@ -41,7 +41,7 @@ class PositionShards:
         return jnp.split(x, self.parts.parts_per_device, axis=1)
 
     def with_previous(self, x: jax.Array, rows: int) -> list[jax.Array]:
-        """Return each part of `x` with the `rows` before it, zeros before the start of the sequence."""
+        """Return each part of `x` with the `rows` rows before it; zeros before the start of the sequence."""
         parts = self.split(x)
         extended = [[part] for part in parts]
         for distance, count in enumerate(self.parts.halo_hops(rows), start=1):
@@ -51,7 +51,7 @@ class PositionShards:
         return [jnp.concatenate(pieces, axis=1) for pieces in extended]
 
     def with_next(self, x: jax.Array, rows: int) -> list[jax.Array]:
-        """Return each part of `x` with the `rows` after it, at most a part, zeros after the end of the sequence."""
+        """Return each part of `x` with the `rows` rows after it, at most a part; zeros after the sequence ends."""
         parts = self.split(x)
         if rows == 0:
             return parts
@@ -59,7 +59,7 @@ class PositionShards:
         return [jnp.concatenate(pieces, axis=1) for pieces in zip(parts, received, strict=True)]
 
     def with_next_rows(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return the positions and rows of this device, each part with the row after it: int32[t], [b, t, ...].
+        """Return this device's positions and rows, int32[t] and [b, t, ...], each part with the row after it.
 
         At the end of the sequence, the position of the row after it is -1.
         """
@@ -90,7 +90,7 @@ class PositionShards:
         return jax.lax.axis_index(self.mesh_axes) if self.mesh_axes else jnp.int32(0)
 
     def _receive(self, parts: Sequence[jax.Array], distance: int) -> list[jax.Array]:
-        """Return the part `distance` before each of this device's parts; zeros before the sequence begins."""
+        """Receive the part `distance` parts before each part of this device; zeros before the start of the sequence."""
         received = [jnp.zeros_like(part) for part in parts]
         for transfer in self.parts.transfers(distance):
             sent = parts[transfer.source_part]
@@ -104,7 +104,7 @@ class PositionShards:
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _gather_float32(x: jax.Array, axes: tuple[str, ...], dtype: Any) -> jax.Array:
-    """Concatenate [b, t, ...] of all devices along t, and convert to float32.
+    """Concatenate [b, t, ...] of all devices along t, converted to float32.
 
     Args:
         dtype: that of `x`, and of its gradient.

@@ -7,21 +7,21 @@ import jax
 
 @dataclass(frozen=True)
 class SelectionBlocks:
-    """Blocks of tokens, side by side from the start of the sequence."""
+    """Blocks of tokens, adjacent from the start of the sequence."""
 
     size: int
-    """Tokens of a block."""
+    """Number of tokens per block."""
     initial: int = 0
-    """Blocks at the start of the sequence that are forced."""
+    """Number of forced blocks at the start of the sequence."""
     local: int = 0
-    """Blocks up to the query's own that are forced."""
+    """Number of forced blocks up to and including the query's own."""
 
     def count(self, positions: int) -> int:
-        """Return the number of blocks of a sequence; the last one may be shorter."""
+        """Return the number of blocks in a sequence; the last one may be shorter."""
         return -(-positions // self.size)
 
     def is_forced(self, blocks: jax.Array, positions: jax.Array) -> jax.Array:
-        """Return whether queries always select these blocks; False for blocks after a query's own.
+        """Return whether queries always select the given blocks; False for blocks after a query's own.
 
         Args:
             blocks: int[...], numbers of blocks, or negative where there is none.

@@ -1,4 +1,4 @@
-"""A call of Native Sparse Attention between its projections, which a trace can replace.
+"""A call of Native Sparse Attention between its projections, in a form that a trace can replace.
 
 The layer makes a `SparseCall` and passes it to `attend_sparsely`. A trace replaces what computes it by one marked
 operation (`shardplan.program.marked.marked_sparse`), because its work depends on the method that a plan chooses.
@@ -29,12 +29,12 @@ from shardplan.decoder.parts.attention.sparse.statistics import SelectionSums
 from shardplan.positions.sequence_order import SequenceOrder
 
 SUBJECT = "native sparse attention"
-"""What messages begin with."""
+"""Beginning of messages."""
 
 
 @dataclass(frozen=True)
 class SparseCall:
-    """The inputs of the branches of a layer, and how they are computed."""
+    """The inputs of a layer's branches, and how the branches are computed."""
 
     config: NativeSparseConfig
     Pos: Axis
@@ -43,9 +43,9 @@ class SparseCall:
     parameters: GroupInputs
     method: SelectedMethod
     layout: SequenceOrder
-    """The order that positions are in."""
+    """The order of positions."""
     queries_per_chunk: int
-    """Queries of a device that are computed at a time."""
+    """Number of a device's queries that are computed at a time."""
 
     def run(self, query_tile: int | None = None) -> tuple[TokenResults, SelectionSums | None]:
         """Compute the branches on the devices of the mesh.
@@ -82,7 +82,7 @@ class SparseCall:
 
 
 def _compute_sparse_call(call: SparseCall) -> jax.Array:
-    """Compute float32[b, t, g, r, d], the sum of the branches."""
+    """Compute the sum of the branches, float32[b, t, g, r, d]."""
     results, _ = call.run()
     return results.mixed
 
@@ -91,13 +91,13 @@ _replacement: ContextVar[Callable[[SparseCall], jax.Array]] = ContextVar("sparse
 
 
 def attend_sparsely(call: SparseCall) -> jax.Array:
-    """Return [b, t, g, r, d], the sum of the branches, by `SparseCall.run` or by what replaces it."""
+    """Return the sum of the branches, [b, t, g, r, d], by `SparseCall.run` or its active replacement."""
     return _replacement.get()(call)
 
 
 @contextmanager
 def replace_sparse_calls(compute: Callable[[SparseCall], jax.Array]) -> Iterator[None]:
-    """Replace what computes a call within the block: `compute` returns [b, t, g, r, d], the sum of the branches.
+    """Replace a call's computation within the context by `compute`, which returns the branches' sum [b, t, g, r, d].
 
     >>> with replace_sparse_calls(lambda call: f"the price of {call}"):
     ...     attend_sparsely("a call")

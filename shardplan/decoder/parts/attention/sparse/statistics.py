@@ -1,4 +1,4 @@
-"""Statistics of the blocks that a layer selects: sums that can be added over steps, and the metrics they give.
+"""Statistics of the blocks that a layer selects: sums that add over steps, and the figures computed from them.
 
 A row is one query position of one head of keys in one sequence. `k`, the keys of a row in the selected branch, depends
 on no weight, because a query's own block is forced: `closed_form` gives its figures, which prove causality and the
@@ -24,50 +24,50 @@ BRANCHES = ("cmp", "slc", "win")
 
 
 class SelectionSums(NamedTuple):
-    """Sums over the rows of a layer; scalars, where no shape is given.
+    """Sums over the rows of a layer, scalars unless a shape is given.
 
     int32 holds the sums of 256 sequences of 65536 tokens, for 4 groups and selection blocks of 64 tokens.
     """
 
     rows: jax.Array
-    """int32."""
+    """Number of rows, int32."""
     whole_blocks: jax.Array
-    """int32, sum of k // selection_block; apart from the rest, so that int32 holds the sum of k for long sequences."""
+    """Sum of k // selection_block, int32; separate from `rest` so that the sum of k fits int32 for long sequences."""
     rest: jax.Array
-    """int32, sum of k % selection_block."""
+    """Sum of k % selection_block, int32."""
     k_max: jax.Array
-    """int32, the largest k."""
+    """Largest k, int32."""
     rows_at_max: jax.Array
-    """int32, rows whose k is `k_max`."""
+    """Number of rows whose k is `k_max`, int32."""
     gates: jax.Array
-    """float32[3], sum of the gates of each branch over heads."""
+    """Sum of each branch's gates over heads, float32[3]."""
     gate_entropy: jax.Array
-    """float32[3], sum of the entropy of each gate, taken as a probability, in nats."""
+    """Sum of the entropy, in nats, of each gate as a probability, float32[3]."""
     importance: jax.Array
-    """float32, the importance of all blocks."""
+    """Importance of all blocks, float32."""
     free_importance: jax.Array
-    """float32, the importance of blocks that are not forced."""
+    """Importance of the blocks that are not forced, float32."""
     free_mass: jax.Array
-    """float32, attention weights of the selected branch outside forced blocks, over heads."""
+    """Attention weights of the selected branch outside of forced blocks, summed over heads, float32."""
     jaccard: jax.Array
-    """float32, sum over pairs of |A and B| / |A or B|; A and B are the free choices of a query and of the next one."""
+    """Sum over pairs of |A and B| / |A or B|, float32; A and B are the free choices of a query and the next query."""
     pairs: jax.Array
-    """int32, pairs of neighbouring rows that have a free choice."""
+    """Number of pairs of neighbouring rows with a free choice, int32."""
     tile_blocks: jax.Array
-    """int32, sum over tiles of the number of different blocks that the queries of a tile select."""
+    """Sum over tiles of the number of different blocks that a tile's queries select, int32."""
     tiles: jax.Array
-    """int32, tiles of neighbouring rows."""
+    """Number of tiles of neighbouring rows, int32."""
     load: jax.Array
-    """int32[j], rows that select each block."""
+    """Number of rows that select each block, int32[j]."""
 
 
 class Neighbours(NamedTuple):
-    """Rows of queries in which adjacent rows count as neighbours if their positions are adjacent."""
+    """Rows of queries; adjacent rows are neighbours if their positions are adjacent."""
 
     positions: jax.Array
-    """int[t]; negative where there is no query."""
+    """Position of each row, int[t]; negative if there is no query."""
     blocks: jax.Array
-    """int32[b, t, g, n], the selected blocks."""
+    """Selected blocks, int32[b, t, g, n]."""
 
 
 def selection_sums(
@@ -120,7 +120,7 @@ def selection_sums(
 
 
 def _jaccard(config: NativeSparseConfig, positions: jax.Array, blocks: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the sum of the Jaccard indices of free choices of neighbouring rows, and the number of pairs."""
+    """Return the sum of the Jaccard indices of neighbouring rows' free choices, and the number of pairs."""
     is_free = (blocks != UNUSED) & ~config.selection.is_forced(blocks, positions[:, None, None])
     one, other = blocks[:, :-1, :, :, None], blocks[:, 1:, :, None, :]
     is_shared = (one == other) & is_free[:, :-1, :, :, None] & is_free[:, 1:, :, None, :]
@@ -132,7 +132,7 @@ def _jaccard(config: NativeSparseConfig, positions: jax.Array, blocks: jax.Array
 
 
 def _tile_unions(blocks: jax.Array, numbers: jax.Array, query_tile: int) -> tuple[jax.Array, jax.Array]:
-    """Return the sum of the sizes of the unions of tiles, and the number of tiles; the last tile may be shorter."""
+    """Return the sum of the sizes of the tiles' unions, and the number of tiles; the last tile may be shorter."""
     batch, positions, groups, selected = blocks.shape
     tiles = -(-positions // query_tile)
     missing = tiles * query_tile - positions
@@ -158,7 +158,7 @@ def add_sums(first: SelectionSums, second: SelectionSums) -> SelectionSums:
 
 
 def reduce_sums(sums: SelectionSums, mesh_axes: tuple[str, ...]) -> SelectionSums:
-    """Return the sums over the rows of all devices along mesh axes. Runs inside `jax.shard_map`."""
+    """Sum over the rows of all devices along mesh axes. Runs inside `jax.shard_map`."""
     k_max = jax.lax.pmax(sums.k_max, mesh_axes)
     at_max = jnp.where(sums.k_max == k_max, sums.rows_at_max, 0)
     reduced: SelectionSums = jax.lax.psum(sums._replace(rows_at_max=at_max), mesh_axes)
@@ -166,7 +166,7 @@ def reduce_sums(sums: SelectionSums, mesh_axes: tuple[str, ...]) -> SelectionSum
 
 
 def figures(config: NativeSparseConfig, sums: SelectionSums) -> dict[str, Any]:
-    """Return the figures by name, on the host; a share or mean of nothing is 0.
+    """Return the figures by name, computed on the host; a fraction or mean of nothing is 0.
 
     | name | figure |
     |---|---|
@@ -200,12 +200,12 @@ def figures(config: NativeSparseConfig, sums: SelectionSums) -> dict[str, Any]:
 
 
 def traced_figures(config: NativeSparseConfig, sums: SelectionSums) -> dict[str, jax.Array]:
-    """Compute the figures of `figures` within a program, in int32 and float32."""
+    """Compute `figures` within a program, in int32 and float32."""
     return _figures(config, sums, jnp)
 
 
 def _figures(config: NativeSparseConfig, sums: SelectionSums, xp: ModuleType) -> dict[str, Any]:
-    """Return the figures of arrays of the module `xp`, `numpy` or `jax.numpy`."""
+    """Compute the figures with the array module `xp`, `numpy` or `jax.numpy`."""
     rows, head_rows = sums.rows, sums.rows * config.heads_per_group
 
     def ratio(part: Any, whole: Any) -> Any:
@@ -231,7 +231,7 @@ def _figures(config: NativeSparseConfig, sums: SelectionSums, xp: ModuleType) ->
 
 
 def closed_form(config: NativeSparseConfig, positions: int) -> dict[str, float]:
-    """Return k_mean, k_max and pct_at_max of a sequence, which depend on no weight.
+    """Return k_mean, k_max and pct_at_max of a sequence, which depend on no weights.
 
     k(t) = min(selected - 1, t // selection_block) * selection_block + t % selection_block + 1
 

@@ -23,7 +23,7 @@ FLOAT32_BYTES = 4
 
 
 class SparseTraffic(NamedTuple):
-    """Bytes received by the device that receives most, for a sequence and a layer."""
+    """Bytes received by the device that receives the most, per sequence and layer."""
 
     compression_halo: float
     compressed: float
@@ -32,12 +32,12 @@ class SparseTraffic(NamedTuple):
 
     @property
     def permuted(self) -> float:
-        """Bytes of the permutes."""
+        """Bytes received in permutes."""
         return self.compression_halo + self.window_halo
 
     @property
     def gathered(self) -> float:
-        """Bytes of the all-gathers, or of their gradients' reduce-scatters."""
+        """Bytes received in all-gathers, or in the reduce-scatters of their gradients."""
         return self.compressed + self.selected
 
 
@@ -76,7 +76,7 @@ def backward_traffic(config: NativeSparseConfig, parts: PositionParts, groups: i
 
 
 def importance_all_reduce_bytes(config: NativeSparseConfig, positions: int, groups: int, devices: int) -> float:
-    """Return the bytes of the all-reduce that sharding the heads of a group would need before the selection.
+    """Return the bytes of an all-reduce before the selection, which sharding a group's heads would need.
 
     bytes = 2 * 4 * (devices - 1) / devices * positions * groups * selection blocks, for float32.
 
@@ -98,7 +98,7 @@ def _channels(config: NativeSparseConfig, groups: int) -> int:
 def _traffic(
     config: NativeSparseConfig, parts: PositionParts, halo_row: int, gathered_row: int, is_backward: bool
 ) -> SparseTraffic:
-    """Return the bytes of a pass, from the bytes of a key and value in halos, and in gathered arrays."""
+    """Return the bytes of a pass, given the bytes per key and value in halos and in gathered arrays."""
     others = (parts.devices - 1) / parts.devices
     window_hops = dict(enumerate(parts.halo_hops(min(config.window, parts.length) - 1), start=1))
     return SparseTraffic(

@@ -1,4 +1,4 @@
-"""Compresses keys or values: one for each block of tokens. Paper: section 3.3.1, equation 7.
+"""Compresses each block of tokens to one key or value. Paper: section 3.3.1, equation 7.
 
 A position encoding is added to the tokens of a block, then `Compression` makes one key or value of them.
 """
@@ -12,7 +12,7 @@ from shardplan.decoder.parts.attention.sparse.config import Compression, NativeS
 
 
 def compress(config: NativeSparseConfig, x: jax.Array, phi: Mapping[str, jax.Array]) -> jax.Array:
-    """Return the compressed keys or values of a sequence, one for each block that is complete.
+    """Return the compressed keys or values of a sequence, one per complete block.
 
     >>> import numpy as np
     >>> sizes = {"embed": 8, "groups": 1, "heads_per_group": 1, "key_size": 2, "value_size": 1, "window": 4}

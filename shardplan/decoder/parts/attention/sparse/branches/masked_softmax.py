@@ -1,4 +1,4 @@
-"""Softmax over the keys that a query sees, which is zero, with zero gradient, for a query that sees none."""
+"""Softmax over the keys that a query sees; zero, with zero gradient, for a query that sees none."""
 
 import jax
 import jax.numpy as jnp

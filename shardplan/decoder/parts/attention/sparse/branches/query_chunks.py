@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 QUERIES_PER_CHUNK = 256
-"""Queries whose scores or gathered keys are in memory at a time, by default."""
+"""Default number of queries whose scores or gathered keys are in memory at a time."""
 
 
 def map_query_chunks[Result](
@@ -31,7 +31,7 @@ def map_query_chunks[Result](
     missing = chunks * queries_per_chunk - count
 
     def split(x: jax.Array) -> jax.Array:
-        """[b, t, ...] -> [chunk, b, t of the chunk, ...]."""
+        """Split into chunks: [b, t, ...] -> [chunk, b, t of the chunk, ...]."""
         padded = jnp.pad(x, [(0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2)])
         return jnp.moveaxis(padded.reshape(x.shape[0], chunks, queries_per_chunk, *x.shape[2:]), 1, 0)
 

@@ -19,21 +19,21 @@ class SelectedMethod(StrEnum):
     """How attention to the selected blocks is computed."""
 
     DENSE_MASK = "dense_mask"
-    """Scores of all tokens, most of them masked: the fastest for short sequences."""
+    """Computes scores of all tokens and masks most of them: the fastest for short sequences."""
     GATHERED_BLOCKS = "gathered_blocks"
-    """Scores of gathered tokens, which are copied for each query: work does not grow with the sequence."""
+    """Computes scores of tokens that are gathered for each query: its work does not grow with the sequence."""
     KERNEL = "kernel"
-    """A Pallas kernel whose tiles of queries walk the union of their blocks: the fastest for long sequences. The other
-    two branches have kernels then, too."""
+    """Runs a Pallas kernel in which tiles of queries walk the union of their blocks: the fastest for long sequences.
+    The other two branches then have kernels too."""
 
 
 class SelectedAttention(NamedTuple):
-    """Attention to the selected blocks."""
+    """The results of attention to the selected blocks."""
 
     output: jax.Array
-    """[b, t, g, r, d]."""
+    """The attention output, [b, t, g, r, d]."""
     free_mass: jax.Array | None
-    """float32[b, t, g], attention weights of tokens outside forced blocks, summed over r; None if not requested."""
+    """Attention weights of tokens outside forced blocks, summed over r, float32[b, t, g]; None if not requested."""
 
 
 def attend_to_selected(
@@ -47,7 +47,7 @@ def attend_to_selected(
     values: jax.Array,
     with_free_mass: bool = False,
 ) -> SelectedAttention:
-    """Attend to the tokens of the selected blocks that are not after the query; scores have the factor d ** -0.5.
+    """Attend to tokens of the selected blocks that are not after the query; d ** -0.5 scales the scores.
 
     Args:
         queries_per_chunk: queries whose scores or gathered keys are in memory at a time; kernels need no such bound.

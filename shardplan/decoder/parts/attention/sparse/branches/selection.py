@@ -10,11 +10,11 @@ import jax.numpy as jnp
 from shardplan.decoder.parts.attention.sparse.config import NativeSparseConfig
 
 UNUSED = -1
-"""What stands in place of a block, where a query has fewer blocks before it than it may select."""
+"""Number in place of a block if a query has fewer earlier blocks than it may select."""
 
 
 def select(config: NativeSparseConfig, importance: jax.Array, positions: jax.Array) -> jax.Array:
-    """Return the blocks that each query selects: the forced ones, then those of the largest importance.
+    """Return the blocks that each query selects: the forced blocks, then those of greatest importance.
 
     >>> config = NativeSparseConfig(8, 1, 1, 2, 2, block=4, stride=4, selection_block=4, selected=3, window=4, local=1)
     >>> select(config, jnp.array([[[[0.0, 0.5, 0.5, 0.0]], [[9.0, 9.0, 9.0, 9.0]]]]), jnp.array([15, 4])).tolist()

@@ -1,4 +1,4 @@
-"""Attention to the last tokens: the window of each query, with its own token. Paper: section 3.3.3.
+"""Attention to each query's window: the last tokens, its own included. Paper: section 3.3.3.
 
 A chunk of queries attends to its own keys and to those of the window before it. Where positions are sharded, those are
 the device's own keys and a halo of window - 1 tokens.

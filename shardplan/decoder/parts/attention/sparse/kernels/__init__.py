@@ -1,1 +1,1 @@
-"""Pallas kernels for TPUs of the branches of Native Sparse Attention; on other devices JAX's interpreter runs them."""
+"""Pallas kernels of the branches of Native Sparse Attention, for TPUs; JAX's interpreter runs them on other devices."""

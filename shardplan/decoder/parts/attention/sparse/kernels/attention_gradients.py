@@ -1,4 +1,4 @@
-"""The backward kernel of both branches. Weights are computed again from scores and their log-sum-exp:
+"""The backward kernel of the compressed and selected branches, which recomputes weights from scores and log-sum-exp:
 
     p = exp(scale * k q - log-sum-exp), dv = sum of p do,
     ds = p (v do - delta), dq = scale * sum of ds k, dk = scale * sum of ds q,
@@ -36,13 +36,13 @@ from shardplan.decoder.parts.attention.sparse.kernels.launch import (
 )
 
 KEYS_PER_STEP = 512
-"""Most keys of a step: steps of 768 take 6% less time for each key, but the few blocks of a range seldom fill them."""
+"""Maximum number of keys per step: steps of 768 take 6 % less time per key, but a range seldom has enough blocks."""
 RESIDENT_SHARE = 0.75
-"""Share of VMEM for keys, values and their gradients; the rest is for tiles of queries and scores."""
+"""Fraction of VMEM for keys, values and their gradients; the rest holds tiles of queries and scores."""
 
 
 def key_ranges(vmem: int, length: int, block: int, channels: int, itemsize: int) -> int:
-    """Return the number of ranges of keys such that keys, values and float32 gradients of one range fit in VMEM.
+    """Return the number of key ranges such that one range's keys, values and float32 gradients fit in VMEM.
 
     >>> key_ranges(64 * 2**20, 65536, 64, 256, 2)
     2
@@ -97,7 +97,7 @@ def attention_gradients(
     dq, of_ranges = jax.lax.scan(add_range, zeros, jnp.arange(ranges, dtype=jnp.int32))
 
     def join(x: jax.Array) -> jax.Array:
-        """[range, part, token, d] -> [b * g, s, d]."""
+        """Join ranges and parts: [range, part, token, d] -> [b * g, s, d]."""
         by_head = x.reshape(ranges, heads, parts // heads, *x.shape[2:]).sum(axis=2).swapaxes(0, 1)
         return by_head.reshape(heads, -1, x.shape[-1])[:, :length]
 
@@ -119,7 +119,7 @@ def _add_gradients(
     row_sums: jax.Array,
     before: jax.Array,
 ) -> list[jax.Array]:
-    """Add the blocks of a range to `before`, dq, in place, and return it with dk / scale and dv, [part, token, d].
+    """Add a range's part of dq to `before`, in place; return it with dk / scale and dv, [part, token, d].
 
     Args:
         parts: parts of the tiles, which cores compute at the same time.
@@ -156,7 +156,7 @@ def _add_gradients(
         block_tokens = block * sizes.stride
 
         def entries_before(bound: jax.Array) -> jax.Array:
-            """Count the tile's blocks before a block; in its table by binary search."""
+            """Count the entries of the tile's table that precede a block, by binary search."""
             if tables is None:
                 last_position = first_position + (tiles.queries - 1)
                 return jnp.minimum(bound, quotient(jnp.maximum(last_position + block_tokens, 0), block_tokens))
@@ -175,7 +175,7 @@ def _add_gradients(
         log_sums, delta = sums[0, 0:1] * LOG2_E, sums[0, 1:2]
 
         def read_entry(entry: jax.Array) -> tuple[Any, jax.Array]:
-            """Return the tokens of an entry's block in the range, and bool[key, row], which of them rows attend to."""
+            """Return the tokens of an entry's block in the range, and bool[key, row]: which of them each row sees."""
             is_entry = entry < end
             if tables is None:
                 number, is_member = entry, is_entry

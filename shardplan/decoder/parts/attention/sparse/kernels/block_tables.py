@@ -1,4 +1,4 @@
-"""Tables of the blocks that tiles of queries walk.
+"""Tables of the blocks that tiles of queries attend to.
 
 A tile's table is the union of its queries' blocks, ascending, with one bit per query that has selected the block.
 """
@@ -12,12 +12,12 @@ from shardplan.decoder.parts.attention.sparse.kernels.query_tiles import QueryTi
 
 
 class BlockTables(NamedTuple):
-    """The blocks of every tile."""
+    """The blocks of every tile of queries."""
 
     blocks: jax.Array
-    """int32[tile, 1, u], ascending; 0 after the last one."""
+    """Blocks of each tile, int32[tile, 1, u], ascending; 0 after the last one."""
     members: jax.Array
-    """int32[tile, 1, u]: bit i says whether query i of the tile has selected the block; 0 after the last one."""
+    """Queries that selected each block, int32[tile, 1, u]: bit i is query i of the tile; 0 after the last block."""
 
 
 def make_block_tables(tiles: QueryTiles, blocks: jax.Array, count: int, multiple: int) -> BlockTables:
@@ -55,5 +55,5 @@ def make_block_tables(tiles: QueryTiles, blocks: jax.Array, count: int, multiple
 
 
 def _shift(x: jax.Array, distance: int, fill: int) -> jax.Array:
-    """Move the elements of rows to the right."""
+    """Shift the elements of each row to the right."""
     return jnp.pad(x, [(0, 0), (distance, 0)], constant_values=fill)[:, : x.shape[1]]

@@ -1,4 +1,4 @@
-"""The walk of a tile of queries over the blocks of its table, in the forward kernel.
+"""The forward kernel's walk: a tile of queries visits the blocks of its table, step by step.
 
 Keys and values stay in HBM. A step copies a few blocks of them to VMEM, while the step before is computed; the last
 step of a tile starts the first copies of the next tile, so that no tile waits for memory. Steps start their copies
@@ -26,9 +26,9 @@ from shardplan.decoder.parts.attention.sparse.kernels.query_tiles import QueryTi
 from shardplan.decoder.parts.attention.sparse.selection_blocks import SelectionBlocks
 
 BLOCKS_PER_STEP = 16
-"""Most blocks of a step: their copies and additions are unrolled."""
+"""Maximum number of blocks per step, whose copies and additions are unrolled."""
 CORES = 2
-"""Parts of the tiles that the cores of a chip can compute at the same time."""
+"""Number of parts of the tiles, which the cores of a chip can compute at the same time."""
 
 
 @dataclass(frozen=True)
@@ -37,33 +37,33 @@ class WalkSizes:
 
     tiles: QueryTiles
     selection: SelectionBlocks
-    """The blocks of keys; the compressed branch has none that are forced."""
+    """The blocks of keys; the compressed branch has no forced blocks."""
     scale: float
-    """Factor of scores."""
+    """Factor of the scores."""
     keys_per_step: int
-    """Most keys of a step."""
+    """Maximum number of keys per step."""
     stride: int = 1
-    """Key i is visible from position i * stride + lag on."""
+    """Distance of visibility: key i is visible from position i * stride + lag on."""
     lag: int = 0
 
     @property
     def block(self) -> int:
-        """Keys of a block."""
+        """Number of keys per block."""
         return self.selection.size
 
     @property
     def unit(self) -> int:
-        """Blocks of a step."""
+        """Number of blocks per step."""
         return max(1, min(BLOCKS_PER_STEP, self.keys_per_step // self.block))
 
     @property
     def keys(self) -> int:
-        """Keys of a step."""
+        """Number of keys per step."""
         return self.unit * self.block
 
     @property
     def parts(self) -> list[range]:
-        """Blocks of a step, in parts that fill the contraction of a matrix unit."""
+        """Ranges of a step's blocks, each of which fills the contraction of a matrix unit."""
         size = 1
         while 2 * size * self.block <= LANES:
             size *= 2
@@ -75,12 +75,12 @@ class TileStep(NamedTuple):
 
     tile: jax.Array
     is_first: jax.Array
-    """Whether it starts its own first copies, because it is the first of its core."""
+    """Whether the tile is the first of its core, and so starts its own first copies."""
     has_next: jax.Array
 
     @classmethod
     def current(cls) -> "TileStep":
-        """Return the step; call it outside of loops and conditions, within which the interpreter does not know it."""
+        """Return the current step; call it outside of loops and conditions, where the interpreter does not know it."""
         i, tiles = pl.program_id(1), pl.num_programs(1)
         return cls(pl.program_id(0) * tiles + i, i == 0, i + 1 < tiles)
 
@@ -92,14 +92,15 @@ class BlockWalk:
     sizes: WalkSizes
     step: TileStep
     first_positions: Any
-    """int32[tiles of a sequence], in scalar memory; the other references follow in the order of `in_specs`."""
+    """Position of each tile's first query, int32[tiles of a sequence], in scalar memory; further references follow in
+    the order of `in_specs`."""
     blocks: Any
     next_blocks: Any
     members: Any
     keys: Any
     values: Any
     key_buffer: Any
-    """[2, key of the step, d]; the other references follow in the order of `scratch`."""
+    """Buffer of keys, [2, key of the step, d]; further references follow in the order of `scratch`."""
     value_buffer: Any
     copied: Any
     slot: Any
@@ -134,7 +135,7 @@ class BlockWalk:
             self._wait(self.slot[0])
 
     def visible_rows(self, step: jax.Array, i: int) -> jax.Array:
-        """Return bool[key, row] of block i of a step: whether the query has selected the block and is not before it."""
+        """Return bool[key, row] for block i of a step: whether the row's query selected it and may attend to a key."""
         sizes, entry = self.sizes, step * self.sizes.unit + i
         query_of_row = divide(indices((1, sizes.tiles.rows), 1), sizes.tiles.heads)
         is_member = (self.members[0, 0, entry] & jnp.left_shift(1, query_of_row)) != 0
@@ -142,7 +143,7 @@ class BlockWalk:
         return indices((sizes.block, 1), 0) <= jnp.where(is_member, position, -1)
 
     def is_free(self, step: jax.Array, i: int) -> jax.Array:
-        """Return float32, 1 if block i of a step is not forced for the queries of the tile, else 0."""
+        """Return float32: 1 if block i of a step is not forced for the tile's queries, else 0."""
         block = self.blocks[0, 0, step * self.sizes.unit + i]
         own = quotient(self._first_position(), self.sizes.block)
         return ((block >= self.sizes.selection.initial) & (block <= own - self.sizes.selection.local)).astype(
@@ -154,7 +155,7 @@ class BlockWalk:
         return position
 
     def _start_next(self, step: jax.Array, is_last: jax.Array, slot: jax.Array) -> None:
-        """Start the copies of the next step, or of the next tile; after the last tile, copies that nothing reads."""
+        """Start the copies of the next step or the next tile; after the last tile, copies that are never read."""
         unit, size = self.sizes.unit, self.blocks.shape[-1]
         tile = self.step.tile + (is_last & self.step.has_next).astype(jnp.int32)
         for i in range(unit):
@@ -162,7 +163,7 @@ class BlockWalk:
             self._start(jnp.where(is_last, self.next_blocks[0, 0, i], of_tile), tile, slot, i)
 
     def _start(self, block: jax.Array, tile: jax.Array, slot: jax.Array | int, i: int) -> None:
-        """Start the copies of a block of keys and of values, block i of a step."""
+        """Start the copies of keys and values of block i of a step."""
         sizes, head = self.sizes, quotient(tile, self.sizes.tiles.per_sequence)
         source = pl.ds(pl.multiple_of(block * sizes.block, sizes.block), sizes.block)
         target = pl.ds(i * sizes.block, sizes.block)
@@ -176,7 +177,7 @@ class BlockWalk:
 
 
 def in_specs(tables: BlockTables) -> list[pl.BlockSpec]:
-    """Return the specs of blocks, the next tile's blocks, members, keys and values.
+    """Return the block specs of the tile's blocks, the next tile's blocks, members, keys and values.
 
     Of 8 tiles, core 1 has the last 4, so that its step 2 reads the tables of tile 6, and the blocks of tile 7:
 
@@ -197,7 +198,7 @@ def in_specs(tables: BlockTables) -> list[pl.BlockSpec]:
 
 
 def arguments(tables: BlockTables, keys: jax.Array, values: jax.Array) -> tuple[jax.Array, ...]:
-    """Return the arrays of `in_specs`; keys and values are [b * g, s, d] of complete blocks.
+    """Return the arrays for `in_specs`; keys and values are [b * g, s, d] of complete blocks.
 
     >>> tables = BlockTables(blocks=jnp.zeros((8, 1, 16)), members=jnp.zeros((8, 1, 16)))
     >>> [x is tables.blocks for x in arguments(tables, jnp.zeros((2, 64, 8)), jnp.zeros((2, 64, 8)))]
@@ -207,7 +208,7 @@ def arguments(tables: BlockTables, keys: jax.Array, values: jax.Array) -> tuple[
 
 
 def scratch(sizes: WalkSizes, keys: jax.Array, values: jax.Array) -> list[Any]:
-    """Return the buffers of keys and values, the semaphores of their copies, and the slot of the next step.
+    """Return the scratch shapes: buffers of keys and values, semaphores of their copies, slot of the next step.
 
     >>> sizes = WalkSizes(QueryTiles.of(64, 8192, 16), SelectionBlocks(64), scale=0.1, keys_per_step=512)
     >>> keys, values = (jax.ShapeDtypeStruct((4, 8192, size), jnp.bfloat16) for size in (128, 64))
@@ -223,7 +224,7 @@ def scratch(sizes: WalkSizes, keys: jax.Array, values: jax.Array) -> list[Any]:
 
 
 def rows_spec(rows: int, size: int, tiles: int) -> pl.BlockSpec:
-    """Return the spec of an array [tile, rows, size]: every grid step has its own tile.
+    """Return the block spec of an array [tile, rows, size], with one tile per grid step.
 
     >>> spec = rows_spec(rows=128, size=64, tiles=8)
     >>> spec.block_shape, spec.index_map(1, 2, None)
@@ -233,7 +234,7 @@ def rows_spec(rows: int, size: int, tiles: int) -> pl.BlockSpec:
 
 
 def grid(tables: BlockTables) -> tuple[int, int]:
-    """Return the grid of a walk: a part of the tiles per core, and the tiles of a part.
+    """Return the grid of a walk: parts of the tiles, one per core, and the tiles of a part.
 
     >>> grid(BlockTables(blocks=jnp.zeros((8, 1, 16)), members=jnp.zeros((8, 1, 16))))
     (2, 4)

@@ -26,7 +26,7 @@ from shardplan.decoder.parts.attention.sparse.kernels.online_softmax import Onli
 from shardplan.decoder.parts.attention.sparse.kernels.query_tiles import QueryTiles
 
 GRID = ("parallel", "parallel", "arbitrary")
-"""Heads of keys of all sequences, tiles, and chunks."""
+"""Semantics of the grid's dimensions: key heads of all sequences, tiles, chunks."""
 
 
 def attend_compressed_tiles(
@@ -91,7 +91,7 @@ def attend_compressed_tiles(
 def sum_importance(
     sizes: CompressedTiles, first_positions: jax.Array, queries: jax.Array, keys: jax.Array, log_sums: jax.Array
 ) -> jax.Array:
-    """Return the importance float32[tile, query of the tile, j], j padded to complete chunks.
+    """Return the importance float32[tile, query of the tile, j], with j padded to complete chunks.
 
     Args:
         first_positions: int32[tiles of a sequence].
@@ -169,7 +169,7 @@ def _reorder_rows(tiles: QueryTiles, x: jax.Array, scratch: Any, target: Any) ->
 
 
 def _multiply_exactly(x: jax.Array, y: jax.Array) -> jax.Array:
-    """Return x y with all bits of x, float32, which is split in 3 parts of bfloat16; y has exact bfloat16 values."""
+    """Return x y exactly in x: float32 x is split into 3 bfloat16 parts, and y has exact bfloat16 values."""
     parts = []
     for _ in range(3):
         upper_bits = jax.lax.bitcast_convert_type(x, jnp.int32) & -(2**16)

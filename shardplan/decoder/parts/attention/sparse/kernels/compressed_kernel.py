@@ -1,4 +1,4 @@
-"""The compressed branch by kernels: arrays of the branch to tiles and back, and which kernels give the gradients."""
+"""The compressed branch by kernels: converts arrays to tiles and back, and chooses the kernels of the gradients."""
 
 from functools import partial
 from typing import NamedTuple
@@ -20,16 +20,16 @@ from shardplan.decoder.parts.attention.sparse.selection_blocks import SelectionB
 
 
 class CompressedResiduals(NamedTuple):
-    """The values that the forward pass keeps for the backward pass."""
+    """Values that the forward pass keeps for the backward pass."""
 
     positions: jax.Array
     queries: jax.Array
     keys: jax.Array
     values: jax.Array
     output: jax.Array
-    """[tile, row, d]."""
+    """Output of the branch, [tile, row, d]."""
     log_sums: jax.Array
-    """float32[tile, 1, row]."""
+    """Log-sum-exp of each row's scores, float32[tile, 1, row]."""
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -118,17 +118,17 @@ attend_to_compressed_by_kernel.defvjp(_forward, _backward)
 
 
 def _pad_heads(sizes: CompressedTiles, x: jax.Array) -> jax.Array:
-    """[b, t, g, r, d] -> [tile, row, d], with padded heads."""
+    """Pad heads: [b, t, g, r, d] -> [tile, row, d]."""
     return sizes.tiles.split(jnp.pad(x, [(0, 0), (0, 0), (0, 0), (0, sizes.padding), (0, 0)]))
 
 
 def _join_heads(sizes: CompressedTiles, x: jax.Array, batch: int) -> jax.Array:
-    """[tile, row, d] -> [b, t, g, r, d], without padded heads."""
+    """Remove padded heads: [tile, row, d] -> [b, t, g, r, d]."""
     return sizes.tiles.join(x, batch)[:, :, :, : sizes.config.heads_per_group]
 
 
 def _by_head(sizes: CompressedTiles, x: jax.Array) -> jax.Array:
-    """[b, c, g, d] -> [b * g, c, d], with padding to complete chunks, which no query sees."""
+    """Reorder by head: [b, c, g, d] -> [b * g, c, d], padded to complete chunks with keys that no query sees."""
     batch, count, groups, size = x.shape
     padded = jnp.pad(x, [(0, 0), (0, sizes.chunks * sizes.chunk - count), (0, 0), (0, 0)])
     return padded.swapaxes(1, 2).reshape(batch * groups, -1, size)

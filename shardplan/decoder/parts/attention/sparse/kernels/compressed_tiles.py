@@ -1,4 +1,4 @@
-"""Tiles of queries and of compressed blocks for the kernels of the compressed branch, and the blocks a tile sees.
+"""Tiles of queries and chunks of compressed blocks for the compressed branch's kernels, and which chunks a tile sees.
 
 Tiles of queries and chunks of keys are dense: a tile walks all chunks up to its last query, and skips the later ones. A
 chunk has the compressed blocks that start in 128 selection blocks, so that the importance of a chunk fills the lanes of
@@ -23,9 +23,9 @@ from shardplan.decoder.parts.attention.sparse.kernels.launch import (
 from shardplan.decoder.parts.attention.sparse.kernels.query_tiles import QueryTiles
 
 MAX_ROWS = 512
-"""Most rows of a tile."""
+"""Maximum number of rows per tile."""
 MAX_SCORES = 2**18
-"""Most scores of a tile and a chunk, 1 MiB in float32; a few arrays of this size are in VMEM."""
+"""Maximum number of scores per tile and chunk, 1 MiB in float32; VMEM holds a few arrays of this size."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class CompressedTiles:
 
     config: NativeSparseConfig
     tiles: QueryTiles
-    """With padded heads."""
+    """Tiles of queries, with padded heads."""
     chunks: int
-    """Chunks of the sequence's compressed blocks, with padding."""
+    """Number of chunks of the sequence's compressed blocks, padding included."""
 
     @classmethod
     def of(cls, config: NativeSparseConfig, count: int, selection_blocks: int) -> "CompressedTiles":
@@ -51,16 +51,16 @@ class CompressedTiles:
 
     @property
     def chunk(self) -> int:
-        """Compressed blocks of a chunk."""
+        """Number of compressed blocks per chunk."""
         return _chunk(self.config)
 
     @property
     def padding(self) -> int:
-        """Heads of padding in a group."""
+        """Number of padded heads per group."""
         return self.tiles.heads - self.config.heads_per_group
 
     def importance_weights(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the weights by which a chunk's compressed blocks add to its selection blocks, and to the next one.
+        """Return the weights by which a chunk's compressed blocks add to its own selection blocks, and to the next one.
 
         bfloat16[chunk, 128] and [128, 128]: the tokens that two blocks share, divided by the stride, small integers. Of
         the second array, rows are the last 128 compressed blocks of the chunk, and only the first column has values.
@@ -73,31 +73,31 @@ class CompressedTiles:
         return shared[:, :LANES], shared[-LANES:, LANES:]
 
     def visible_chunks(self, first_position: jax.Array) -> jax.Array:
-        """Return the number of chunks with a block that the last query of a tile sees."""
+        """Return the number of chunks that contain a block visible to the last query of a tile."""
         tokens = self.chunk * self.config.stride
         # 1 + (position of the last query - last token of the first block) // tokens, of which no part is negative
         return quotient(first_position + (self.tiles.queries - self.config.block + tokens), tokens)
 
     def visible_rows(self, first_position: jax.Array, first_block: jax.Array, count: int) -> jax.Array:
-        """Return bool[key, row], whether each of `count` compressed blocks ends with the row's query or before it."""
+        """Return bool[key, row]: whether each of `count` compressed blocks ends at or before the row's query."""
         positions = first_position + divide(indices((1, self.tiles.rows), 1), self.tiles.heads)
         return indices((count, 1), 0) * self.config.stride <= positions - self._last_token(first_block)
 
     def visible_blocks(self, first_position: jax.Array, first_block: jax.Array, count: int) -> jax.Array:
-        """Return bool[query, key], whether each of `count` compressed blocks ends with the query or before it."""
+        """Return bool[query, key]: whether each of `count` compressed blocks ends at or before the query."""
         positions = first_position + indices((self.tiles.queries, 1), 0)
         return indices((1, count), 1) * self.config.stride <= positions - self._last_token(first_block)
 
     def _last_token(self, block: jax.Array) -> jax.Array:
-        """Return the last token of a compressed block."""
+        """Return the position of a compressed block's last token."""
         return block * self.config.stride + (self.config.block - 1)
 
     def of_tile(self, rows: int, size: int) -> pl.BlockSpec:
-        """Return the spec of an array [tile, rows, size], for a grid of heads, tiles and chunks."""
+        """Return the block spec of an array [tile, rows, size], for a grid of heads, tiles and chunks."""
         return pl.BlockSpec((1, rows, size), lambda head, i, c, _: (head * self.tiles.per_sequence + i, 0, 0))
 
     def of_chunk(self, size: int) -> pl.BlockSpec:
-        """Return the spec of keys [b * g, c, size], for the same grid; chunks that are not visible are not copied."""
+        """Return the block spec of keys [b * g, c, size] for this grid; chunks that are not visible are not copied."""
 
         def index(head: jax.Array, i: jax.Array, c: jax.Array, first: jax.Array) -> tuple[jax.Array, jax.Array, int]:
             last = jnp.maximum(self.visible_chunks(first[i]) - 1, 0)

@@ -1,4 +1,4 @@
-"""Launches Pallas kernels, compiled on TPUs and interpreted elsewhere, and has small functions for their bodies."""
+"""Launches Pallas kernels, compiled on TPUs and interpreted elsewhere, and defines small functions for their bodies."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -9,17 +9,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 MASKED_SCORE = -1e30
-"""Score of pairs that are masked: finite, so that differences of two of them are 0 and not NaN."""
+"""Score of masked pairs: finite, so that the difference of two of them is 0 rather than NaN."""
 LOG2_E = 1.4426950408889634
-"""exp(x) = exp2(x * LOG2_E): exp2 is an instruction, and the factor is part of the scale of scores."""
+"""log2(e), as exp(x) = exp2(x * LOG2_E): exp2 is one instruction, and the factor merges into the scale of scores."""
 LANES = 128
-"""Elements of the minor dimension of a vector register."""
+"""Size of a vector register's minor dimension."""
 SUBLANES = 8
-"""Rows of a vector register, and the rows of a block in memory are a multiple of it."""
+"""Rows of a vector register; the rows of a block in memory must be a multiple of it."""
 SMALLEST_VMEM = 16 * 2**20
-"""Bytes of VMEM of a core of v4."""
+"""Bytes of VMEM in a core of v4, the least of all TPUs."""
 INTERPRETER: Any = True
-"""How devices that are no TPUs run kernels, as `interpret` of `pallas_call`."""
+"""Value of `interpret` for `pallas_call` on devices other than TPUs."""
 
 
 def launch(
@@ -35,7 +35,7 @@ def launch(
     aliases: Mapping[int, int] | None = None,
     vmem_limit: int | None = None,
 ) -> Callable[..., list[jax.Array]]:
-    """Return a function that runs a kernel on arrays, the first of which is prefetched to scalar memory.
+    """Return a function that runs a kernel on arrays; the first array is prefetched to scalar memory.
 
     Args:
         semantics: per dimension of the grid, "parallel" if the cores of a chip may divide it, else "arbitrary".
@@ -69,7 +69,7 @@ def launch(
 
 
 def vmem_bytes() -> int:
-    """Return the bytes of VMEM of a core of the TPU that is compiled for; the fewest of all TPUs if it is not known.
+    """Return the bytes of VMEM in a core of the target TPU; the least of all TPUs if the target is unknown.
 
     >>> vmem_bytes() // 2**20  # without a TPU
     16
@@ -105,7 +105,7 @@ def transpose_multiply(x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def transpose(x: jax.Array) -> jax.Array:
-    """Return x^T, by float32, which matrices of every size can be transposed in.
+    """Return x^T by way of float32, in which matrices of every size can be transposed.
 
     >>> transpose(jnp.array([[1.0, 2.0, 3.0]])).tolist()
     [[1.0], [2.0], [3.0]]
@@ -123,7 +123,7 @@ def indices(shape: tuple[int, int], axis: int) -> jax.Array:
 
 
 def quotient(x: jax.Array, divisor: int) -> jax.Array:
-    """Return x // divisor of an int32 scalar that is at least 0; `//` takes the sign, which kernels cannot compute.
+    """Return x // divisor of an int32 scalar >= 0; plain `//` needs the sign, which kernels cannot compute.
 
     >>> quotient(jnp.array([0, 7, 8]), 8).tolist()
     [0, 0, 1]
@@ -132,7 +132,7 @@ def quotient(x: jax.Array, divisor: int) -> jax.Array:
 
 
 def remainder(x: jax.Array, divisor: int) -> jax.Array:
-    """Return x % divisor of an int32 scalar that is at least 0.
+    """Return x % divisor of an int32 scalar >= 0.
 
     >>> remainder(jnp.array([0, 7, 9]), 8).tolist()
     [0, 7, 1]
@@ -141,7 +141,7 @@ def remainder(x: jax.Array, divisor: int) -> jax.Array:
 
 
 def divide(x: jax.Array, divisor: int) -> jax.Array:
-    """Return x // divisor of int32 in 0 .. 2**20, by float32, because vector units have no division of integers.
+    """Return x // divisor of int32 in 0 .. 2**20, by way of float32, because vector units have no integer division.
 
     >>> import numpy as np
     >>> divide(np.array([0, 5, 6, 2**20]), 6).tolist(), 2**20 // 6
@@ -151,7 +151,7 @@ def divide(x: jax.Array, divisor: int) -> jax.Array:
 
 
 def row_to_column(row: jax.Array) -> jax.Array:
-    """Transpose [1, n] to [n, 1], by a mask and a sum, which take any n."""
+    """Transpose [1, n] to [n, 1] by a mask and a sum, which work for any n."""
     n = row.shape[1]
     is_diagonal = indices((n, n), 0) == indices((n, n), 1)
     return jnp.where(is_diagonal, row, 0).sum(axis=1, keepdims=True)

@@ -1,4 +1,4 @@
-"""Softmax attention of a tile of queries in one walk over keys, with the largest score so far (online softmax).
+"""Softmax attention of a tile of queries in one walk over keys, with a running maximum of scores (online softmax).
 
 Scores are transposed, [key, row], so that largest scores, sums and masks are rows of registers. A step may mask all its
 keys for some rows: their weights are wrong until a key is visible, and then multiplied by exp(-1e30) = 0.
@@ -20,28 +20,28 @@ from shardplan.decoder.parts.attention.sparse.kernels.launch import (
 
 
 class OnlineSoftmax(NamedTuple):
-    """The state of the rows of a tile."""
+    """The running softmax of each row of a tile."""
 
     largest: jax.Array
-    """float32[1, row], largest score * log2(e)."""
+    """Largest score * log2(e) so far, float32[1, row]."""
     total: jax.Array
-    """float32[1, row], the sum of weights."""
+    """Sum of weights so far, float32[1, row]."""
     accumulated: jax.Array
-    """float32[d, row], the sum of weights * values."""
+    """Sum of weights * values so far, float32[d, row]."""
 
     @classmethod
     def scratch(cls, rows: int, value_size: int) -> list[Any]:
-        """Return the memory that keeps a state from step to step."""
+        """Return the scratch memory that keeps a state between steps."""
         return [pltpu.VMEM((size, rows), jnp.float32) for size in (1, 1, value_size)]
 
     @classmethod
     def load(cls, refs: Sequence[Any]) -> "OnlineSoftmax":
-        """Return the state that `scratch` keeps."""
+        """Return the state kept in `scratch`."""
         return cls(*(ref[...] for ref in refs))
 
     @classmethod
     def clear(cls, refs: Sequence[Any]) -> None:
-        """Store the state before the first key."""
+        """Store the initial state, before the first key."""
         for ref, value in zip(refs, (MASKED_SCORE, 0.0, 0.0), strict=True):
             ref[...] = jnp.full_like(ref, value)
 
@@ -51,7 +51,7 @@ class OnlineSoftmax(NamedTuple):
             ref[...] = value
 
     def add(self, scores: jax.Array, values: jax.Array) -> tuple["OnlineSoftmax", jax.Array, jax.Array]:
-        """Add keys, and return the new state, the weights of the keys, and the factor of all weights before them.
+        """Add keys; return the new state, the keys' weights, and the factor that rescales all earlier weights.
 
         Args:
             scores: float32[key, row], times log2(e); `MASKED_SCORE` where they are masked.
@@ -80,7 +80,7 @@ class OnlineSoftmax(NamedTuple):
 
 
 def fold_rows(combine: Callable[[jax.Array, jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """Return `combine` of all rows, [1, n]: pairs of registers first, because a chain would wait for each result.
+    """Reduce all rows with `combine` to [1, n]: pairs of registers first, because a chain would wait for each result.
 
     >>> import numpy as np
     >>> fold_rows(jnp.maximum, np.arange(48).reshape(24, 2)).tolist()

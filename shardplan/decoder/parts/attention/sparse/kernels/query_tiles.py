@@ -1,4 +1,4 @@
-"""Tiles of neighbouring queries, which kernels compute together: how many queries, and how their arrays are laid out.
+"""Tiles of neighbouring queries that kernels compute together: their number of queries, and the layout of their arrays.
 
 All heads of a group select the same blocks, so that a tile of T queries is a matrix of T x R rows. T is chosen to fill
 the matrix unit's 128 rows. It divides the selection block, so that the queries of a tile have the same own block.
@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from shardplan.decoder.parts.attention.sparse.kernels.launch import SUBLANES
 
 ROWS = 128
-"""Rows that fill the matrix unit."""
+"""Number of rows that fill the matrix unit."""
 MAX_QUERIES = 32
-"""Most queries of a tile: each has one bit of an int32."""
+"""Maximum number of queries per tile: each has one bit of an int32."""
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,11 @@ class QueryTiles:
     """The tiles of the queries of a device."""
 
     count: int
-    """Queries of a sequence, t."""
+    """Number of queries per sequence, t."""
     heads: int
-    """Heads of a group, R."""
+    """Number of heads per group, R."""
     queries: int
-    """Queries of a tile, T."""
+    """Number of queries per tile, T."""
 
     @classmethod
     def of(cls, block: int, count: int, heads: int) -> "QueryTiles":
@@ -52,41 +52,41 @@ class QueryTiles:
 
     @property
     def rows(self) -> int:
-        """Rows of a tile."""
+        """Number of rows per tile."""
         return self.queries * self.heads
 
     @property
     def per_sequence(self) -> int:
-        """Tiles of a sequence; the last ones may have padding."""
+        """Number of tiles per sequence; the last ones may have padding."""
         return 2 * -(-self.count // (2 * self.queries))
 
     @property
     def padding(self) -> int:
-        """Queries of padding at the end of a sequence."""
+        """Number of padding queries at the end of a sequence."""
         return self.per_sequence * self.queries - self.count
 
     def first_positions(self, positions: jax.Array) -> jax.Array:
-        """Return int32[tiles of a sequence], the position of the first query of each tile, of int[t]."""
+        """Return the position of each tile's first query, int32[tiles of a sequence], from the positions int[t]."""
         return jnp.pad(positions.astype(jnp.int32), (0, self.padding))[:: self.queries]
 
     def split(self, x: jax.Array) -> jax.Array:
-        """[b, t, g, r, d] -> [tile, row, d]."""
+        """Split queries into tiles: [b, t, g, r, d] -> [tile, row, d]."""
         b, _, g, _, size = x.shape
         padded = jnp.pad(x, [(0, 0), (0, self.padding), (0, 0), (0, 0), (0, 0)])
         by_tile = padded.reshape(b, self.per_sequence, self.queries, g, self.heads, size)
         return by_tile.transpose(0, 3, 1, 2, 4, 5).reshape(b * g * self.per_sequence, self.rows, size)
 
     def join(self, x: jax.Array, batch: int) -> jax.Array:
-        """[tile, row, d] -> [b, t, g, r, d], without padding."""
+        """Join tiles without padding: [tile, row, d] -> [b, t, g, r, d]."""
         size = x.shape[-1]
         by_tile = x.reshape(batch, -1, self.per_sequence, self.queries, self.heads, size)
         by_query = by_tile.transpose(0, 2, 3, 1, 4, 5)
         return by_query.reshape(batch, -1, *by_query.shape[3:])[:, : self.count]
 
     def split_heads(self, x: jax.Array) -> jax.Array:
-        """[b, t, g, r] -> [tile, 1, row]."""
+        """Split one number per head into tiles: [b, t, g, r] -> [tile, 1, row]."""
         return self.split(x[..., None])[..., 0][:, None]
 
     def join_heads(self, x: jax.Array, batch: int) -> jax.Array:
-        """[tile, 1, row] -> [b, t, g, r], without padding."""
+        """Join one number per head without padding: [tile, 1, row] -> [b, t, g, r]."""
         return self.join(x[:, 0, :, None], batch)[..., 0]

@@ -1,11 +1,11 @@
-"""Says which blocks have no kernels, and why."""
+"""Explains for which blocks there are no kernels, and why."""
 
 from shardplan.decoder.parts.attention.sparse.kernels.launch import SUBLANES
 from shardplan.errors import ConfigError
 
 
 def kernel_refusal(setting: str, block: int) -> str | None:
-    """Return why kernels cannot compute attention to blocks of `block` tokens; None if they can.
+    """Return the reason why kernels cannot attend to blocks of `block` tokens; None if they can.
 
     >>> kernel_refusal("block_size", 64)
 
@@ -21,7 +21,7 @@ def kernel_refusal(setting: str, block: int) -> str | None:
 
 
 def check_kernel(subject: str, setting: str, block: int) -> None:
-    """Check that kernels can compute attention to blocks of `block` tokens.
+    """Check that kernels can attend to blocks of `block` tokens.
 
     >>> check_kernel("attend_to_blocks", "block_size", 64)
     >>> check_kernel("attend_to_blocks", "block_size", 60)  # doctest: +ELLIPSIS

@@ -22,7 +22,8 @@ from shardplan.decoder.parts.attention.sparse.kernels.launch import (
 from shardplan.decoder.parts.attention.sparse.kernels.online_softmax import OnlineSoftmax, fold_rows
 
 KEYS_PER_STEP = 1024
-"""Most keys of a step: matmuls overlap the softmax of other parts only; two steps of 512 take a third longer."""
+"""Maximum number of keys per step: matmuls overlap the softmax of other parts only; two steps of 512 take 4/3 as
+long."""
 
 
 def attend_tiles(

@@ -1,4 +1,4 @@
-"""The selected branch by kernels: arrays of the branch to tiles and back, and which kernels give the gradients.
+"""The selected branch by kernels: converts arrays to tiles and back, and chooses the kernels of the gradients.
 
 A tile of neighbouring queries walks the union of their blocks, because one query has too few rows (its R heads) for the
 matrix unit. Work grows with the union, so that it pays where neighbours select much the same blocks, and memory with
@@ -19,7 +19,7 @@ from shardplan.decoder.parts.attention.sparse.selection_blocks import SelectionB
 
 
 class Residuals(NamedTuple):
-    """The values that the forward pass keeps for the backward pass."""
+    """Values that the forward pass keeps for the backward pass."""
 
     positions: jax.Array
     blocks: jax.Array
@@ -27,9 +27,9 @@ class Residuals(NamedTuple):
     keys: jax.Array
     values: jax.Array
     output: jax.Array
-    """[tile, row, d]."""
+    """Output of the branch, [tile, row, d]."""
     log_sums: jax.Array
-    """float32[tile, 1, row]."""
+    """Log-sum-exp of each row's scores, float32[tile, 1, row]."""
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -128,7 +128,7 @@ def _tables(sizes: WalkSizes, blocks: jax.Array, length: int) -> BlockTables:
 
 
 def _by_head(selection: SelectionBlocks, x: jax.Array) -> jax.Array:
-    """[b, s, g, d] -> [b * g, s, d], with padding to complete blocks."""
+    """Reorder by head: [b, s, g, d] -> [b * g, s, d], padded to complete blocks."""
     batch, length, groups, size = x.shape
     padding = selection.count(length) * selection.size - length
     padded = jnp.pad(x, [(0, 0), (0, padding), (0, 0), (0, 0)])

@@ -1,4 +1,4 @@
-"""The backward kernels of the window branch; weights are computed again from scores and their log-sum-exp.
+"""The backward kernels of the window branch, which recompute weights from scores and their log-sum-exp.
 
 | kernel | grid | computes |
 |---|---|---|
@@ -32,7 +32,7 @@ def window_query_gradients(
     gradients: jax.Array,
     row_sums: jax.Array,
 ) -> jax.Array:
-    """Return dq, [tile, row, d].
+    """Return the gradient of queries, [tile, row, d].
 
     Args:
         first: int32[1], position of the first query.
@@ -89,7 +89,7 @@ def window_key_value_gradients(
     gradients: jax.Array,
     row_sums: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return dk and dv, float32[b * g, s, d]; takes the arguments of `window_query_gradients`."""
+    """Return the gradients of keys and values, float32[b * g, s, d]; arguments as `window_query_gradients`."""
     _, rows, size = queries.shape
     heads, length, value_size = values.shape
     unit = sizes.tiles_per_step
@@ -97,7 +97,7 @@ def window_key_value_gradients(
     runs = sizes.query_blocks * runs_per_block
 
     def run_of(block: jax.Array, step: jax.Array) -> jax.Array:
-        """Return the index of a run of tiles that see a block of keys, which may be outside of 0 .. runs - 1."""
+        """Return the index of a run of tiles that see a block of keys; it may be outside of 0 .. runs - 1."""
         return (block - (sizes.blocks - 1)) * runs_per_block + step
 
     def kernel(first, k, v, q, do, sums, dk, dv) -> None:  # type: ignore[no-untyped-def]

@@ -9,7 +9,7 @@ from shardplan.decoder.parts.attention.sparse.kernels.launch import MASKED_SCORE
 from shardplan.decoder.parts.attention.sparse.kernels.window.tiles import WindowTiles
 
 GRID = ("parallel", "parallel", "arbitrary")
-"""Heads of keys of all sequences, tiles, and steps."""
+"""Semantics of the grid's dimensions: key heads of all sequences, tiles, steps."""
 
 
 def attend_window_tiles(

@@ -1,4 +1,4 @@
-"""The window branch by kernels: arrays of the branch to tiles and back, and which kernels give the gradients.
+"""The window branch by kernels: converts arrays to tiles and back, and chooses the kernels of the gradients.
 
 They are kernels of their own, and not JAX's splash attention with a local mask, because of three properties of splash
 (docs/log.md has figures): it computes each head of queries by itself, so that its blocks have to be 512 queries and
@@ -22,16 +22,16 @@ from shardplan.decoder.parts.attention.sparse.kernels.window.tiles import Window
 
 
 class WindowResiduals(NamedTuple):
-    """The values that the forward pass keeps for the backward pass."""
+    """Values that the forward pass keeps for the backward pass."""
 
     first: jax.Array
     queries: jax.Array
     keys: jax.Array
     values: jax.Array
     output: jax.Array
-    """[tile, row, d]."""
+    """Output of the branch, [tile, row, d]."""
     log_sums: jax.Array
-    """float32[tile, 1, row]."""
+    """Log-sum-exp of each row's scores, float32[tile, 1, row]."""
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

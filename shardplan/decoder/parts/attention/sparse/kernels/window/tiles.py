@@ -1,4 +1,4 @@
-"""Tiles of queries and keys for the kernels of the window branch, and the pairs of positions that they mask.
+"""Tiles of queries and blocks of keys for the window branch's kernels, and the pairs of positions that they mask.
 
 Queries and keys of one run of positions are divided into blocks of 128 tokens; a tile of queries is a part of a block.
 The queries of a block see the keys of their own block and of the `blocks - 1` blocks before it: `halo` is the number
@@ -28,15 +28,15 @@ from shardplan.decoder.parts.attention.sparse.kernels.launch import (
 from shardplan.decoder.parts.attention.sparse.kernels.query_tiles import QueryTiles
 
 BLOCK = LANES
-"""Tokens of a block."""
+"""Number of tokens per block."""
 MAX_ROWS = 512
-"""Most rows of a tile, unless 8 queries have more."""
+"""Maximum number of rows per tile, unless 8 queries have more rows."""
 MAX_BLOCKS_PER_STEP = 8
-"""Most blocks of keys of a step: their loop is unrolled."""
+"""Maximum number of key blocks per step, over which the loop is unrolled."""
 MAX_SCORES = 2**19
-"""Most scores of a step, 2 MiB in float32, which are in VMEM together."""
+"""Maximum number of scores per step, 2 MiB in float32, which are in VMEM together."""
 MAX_ROWS_PER_STEP = 2048
-"""Most rows of queries of a step of the kernel for gradients of keys and values."""
+"""Maximum number of query rows per step of the kernel for gradients of keys and values."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ class WindowTiles:
 
     config: NativeSparseConfig
     count: int
-    """Queries of the run."""
+    """Number of queries in the run."""
     tiles: QueryTiles
-    """Of complete blocks."""
+    """Tiles of queries, which fill complete blocks."""
 
     @classmethod
     def of(cls, config: NativeSparseConfig, count: int) -> "WindowTiles":
@@ -59,32 +59,32 @@ class WindowTiles:
 
     @property
     def halo(self) -> int:
-        """Tokens before the run, with padding."""
+        """Number of tokens before the run, padding included."""
         return -(-(self.config.window - 1) // BLOCK) * BLOCK
 
     @property
     def blocks(self) -> int:
-        """Blocks of keys that the queries of a block see."""
+        """Number of key blocks that the queries of a block see."""
         return self.halo // BLOCK + 1
 
     @property
     def steps(self) -> int:
-        """Steps of a tile."""
+        """Number of steps per tile."""
         return -(-self.blocks // max(1, min(MAX_BLOCKS_PER_STEP, MAX_SCORES // (BLOCK * self.tiles.rows))))
 
     @property
     def blocks_per_step(self) -> int:
-        """Blocks of a step."""
+        """Number of key blocks per step."""
         return -(-self.blocks // self.steps)
 
     @property
     def tiles_per_block(self) -> int:
-        """Tiles of queries of a block."""
+        """Number of query tiles per block."""
         return BLOCK // self.tiles.queries
 
     @property
     def tiles_per_step(self) -> int:
-        """Tiles of queries of a step of the kernel for gradients of keys and values; they divide a block."""
+        """Number of query tiles per step of the kernel for gradients of keys and values; divides `tiles_per_block`."""
         tiles = self.tiles_per_block
         while tiles > 1 and tiles * self.tiles.rows > MAX_ROWS_PER_STEP:
             tiles //= 2
@@ -92,25 +92,25 @@ class WindowTiles:
 
     @property
     def query_blocks(self) -> int:
-        """Blocks of queries of the run, with padding."""
+        """Number of query blocks of the run, padding included."""
         return self.tiles.per_sequence // self.tiles_per_block
 
     @property
     def key_blocks(self) -> int:
-        """Blocks of keys of the run and its halo, with padding."""
+        """Number of key blocks of the run and its halo, padding included."""
         return self.query_blocks + self.blocks - 1
 
     def split(self, x: jax.Array) -> jax.Array:
-        """[b, t, g, r, d] -> [tile, row, d]."""
+        """Split queries into tiles: [b, t, g, r, d] -> [tile, row, d]."""
         missing = self.tiles.count - self.count
         return self.tiles.split(jnp.pad(x, [(0, 0), (0, missing), (0, 0), (0, 0), (0, 0)]))
 
     def join(self, x: jax.Array, batch: int) -> jax.Array:
-        """[tile, row, d] -> [b, t, g, r, d], without padding."""
+        """Join tiles without padding: [tile, row, d] -> [b, t, g, r, d]."""
         return self.tiles.join(x, batch)[:, : self.count]
 
     def pad_keys(self, x: jax.Array) -> jax.Array:
-        """[b, halo + t, g, d] -> [b * g, key blocks * 128, d], for at most `self.halo` tokens before the run."""
+        """Pad keys, at most `self.halo` of them in the halo: [b, halo + t, g, d] -> [b * g, key blocks * 128, d]."""
         batch, count, groups, size = x.shape
         before = self._missing_keys(count)
         after = self.key_blocks * BLOCK - before - count
@@ -125,13 +125,13 @@ class WindowTiles:
         return by_token[:, before : before + count].astype(like.dtype)
 
     def _missing_keys(self, count: int) -> int:
-        """Return the padding before `count` keys of a run and its halo."""
+        """Return the number of padding keys before `count` keys of a run and its halo."""
         return self.halo - (count - self.count)
 
     def masked_scores(
         self, keys: jax.Array, queries: jax.Array, key_block: jax.Array, first_query: jax.Array, first: jax.Array
     ) -> jax.Array:
-        """Return the scores float32[key, row] of a block of keys and a tile; `MASKED_SCORE` outside windows.
+        """Return the scores float32[key, row] of a key block and a tile; `MASKED_SCORE` outside of windows.
 
         Args:
             keys: [key, d]; queries: [row, d].
@@ -147,15 +147,15 @@ class WindowTiles:
         return jnp.where((key >= earliest) & (key <= query), scores, MASKED_SCORE)
 
     def first_key_block(self, tile: jax.Array) -> jax.Array:
-        """Return the number of the first block of keys that a tile sees."""
+        """Return the number of the first key block that a tile sees."""
         return quotient(tile, self.tiles_per_block)
 
     def of_tile(self, rows: int, size: int) -> pl.BlockSpec:
-        """Return the spec of an array [tile, rows, size], for a grid of heads, tiles and steps."""
+        """Return the block spec of an array [tile, rows, size], for a grid of heads, tiles and steps."""
         return pl.BlockSpec((1, rows, size), lambda head, i, step, _: (head * self.tiles.per_sequence + i, 0, 0))
 
     def of_key_blocks(self, size: int) -> list[pl.BlockSpec]:
-        """Return the specs of the blocks of a step, each of keys [b * g, key, size], for the same grid."""
+        """Return the block specs of a step's key blocks in an array [b * g, key, size], for this grid."""
 
         def spec(number: int) -> pl.BlockSpec:
             def index(head: jax.Array, i: jax.Array, step: jax.Array, _: jax.Array) -> tuple[jax.Array, jax.Array, int]:
