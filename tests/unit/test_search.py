@@ -170,7 +170,7 @@ def test_the_size_of_an_axis_is_that_of_its_parameter():
 
 def test_a_chain_of_nearly_equal_candidates_does_not_drift():
     """Each candidate ties with the one before, but the last does not tie with the first."""
-    space, points = SimpleNamespace(logit_blocks=1, hidden_by_loop={}), ((1.0, 50.0), (1.00099, 40.0), (1.00195, 30.0))
+    space, points = SimpleNamespace(logit_blocks=1, copy_windows=()), ((1.0, 50.0), (1.00099, 40.0), (1.00195, 30.0))
     candidates = [Candidate(space, {}, {}, {}, None, *point) for point in points]
     for order in itertools.permutations(candidates):
         ranking = Ranking(2)
@@ -182,7 +182,7 @@ def test_a_chain_of_nearly_equal_candidates_does_not_drift():
 def test_logits_in_blocks_win_by_more_than_their_loop_takes():
     """The estimate leaves out what the loop over blocks takes; a plan in blocks has to be faster by more than that."""
     at_once, blocks, faster = (
-        Candidate(SimpleNamespace(logit_blocks=number, hidden_by_loop={}), {}, {}, {}, None, seconds, peak)
+        Candidate(SimpleNamespace(logit_blocks=number, copy_windows=()), {}, {}, {}, None, seconds, peak)
         for number, seconds, peak in ((1, 1.0, 50.0), (8, 0.995, 20.0), (8, 0.98, 30.0))
     )
     for order in itertools.permutations((at_once, blocks, faster)):

@@ -57,7 +57,7 @@ def decode_nvfp4(parts: StoredParts, quantization: Nvfp4) -> None:
     >>> from shardplan.checkpoint.format.header import Tensor
     >>> from shardplan.model.huggingface.quantization import Nvfp4Names
     >>> file = SimpleNamespace(name="model.safetensors", size=0, version="", tuning=None, is_shared=True)
-    >>> kinds = {"": ((64, 16), BYTE), "_scale": ((64, 2), E4M3), "_scale_2": ((), FLOAT[0])}
+    >>> kinds = {"": ((64, 16), BYTE), "_scale": ((64, 2), E4M3), "_scale_2": ((), np.dtype(np.float32))}
     >>> tensors = {f"up_proj.weight{end}": Tensor(file, 0, *kind) for end, kind in kinds.items()}
     >>> parts = StoredParts(tensors, "here")
     >>> decode_nvfp4(parts, Nvfp4("nvfp4", (), Nvfp4Names(".weight", ".weight_scale", ".weight_scale_2", False)))
