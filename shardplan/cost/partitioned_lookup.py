@@ -183,7 +183,11 @@ class _Lookup:
 
     @property
     def resharding_of_group(self) -> _Resharding:
-        """Return how one group's lookup reshards; the partitioner chooses which devices of the group share a shard."""
+        """How a lookup within a group goes from shards of columns to shards of tokens.
+
+        Numbers of shards decide, and not mesh axes as in `_resharding`: within a group the partitioner may choose which
+        devices share a shard.
+        """
         if self.columns * self.result_shards <= self.devices:
             return _Resharding.GATHER
         return _Resharding.EXCHANGE if self.columns == self.result_shards else _Resharding.REPLICATE

@@ -273,7 +273,10 @@ def _row_major(tokens: Array) -> Array:
 
 @dataclass(frozen=True)
 class DeviceGroup:
-    """Devices along mesh axes, each of which computes a part of the outputs of all tokens of the group."""
+    """Devices along some mesh axes that compute outputs together.
+
+    Each gathers the tokens of all, computes one summand of every output, and gets back the sums for its own tokens.
+    """
 
     token_axes: tuple[str, ...]
     """Mesh axes that shard tokens."""

@@ -46,7 +46,9 @@ class LiveBuffer:
     related_arrays: tuple[TracedArray, ...] = ()
     """For a lookup result, its table; for keys or values, the attention output, in the matmul that reads scores."""
     is_read_by_grouped_matmuls: bool = False
-    """Whether only grouped matmuls consume the array, which then has their parameters' sharding between tasks."""
+    """Whether only grouped matmuls consume the array, directly or through elementwise operations.
+
+    Between tasks it is then sharded by the parameter mapping rather than the compute mapping."""
     attention: AttentionKind | None = None
     """The kind of attention, for scores, keys, values, and gradients of keys and values. For Native Sparse Attention,
     the array is then the queries."""

@@ -23,13 +23,15 @@ TIE = 0.01
 
 
 def choose_batch(config: PlanConfig, model: Model, own_attention: bool = False) -> PlanConfig:
-    """Return the configuration with the batch of most tokens per second that fits, if its batch is open.
+    """Replace `workload.batch: auto` by the fastest batch that fits; a number is left as it is.
 
-    If none fits, the batch is the smallest one. The memory of an evaluation grows with the batch, so that the search
-    ends at the first batch that does not fit; in training, a larger batch may have shards that a smaller one has not.
+    The fastest is the one of most tokens per second, and of batches within `TIE` of it the smallest. If none fits, it
+    is the smallest batch that was tried. In evaluation the search ends at the first batch that does not fit, since
+    memory grows with the batch. In training all batches are tried: a larger one may fit where a smaller one does not,
+    because it divides over more devices.
 
     Raises:
-        ConfigError: the workload is training, and has no floor and ceiling; or no batch is between these.
+        ConfigError: the workload is training and `step_tokens` is not set, or no batch is in its range.
     """
     if config.workload.batch != AUTO_BATCH:
         return config

@@ -93,12 +93,13 @@ def open_texts(path: str, limit: int | None = None) -> TextStore:
     [('1', 16)]
 
     Args:
-        path: a file with one of the endings above, or a folder of them, whose files are taken in the order of their
-            names; on a local disk, in an object store or on a web server.
+        path: a file with an ending that the module's table lists, or a folder of such files, which are taken in the
+            order of their names; on a local disk, in an object store or on a web server.
         limit: most texts to read; None for all.
 
     Raises:
-        ConfigError: no such file or folder, a file that is not of its kind, no text, or two texts with one id.
+        ConfigError: no such file or folder, a file whose content does not fit its ending, no text, or two texts with
+            one id.
     """
     store = tempfile.NamedTemporaryFile(prefix="shardplan-texts-")  # noqa: SIM115 - it lives as long as the TextStore
     texts: dict[str, Text] = {}

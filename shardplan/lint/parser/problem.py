@@ -16,7 +16,7 @@ class ProblemKind(StrEnum):
     UNKNOWN_TYPE = "unknown type"
     """No class of that `type` is registered."""
     VALUE = "value"
-    """The value cannot be converted, or the class refuses it."""
+    """The value cannot be converted to the type of its key, or the configuration class raises an error for it."""
     NOT_INSTALLED = "not installed"
     """The key needs a package that cannot be imported here, which is no fault of the file."""
 

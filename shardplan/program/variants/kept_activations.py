@@ -68,7 +68,7 @@ class KeptActivations:
     points: tuple[ProgramPoint, ...]
     """Live buffers under the default policy, at every point of the program under any single option."""
     activations: tuple[tuple[Option, ...], ...]
-    """Options of each activation; the default policy is possible as well."""
+    """For each activation, its options other than the default, which computes it again for the gradients."""
     windows: tuple[CopyWindow, ...]
     """Windows of the copies under any option; windows of one loop are adjacent, with ascending FLOPs."""
 

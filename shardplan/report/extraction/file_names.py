@@ -1,4 +1,4 @@
-"""File names for objects whose own names may be invalid as such."""
+"""File names of the pages and plots of texts, whose ids may be invalid as file names."""
 
 import hashlib
 import re

@@ -274,7 +274,13 @@ def _times(component: ComponentCost, seconds: np.ndarray) -> ComponentTimes:
 
 
 def _bytes(component: ComponentCost, sizes: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Return a component's bytes, [choice, row] and [choice, option, row], given the sizes of its buffers."""
+    """Return a component's bytes per device, [choice, row], and what each option adds to them, [choice, option, row].
+
+    Rows are those of `MeshCosts.bytes`.
+
+    Args:
+        sizes: for each choice, the bytes of each buffer.
+    """
     of_choices = np.array(sizes).reshape(len(sizes), len(component.buffers))  # there may be no choice
     return of_choices @ component.counts.T, np.tensordot(of_choices, component.option_counts, axes=(1, 2))
 

@@ -136,7 +136,7 @@ class _FusedCollective:
 
 @dataclass(frozen=True)
 class _Scope:
-    """The execution of an instruction: its computation, the count per step, and the clock."""
+    """One simulated execution of a computation: its parameters' values, how often a step executes it, and its clock."""
 
     computation: Computation
     parameters: Sequence[SymbolicValue]
@@ -210,7 +210,8 @@ class _Simulator:
     def _loop_seconds(self, loop: Instruction, op: str, scope: _Scope) -> float:
         """Return the seconds of a loop; an unknown number of iterations counts as one.
 
-        The loop for rows of experts that overflow their buffers takes no time: experts are taken to get equally many.
+        The loop over rows that do not fit in the buffers of experts counts as never run: all experts are assumed to get
+        equally many rows, which fit.
         """
         if OVERFLOW_SCOPE in loop.op_name:
             return 0.0
