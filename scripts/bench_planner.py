@@ -323,13 +323,14 @@ def usual(bench: Bench) -> str:
         lines.append(row(case.label, mesh(case.plan), f"{result.peak / GIB:.2f}", *numbers, f"{mfu:.1%}"))
     slow, fast = results[0].step_seconds, results[-1].step_seconds
     sums = [each[2:] for each in results[-1].collectives if each[:2] == ["all-reduce", "model"]]
+    positions = " x ".join(plan.compute_mapping["position"])
     count, gib = sum(number for _, number in sums), sum(size for size, _ in sums) / GIB
     text = (
         f"The plan takes {fast / slow:.0%} of the time of the first row: it is {slow / fast - 1:.0%} faster. Its\n"
         f"exposed transfers are all-reduces over `model`: {count} of them, with {gib:.0f} GiB received by every\n"
-        "device; the next matmul needs their results. Positions are sharded over `replica`, and attention gathers\n"
-        "keys and values (sequence parallelism), so that `model` has half the size that it has in the usual mapping,\n"
-        "and these all-reduces have less than half the bytes."
+        f"device; the next matmul needs their results. Positions are sharded over `{positions}`, and attention\n"
+        "gathers keys and values (sequence parallelism), so that `model` has half the size that it has in the usual\n"
+        "mapping, and these all-reduces have less than half the bytes."
     )
     return "\n".join([*lines, "", text])
 

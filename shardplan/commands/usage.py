@@ -12,8 +12,12 @@ INDENT = 22
 
 
 def usage(commands: Iterable[str]) -> str:
-    """Return the usage of `shardplan`, with the purpose of each command, in the width of the terminal."""
-    purposes = {name: cls.__doc__ or "" for name, cls in COMMANDS.items()} | WITHOUT_CONFIGURATION
+    """Return the usage of `shardplan`, with the purpose of each command, in the width of the terminal.
+
+    The purpose is the first paragraph of a docstring; `shardplan COMMAND --help` has the others.
+    """
+    first_paragraphs = {name: (cls.__doc__ or "").partition("\n\n")[0] for name, cls in COMMANDS.items()}
+    purposes = first_paragraphs | WITHOUT_CONFIGURATION
     wrapper = textwrap.TextWrapper(shutil.get_terminal_size().columns, subsequent_indent=" " * INDENT)
     lines = [wrapper.fill(f"  {name}".ljust(INDENT) + purposes[name]) for name in commands]
     return "\n".join(

@@ -177,7 +177,7 @@ class LaunchCommand(EvalCommand):
 
 @dataclass(frozen=True)
 class TrainCommand(WatchConfig, ReportingConfig):
-    """Plan, and run Levanter's training with the plan, watched; the same command goes on with it.
+    """Plan, and run Levanter's training with the plan; the same command resumes it.
 
     A file may have Levanter's own sections trainer, optimizer, data and adapter, and the other keys of its train_lm;
     they are set on the command line by the same names, such as --trainer.num_train_steps 1000.

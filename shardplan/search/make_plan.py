@@ -183,7 +183,7 @@ def _infeasible_error(smallest: RankedCandidate, requested: Workload) -> Infeasi
     return InfeasibleError(
         f"no plan fits {hardware.name}: the nearest miss, mesh {mesh_text(candidate.mesh)}, needs {needed:.2f} GiB per "
         f"device, and {usable:.2f} GiB are usable ({available:.2f} less {available - usable:.2f} for the error of the "
-        f"estimate): {needed - usable:.2f} GiB are missing; use a larger slice, a smaller workload.batch or "
+        f"estimate): {needed - usable:.2f} GiB are missing; use a larger hardware.slice, a smaller workload.batch or "
         f"workload.position{more}, or a narrower dtype"
     )
 
@@ -195,7 +195,8 @@ def _full_host_error(candidate: Candidate) -> InfeasibleError:
     return InfeasibleError(
         f"no plan fits {space.hardware.name}: mesh {mesh_text(candidate.mesh)} moves {needed:.2f} GiB of activations "
         f"to the host for each device, and {usable:.2f} GiB are usable: {needed - usable:.2f} GiB are missing; "
-        "move fewer (workload.gradient_checkpointing), set hardware.host_gib if hosts have more, or use a larger slice"
+        "move fewer (workload.gradient_checkpointing), set hardware.host_gib if hosts have more, or use a larger "
+        "hardware.slice"
     )
 
 
@@ -283,7 +284,8 @@ def _choice_reasons(
         elif not other_settings:
             other_settings = "all logits at once"
         reasons.append(describe_runner_up(ranked.candidate, runner_up.candidate, other_settings))
-    indivisible = sorted(map(describe_indivisible, statistics.indivisible.values()))
+    batch = ranked.config.workload.batch
+    indivisible = sorted(describe_indivisible(example, batch) for example in statistics.indivisible.values())
     return [*reasons, f"excluded: {', '.join(indivisible)}"] if indivisible else reasons
 
 

@@ -16,6 +16,7 @@ from shardplan.hardware import GIB
 from shardplan.plan.attention_plan import SparseKernel, Strategy
 from shardplan.plan.mapping import AxisMapping, MeshAxes, mesh_size, mesh_text
 from shardplan.plan.sections import Caveat
+from shardplan.plan.workload.workload import BATCH_AXIS
 from shardplan.program.marked.attention_kind import AttentionKind
 from shardplan.program.tasks import Step
 from shardplan.search.components.compute_sharding import AttentionMethod
@@ -324,14 +325,20 @@ def describe_other_form(best: Candidate, other: OtherForm, param_dtype: str) -> 
     return f"{form}: {_difference_text(best, other.seconds, other.peak_bytes)}{too_large}"
 
 
-def describe_indivisible(example: Indivisible) -> str:
+def describe_indivisible(example: Indivisible, batch: int) -> str:
     """Explain why a logical axis cannot be sharded over mesh axes.
 
-    >>> describe_indivisible(Indivisible("kv_head", 8, ("model",), 16))
+    Args:
+        batch: sequences per step; a batch of another size is one of the microbatches that the search tried.
+
+    >>> describe_indivisible(Indivisible("kv_head", 8, ("model",), 16), batch=256)
     'kv_head (8) is not divisible by model = 16'
+    >>> describe_indivisible(Indivisible("batch", 64, ("data",), 128), batch=256)
+    'microbatch (64) is not divisible by data = 128'
     """
+    axis = "microbatch" if example.axis == BATCH_AXIS and example.size != batch else example.axis
     mesh_axes = " x ".join(example.mesh_axes)
-    return f"{example.axis} ({example.size}) is not divisible by {mesh_axes} = {example.devices}"
+    return f"{axis} ({example.size}) is not divisible by {mesh_axes} = {example.devices}"
 
 
 def describe_unknown_axis(axis: str, known: Iterable[str]) -> str:

@@ -177,7 +177,8 @@ def _unsatisfiable_error(
     given = [f"{key} {' '.join(texts)}" for key, texts in (("pin", config.pin), ("forbid", config.forbid)) if texts]
     required = " and ".join(given)
     obstacles = _unsatisfiable(rules, meshes)
-    indivisible = sorted(map(describe_indivisible, statistics.indivisible.values()))
+    batch = config.workload.batch
+    indivisible = sorted(describe_indivisible(example, batch) for example in statistics.indivisible.values())
     if not obstacles:
         obstacles = ["every mapping has a mesh axis on two dimensions of one array"]
     return InfeasibleError(

@@ -142,7 +142,7 @@ def test_evaluation_needs_a_ref(golden, checkpoint, tmp_path):
 def test_nothing_fits():
     done = run("plan", "--config", "configs/405b.yaml", "--hardware.slice=v4-16")
     fails(done, 3, "no plan fits v4-16: the nearest miss, mesh replica ")
-    assert "GiB are missing" in done.stderr
+    assert "GiB are missing; use a larger hardware.slice, " in done.stderr
 
 
 def test_no_data(checkpoint):

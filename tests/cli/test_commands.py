@@ -236,6 +236,8 @@ def test_console_script():
     done = subprocess.run([sys.executable, "-m", "shardplan", "--help"], capture_output=True, text=True)
     shown = {line[2:20].strip() for line in done.stdout.splitlines() if line.startswith("  ") and line[20:].strip()}
     assert done.returncode == 0 and COMMANDS.keys() <= shown
+    words = " ".join(done.stdout.split())
+    assert "the same command resumes it. launch Print" in words  # the first paragraph of a docstring only
     done = run("plan", "dif", "a.json", "b.json")
     fails(done, 2, "shardplan plan: unknown command 'dif'; did you mean 'diff'?")
     fails(run("plan", "x.yaml"), 2, "unexpected argument 'x.yaml'")

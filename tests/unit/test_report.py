@@ -69,6 +69,15 @@ def test_printed_comments_fit_80_columns(make_config):
     assert '#     method = Method("hybrid", ulysses=2, kernel="splash", layout=layout)\n' in text
 
 
+def test_what_the_search_rejected_is_the_last_reason(plan):
+    rejected = {"indivisible": 563, "memory": 0, "slower": 238}
+    stream = io.StringIO()
+    counted = dataclasses.replace(plan, search=dataclasses.replace(plan.search, rejected=rejected))
+    print_plan(counted, console(stream), with_parameters=False)
+    last = "  · meshes and choices that the search rejected: indivisible 563, slower 238\n"
+    assert stream.getvalue().endswith(last)
+
+
 def test_tables_are_never_truncated_when_piped(plan):
     stream = io.StringIO()
     print_plan(plan, console(stream))

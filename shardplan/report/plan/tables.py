@@ -74,7 +74,7 @@ def print_plan(plan: Plan, out: Console, with_parameters: bool = True) -> None:
     print_bullets(plan.search.reasons, out)
     rejected = ", ".join(f"{reason} {count}" for reason, count in plan.search.rejected.items() if count)
     if rejected:
-        print_bullets([f"excluded: {rejected}"], out)
+        print_bullets([f"meshes and choices that the search rejected: {rejected}"], out)
     if with_parameters:
         _print_levanter_section(plan, out)
 
