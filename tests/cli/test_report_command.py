@@ -60,7 +60,7 @@ def test_the_page_of_a_layout_that_fails(tmp_path):
         assert f"The other panels show {shown}." in text and "Remedy:" in text and "best plan" in text
         assert done.returncode == exit_code, done.stderr
     assert "duplicate" in text and "nothing can be predicted before its errors are removed" in text
-    assert '<span class="bad">-trainer.' in text and '<span class="good">+trainer.' in text
+    assert '<span class="bad">-trainer.mesh.shared_mapping.head_size: model' in text
 
 
 @pytest.mark.parametrize(
