@@ -8,7 +8,6 @@ results; a program whose plan is unchanged is not compiled again, and with `--on
 they have.
 """
 
-import argparse
 import math
 import os
 import statistics
@@ -22,6 +21,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import numpy as np
 import yaml
+from bench_page import page_parser, write_page
 from bench_planner import TENSOR_PARALLEL, load, mesh, row, seconds
 from planner_record import PUBLISHED, CompiledResult, compile_cases, find_records, write_records
 
@@ -375,9 +375,7 @@ def gib_text(size: float) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", help="Markdown file to write; default: stdout")
-    parser.add_argument("--jobs", type=int, help="compiles at a time")
+    parser = page_parser(__doc__, compiles=True)
     parser.add_argument("--only", default="", help="only the runs whose model and slice contain this text")
     arguments = parser.parse_args()
     runs = published_runs()
@@ -419,10 +417,7 @@ def main() -> None:
         furthest=furthest_table(compiled),
         **best_plans(compiled, runs, results, plans),
     )
-    if arguments.output:
-        Path(arguments.output).write_text(text, encoding="utf-8")
-    else:
-        print(text)
+    write_page(text, arguments.output)
 
 
 TEMPLATE = """# Modelled steps against measured ones

@@ -173,7 +173,7 @@ def print_row(name: str, measures: Measures) -> None:
 
 
 def long_files(paths: Iterable[Path]) -> dict[str, int]:
-    lengths = {path.name: len(path.read_text(encoding="utf-8").splitlines()) for path in paths}
+    lengths = {f"{path.parent.name}/{path.name}": len(path.read_text(encoding="utf-8").splitlines()) for path in paths}
     return {name: length for name, length in lengths.items() if length > LONG_FILE}
 
 

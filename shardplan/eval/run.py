@@ -265,7 +265,7 @@ def _count_all(
 
 
 def _make_shards(windows: Windows, task: EvaluationTask[Any], lanes: Lanes) -> Shards:
-    """Divide a run into shards of about as many windows as the task has per shard."""
+    """Divide the windows of a run into shards of about the size that the task asks for."""
     total = windows.count(windows.sequences).windows
     step_windows = total / windows.sequences * lanes.count * lanes.sequences
     return Shards(windows.sequences, lanes.count, lanes.sequences, max(1, round(task.shard_windows / step_windows)))

@@ -169,7 +169,7 @@ class Caveat(StrEnum):
     OFFLOAD_NOT_PRICED = "offload_not_priced"
     """The step time omits copies of activations to the host and back; only in plans of version 0.1."""
     SLICED_ACTIVATIONS = "sliced_activations"
-    """A mesh axis shards parameters, but neither batch nor positions, for which the estimates are not good."""
+    """A mesh axis shards parameters, but neither batch nor positions; estimates of such plans are not good."""
     REPEATED_WORK = "repeated_work"
     """A mesh axis shards no computation, so that devices along it repeat the same work."""
 

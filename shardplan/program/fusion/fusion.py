@@ -192,7 +192,7 @@ class Fusion:
         return summed.summed_matmuls < 2 or summed.last_summed == value
 
     def _origin(self, value: int) -> _Origin:
-        """Return the origin of the base of `value`."""
+        """Return the origin of a value, or of what it is a view of; an empty `_Origin` if there is none."""
         value = self.base_of(value)
         return self._origins.get(value) or _Origin()
 
