@@ -29,7 +29,7 @@ from typing import Any
 
 from loader_peers import maxtext_load, orbax_load, preadv_load
 
-from shardplan.model.levanter_compat import LEVANTER_PACKAGES
+from shardplan.model.corrections.levanter_compat import LEVANTER_PACKAGES
 
 DEVICES = 8
 MESH = {"replica": 1, "data": 2, "model": 4}

@@ -14,9 +14,9 @@ from shardplan.checkpoint.load import HFCheckpointConverter
 from shardplan.errors import ConfigError, check_argument
 from shardplan.experts.levanter import HasExpertMethod, patch_blocks
 from shardplan.experts.method import ExpertMethod
-from shardplan.model.activation_names import named_as_configured
+from shardplan.model.corrections.soft_cap import cap_gemma2_logits
+from shardplan.model.gradient_checkpointing.activation_names import named_as_configured
 from shardplan.model.logits.levanter_loss import FUSED_LOSS, LEVANTERS_FUSED_LOSS, fused_loss
-from shardplan.model.soft_cap import cap_gemma2_logits
 
 LEVANTERS_BUILD = LmConfig.build
 LEVANTERS_JIT_LOG = levanter.tracker.jit_log

@@ -18,7 +18,7 @@ from shardplan.decoder.parts.attention.sparse.parts import PositionParts
 from shardplan.decoder.parts.attention.sparse.position_shards import PositionShards
 from shardplan.decoder.parts.attention.sparse.selection_blocks import SelectionBlocks
 from shardplan.errors import ConfigError, nearest
-from shardplan.model.activation_names import ActivationName
+from shardplan.model.gradient_checkpointing.activation_names import ActivationName
 from shardplan.positions.sequence_order import SequenceOrder
 
 SUBJECT = "attend_to_blocks"

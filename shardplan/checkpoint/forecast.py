@@ -29,8 +29,8 @@ from shardplan.config.command_flags import CheckpointCommand
 from shardplan.config.sections import LoadConfig
 from shardplan.errors import ConfigError
 from shardplan.hardware import GIB, parse_slice, place_mesh
+from shardplan.model.dtypes.parameter_dtypes import parameter_dtypes
 from shardplan.model.huggingface.hf_config import read_config
-from shardplan.model.parameter_dtypes import parameter_dtypes
 from shardplan.model.registry import Model
 from shardplan.plan.plan import Plan
 from shardplan.storage import open_adapter, open_folder

@@ -10,8 +10,8 @@ from shardplan.checkpoint.format.header import Tensor
 from shardplan.checkpoint.mapping.views import View
 from shardplan.checkpoint.transfer.coded_requests import codes_view, scales_by_name, scales_view
 from shardplan.errors import CheckpointError, ConfigError
-from shardplan.model.kept_weights import CODES, SCALES, owner_of
-from shardplan.model.parameter_dtypes import kept_dtypes
+from shardplan.model.dtypes.kept_weights import CODES, SCALES, owner_of
+from shardplan.model.dtypes.parameter_dtypes import kept_dtypes
 
 
 def with_kept_parts(

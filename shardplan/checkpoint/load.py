@@ -37,11 +37,11 @@ from shardplan.checkpoint.transfer.request import ArrayRequest
 from shardplan.checkpoint.transfer.stream import DEFAULT_BUDGET, stream_arrays
 from shardplan.errors import CheckpointError, ConfigError, check_argument
 from shardplan.execution.device_mesh import make_mesh
+from shardplan.model.corrections.levanter_compat import has_windows
+from shardplan.model.dtypes.parameter_dtypes import FLOAT32, float32_paths, kept_dtypes, unrounded_dtype
 from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.inspect import named_leaves, parameters_of
-from shardplan.model.levanter_compat import has_windows
 from shardplan.model.model_class import CLASS_KEY, DECODER, LEVANTER, LEVANTER_CLASSES
-from shardplan.model.parameter_dtypes import FLOAT32, float32_paths, kept_dtypes, unrounded_dtype
 from shardplan.model.registry import (
     abstract_module,
     build_model,

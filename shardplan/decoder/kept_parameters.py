@@ -1,4 +1,4 @@
-"""Keeps weights of the decoder as their checkpoint stores them, see `shardplan.model.kept_weights`.
+"""Keeps weights of the decoder as their checkpoint stores them, see `shardplan.model.dtypes.kept_weights`.
 
 These are the weights of linear projections and of experts in layers, unless the configuration lists their modules as
 plain. A parameter with a plain tensor among its tensors, in any layer, is loaded as numbers. Routers, norms, biases,
@@ -16,8 +16,8 @@ from shardplan.decoder.parameter_rules import parameter_rules
 from shardplan.decoder.parts.linear import Linear
 from shardplan.decoder.weight_blocks import blocks_of_rule
 from shardplan.experts.expert_weights import ExpertWeights
+from shardplan.model.dtypes.kept_weights import placeholder_of
 from shardplan.model.huggingface.quantization import ByteCodes
-from shardplan.model.kept_weights import placeholder_of
 
 LAYERS = "segments["
 """Beginning of the paths of layer parameters."""

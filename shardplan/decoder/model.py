@@ -37,9 +37,9 @@ from shardplan.decoder.parts.norm import Norm
 from shardplan.errors import CheckpointError
 from shardplan.experts.statistics.recording import record_routing
 from shardplan.model.attention.chunked_mask import indices_in_documents
-from shardplan.model.kept_selection import keep_selected_blocks
+from shardplan.model.dtypes.parameter_dtypes import check_has_numbers
+from shardplan.model.gradient_checkpointing.kept_selection import keep_selected_blocks
 from shardplan.model.logits.logit_blocks import prepare_head, project_to_vocab
-from shardplan.model.parameter_dtypes import check_has_numbers
 
 
 class Decoder(ModuleWithStateDictSerialization, LmHeadModel[Architecture]):

@@ -13,8 +13,8 @@ from haliax import NamedArray
 from shardplan.attention.dot_product import dot_product_attention as sharded_attention
 from shardplan.attention.levanter import has_parallel_modules
 from shardplan.errors import ConfigError
-from shardplan.model.activation_names import context_named_by_kernel
 from shardplan.model.attention.attention_calls import Arguments, replace_attention
+from shardplan.model.gradient_checkpointing.activation_names import context_named_by_kernel
 from shardplan.model.registry import Model
 from shardplan.plan.attention_plan import KernelName
 from shardplan.plan.plan import Plan

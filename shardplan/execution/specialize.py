@@ -17,7 +17,7 @@ from shardplan.decoder.parts.segments import Segment
 from shardplan.errors import ConfigError
 from shardplan.experts.levanter import has_replaceable_experts, with_expert_parallel
 from shardplan.hardware import parse_slice
-from shardplan.model.levanter_compat import LIBTPU_RELEASE
+from shardplan.model.corrections.levanter_compat import LIBTPU_RELEASE
 from shardplan.model.registry import Model, abstract_module
 from shardplan.plan.attention_plan import KernelName, SparseKernel
 from shardplan.plan.mapping import as_tuples

@@ -13,9 +13,9 @@ from shardplan.execution.aot_program import Program, abstract_model
 from shardplan.execution.layout_forward import planned_forward
 from shardplan.execution.planned_attention import planned_attention
 from shardplan.execution.planned_experts import planned_experts
+from shardplan.model.dtypes.parameter_dtypes import with_dtypes
 from shardplan.model.inspect import axes_of
 from shardplan.model.logits.levanter_loss import block_sizes_of
-from shardplan.model.parameter_dtypes import with_dtypes
 from shardplan.model.registry import Model
 from shardplan.plan.mapping import as_tuples, mesh_size
 from shardplan.plan.plan import Plan

@@ -10,15 +10,15 @@ import jax
 from levanter.layers.attention import Attention, AttentionMask
 
 from shardplan.errors import ConfigError, one_line
-from shardplan.model.activation_names import named_as_configured
 from shardplan.model.attention.attention_calls import REPLACEABLE_CALLS
+from shardplan.model.corrections.levanter_compat import correct_levanter_config, prepare_hf_config, sliding_window
+from shardplan.model.corrections.soft_cap import cap_gemma2_logits
+from shardplan.model.gradient_checkpointing.activation_names import named_as_configured
 from shardplan.model.huggingface.hf_config import check_config
 from shardplan.model.huggingface.kept_codes import KEEP_KEY, kept_codes
 from shardplan.model.huggingface.quantization import ByteCodes
-from shardplan.model.levanter_compat import correct_levanter_config, prepare_hf_config, sliding_window
 from shardplan.model.model_class import CLASS_KEY, DECODER, LEVANTER, LEVANTER_CLASSES, class_of, is_own_class
 from shardplan.model.own_model import load_own_class
-from shardplan.model.soft_cap import cap_gemma2_logits
 
 SAME_KEYS = {"kimi_k2": "deepseek_v3"}
 """Model type unknown to transformers -> a type with the same configuration."""

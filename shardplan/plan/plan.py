@@ -25,7 +25,7 @@ from shardplan.positions.sequence_order import SequenceOrder
 
 SCHEMA_VERSION = 1
 KEPT_DTYPE = "float32"
-"""The dtype of parameters that do not follow `workload.param_dtype`; see `shardplan.model.parameter_dtypes`."""
+"""The dtype of parameters that do not follow `workload.param_dtype`; see `shardplan.model.dtypes.parameter_dtypes`."""
 REQUIRED_WORKLOAD = {"kind", "batch", "position", "param_dtype", "compute_dtype"}
 """Keys of a Plan's workload that have no default, because the Plan follows from them."""
 CHECKSUM = "checksum"

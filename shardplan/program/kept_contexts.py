@@ -8,7 +8,7 @@ stack of the contexts of all layers is found here by this name, and the array be
 from collections.abc import Sequence
 from dataclasses import replace
 
-from shardplan.model.activation_names import ActivationName
+from shardplan.model.gradient_checkpointing.activation_names import ActivationName
 from shardplan.program.named_arrays import TracedArray
 from shardplan.program.operations import Operation, OperationKind
 

@@ -18,11 +18,11 @@ from shardplan.errors import ConfigError, nearest
 from shardplan.experts.planned_model import make_module
 from shardplan.hardware import divisors
 from shardplan.hardware.mesh_axes import MESH_AXES
-from shardplan.model.activation_names import with_activation_names
+from shardplan.model.dtypes.parameter_dtypes import with_dtypes
+from shardplan.model.gradient_checkpointing.activation_names import with_activation_names
+from shardplan.model.gradient_checkpointing.kept_selection import without_kept_selection
 from shardplan.model.inspect import axes_of, named_leaves
-from shardplan.model.kept_selection import without_kept_selection
 from shardplan.model.logits.levanter_loss import one_block_of_tokens
-from shardplan.model.parameter_dtypes import with_dtypes
 from shardplan.model.registry import Model
 from shardplan.plan.workload.checkpointing import DEFAULT, CheckpointPolicy
 from shardplan.plan.workload.workload import Workload

@@ -17,7 +17,7 @@ from jax.extend import core as jex
 from jax.interpreters import partial_eval
 from jax.lax import GatherScatterMode
 
-from shardplan.model.activation_names import ActivationName
+from shardplan.model.gradient_checkpointing.activation_names import ActivationName
 from shardplan.program.marked.marked_conversions import CONVERSION
 from shardplan.program.named_arrays import Dim, TracedArray, adopt_names, dims_of_spec, shape_of, size_of
 from shardplan.program.naming.axis_naming import AxisNaming, itemsize_of

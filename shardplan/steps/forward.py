@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from levanter.utils.tree_utils import inference_mode
 
+from shardplan.model.dtypes.parameter_dtypes import cast_arrays
 from shardplan.model.logits.logit_blocks import compute_target_losses, prepare_head, project_to_vocab
-from shardplan.model.parameter_dtypes import cast_arrays
 from shardplan.model.registry import Model
 
 

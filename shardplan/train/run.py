@@ -28,7 +28,7 @@ from shardplan.config.given_plan import load_given_plan
 from shardplan.config.levanter_keys import TEXT_KEYS
 from shardplan.errors import ConfigError, SlowError
 from shardplan.levanter_patch import patch_levanter
-from shardplan.model.activation_names import context_named_by_kernel
+from shardplan.model.gradient_checkpointing.activation_names import context_named_by_kernel
 from shardplan.monitoring.run_monitor import open_monitor
 from shardplan.plan.attention_plan import KernelName
 from shardplan.plan.plan import Plan

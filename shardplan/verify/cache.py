@@ -17,10 +17,10 @@ from shardplan.verify.compiler.compiled import Compiled, package_versions
 from shardplan.verify.model_facts import ModelFacts
 
 CODE = (
-    "hardware/*", "runtime/devices", "runtime/private_jax", "model/activation_names",
-    "model/attention/attention_calls", "model/huggingface/hf_config", "model/huggingface/rope_keys", "model/inspect",
-    "model/levanter_compat", "model/logits/*", "model/registry", "model/rotary", "model/soft_cap", "execution/*",
-    "steps/*", "checkpoint/levanter_loader", "verify/compiler/topology", "verify/compiler/worker",
+    "hardware/*", "runtime/devices", "runtime/private_jax", "model/attention/attention_calls", "model/corrections/*",
+    "model/gradient_checkpointing/activation_names", "model/huggingface/hf_config", "model/huggingface/rope_keys",
+    "model/inspect", "model/logits/*", "model/registry", "execution/*", "steps/*", "checkpoint/levanter_loader",
+    "verify/compiler/topology", "verify/compiler/worker",
 )  # fmt: skip
 """Modules of shardplan that make the compiled program from a plan, as glob patterns of their paths without suffix."""
 SEQUENCE_CODE = (
@@ -29,8 +29,8 @@ SEQUENCE_CODE = (
 )  # fmt: skip
 """Additional modules if the plan shards positions, and always for the decoder."""
 DECODER_CODE = (
-    "decoder/**/*", "model/huggingface/kept_codes", "model/huggingface/quantization",
-    "model/huggingface/read_quantization", "model/kept_selection", "model/kept_weights", "model/parameter_dtypes",
+    "decoder/**/*", "model/dtypes/*", "model/gradient_checkpointing/kept_selection", "model/huggingface/kept_codes",
+    "model/huggingface/quantization", "model/huggingface/read_quantization",
 )  # fmt: skip
 """Additional modules for the decoder."""
 EXPERT_CODE = ("experts/**/*",)

@@ -18,7 +18,7 @@ import shardplan
 from shardplan import evaluate
 from shardplan.__main__ import COMMANDS
 from shardplan.errors import ConfigError
-from shardplan.model.levanter_compat import LEVANTER_PACKAGES
+from shardplan.model.corrections.levanter_compat import LEVANTER_PACKAGES
 from shardplan.plan.plan import Plan
 from shardplan.runtime.processes.watch import frozen
 

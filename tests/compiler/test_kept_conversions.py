@@ -10,7 +10,7 @@ from haliax import Axis, NamedArray
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardplan.hardware import parse_slice
-from shardplan.model.kept_weights import KeptWeight, numbers_of
+from shardplan.model.dtypes.kept_weights import KeptWeight, numbers_of
 from shardplan.verify.compiler.topology import make_topology_mesh
 
 pytestmark = pytest.mark.usefixtures("tpu_compiler")

@@ -32,10 +32,10 @@ from shardplan.checkpoint.mapping.views import tensor_view
 from shardplan.checkpoint.transfer.reading import ReadTarget, plan_reads, run_read
 from shardplan.errors import CheckpointError, ConfigError
 from shardplan.hardware import parse_slice
+from shardplan.model.dtypes.kept_weights import numbers_of
 from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.huggingface.quantization import ByteCodes
 from shardplan.model.inspect import named_leaves
-from shardplan.model.kept_weights import numbers_of
 from shardplan.model.registry import build_model
 from shardplan.runtime.devices import arrange
 from shardplan.storage import open_folder

@@ -17,7 +17,7 @@ from shardplan.decoder.parts.attention.sparse.branches.compressed_branch import 
 from shardplan.decoder.parts.attention.sparse.branches.selected_branch import attend_to_selected
 from shardplan.decoder.parts.attention.sparse.branches.selection import select
 from shardplan.decoder.parts.attention.sparse.statistics import SelectionSums, add_sums, closed_form, figures
-from shardplan.model.activation_names import ActivationName
+from shardplan.model.gradient_checkpointing.activation_names import ActivationName
 from shardplan.runtime.private_jax import scan_counts
 
 BASE = Nsa(24, 2, 3, 8, 6, block=8, stride=4, selection_block=16, selected=4, window=10)

@@ -9,7 +9,7 @@ from sparse_attention_cases import GATHERED, KERNEL, LONG, Case, positions
 
 from shardplan.attention import attend_to_blocks
 from shardplan.errors import ConfigError
-from shardplan.model.activation_names import ActivationName
+from shardplan.model.gradient_checkpointing.activation_names import ActivationName
 
 BLOCK, CHOSEN, GROUPS, KEY_SIZE, VALUE_SIZE = 8, 4, 2, 8, 6
 

@@ -9,7 +9,7 @@ import pytest
 from haliax import Axis, NamedArray
 
 from shardplan.hardware import parse_slice
-from shardplan.model.kept_weights import KeptWeight, blocks_of, numbers_of
+from shardplan.model.dtypes.kept_weights import KeptWeight, blocks_of, numbers_of
 from shardplan.runtime.devices import arrange
 
 

@@ -13,7 +13,7 @@ from sparse_attention_cases import CASES, MIXED, Case, call, make, positions
 from shardplan.decoder import NativeSparseAttention
 from shardplan.decoder.parts.attention.sparse.statistics import closed_form, figures
 from shardplan.errors import ConfigError
-from shardplan.model.activation_names import ActivationName
+from shardplan.model.gradient_checkpointing.activation_names import ActivationName
 
 WHOLE = ("positions 3", "positions 5", "zigzag 2", "mixed 6", "kernel, zigzag 2", "kernel, replicated")
 ALL_CASES = [pytest.param(CASES[name], id=name, marks=[pytest.mark.whole] * (name in WHOLE)) for name in CASES]

@@ -18,7 +18,7 @@ from shardplan.execution import specialize
 from shardplan.hardware import parse_slice
 from shardplan.levanter_config.model_section import parse_model_section
 from shardplan.levanter_config.writer import trainer_yaml
-from shardplan.model.activation_names import with_activation_names
+from shardplan.model.gradient_checkpointing.activation_names import with_activation_names
 from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.inspect import named_leaves
 from shardplan.model.model_class import LEVANTER

@@ -7,7 +7,7 @@ from doctor_checks import findings, problem
 
 from shardplan.doctor.checks import imports, versions
 from shardplan.doctor.findings import Level
-from shardplan.model.levanter_compat import LEVANTER_PACKAGES
+from shardplan.model.corrections.levanter_compat import LEVANTER_PACKAGES
 from shardplan.runtime import private_jax
 
 

@@ -16,10 +16,10 @@ from shardplan.decoder.names import evaluate
 from shardplan.decoder.parameter_rules import parameter_rules
 from shardplan.decoder.weight_blocks import blocks_of_rule
 from shardplan.errors import ConfigError
+from shardplan.model.dtypes.kept_weights import convert_blocks
 from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.huggingface.quantization import ByteCodes
 from shardplan.model.inspect import named_leaves
-from shardplan.model.kept_weights import convert_blocks
 from shardplan.model.registry import abstract_module, build_model
 
 FAMILIES = Path(__file__).parents[1] / "golden" / "families"

@@ -19,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from shardplan.attention.kernels.interface import AttentionKernel, Hop, MaskInputs, OutputGradient, merge_attention
 from shardplan.attention.strategies.all_gather import KeyValueGather
 from shardplan.attention.strategies.ulysses import UlyssesExchange
-from shardplan.model.activation_names import ActivationName
+from shardplan.model.gradient_checkpointing.activation_names import ActivationName
 from shardplan.runtime.permute import permute
 
 

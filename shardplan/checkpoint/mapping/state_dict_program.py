@@ -27,8 +27,8 @@ from shardplan.decoder.model import Decoder, expected_shapes
 from shardplan.decoder.names import StoredTensor, evaluate
 from shardplan.decoder.parameter_rules import parameter_rules, stored_constants
 from shardplan.errors import CheckpointError
+from shardplan.model.dtypes.kept_weights import CODES, SCALES, owner_of
 from shardplan.model.inspect import named_leaves
-from shardplan.model.kept_weights import CODES, SCALES, owner_of
 from shardplan.model.model_class import LEVANTER_CLASSES
 from shardplan.model.registry import name_of_class
 

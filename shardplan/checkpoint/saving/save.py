@@ -43,9 +43,9 @@ from shardplan.checkpoint.saving.written_files import (
 )
 from shardplan.config.command_flags import Format
 from shardplan.errors import CheckpointError, ConfigError, check_argument, one_line
+from shardplan.model.corrections.levanter_compat import CHECKPOINT_FILES, CHECKPOINT_MODEL
+from shardplan.model.dtypes.parameter_dtypes import check_has_numbers, float32_paths, unrounded_dtype
 from shardplan.model.inspect import named_leaves
-from shardplan.model.levanter_compat import CHECKPOINT_FILES, CHECKPOINT_MODEL
-from shardplan.model.parameter_dtypes import check_has_numbers, float32_paths, unrounded_dtype
 from shardplan.runtime.devices import is_first_process
 from shardplan.runtime.process_progress import shared_progress
 from shardplan.runtime.processes.group import ProcessGroup, open_process_group

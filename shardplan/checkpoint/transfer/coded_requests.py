@@ -19,7 +19,7 @@ from shardplan.checkpoint.mapping.code_views import Scales, find_blocks, first_o
 from shardplan.checkpoint.mapping.views import View
 from shardplan.checkpoint.transfer.byte_ranges import TensorSource, locate, source_of
 from shardplan.checkpoint.transfer.request import ArrayRequest, CodeBlocks
-from shardplan.model.kept_weights import CODES, SCALES
+from shardplan.model.dtypes.kept_weights import CODES, SCALES
 
 MIN_BLOCK = 16
 """Fewest codes per scale of an array that is sent as codes: while it loads, its float32 scales then take at most 1/8 of

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 from shardplan.checkpoint.format.header import E2M1
 from shardplan.checkpoint.mapping.views import Shape
 from shardplan.checkpoint.transfer.request import ArrayRequest
-from shardplan.model.kept_weights import convert_blocks, repeat
+from shardplan.model.dtypes.kept_weights import convert_blocks, repeat
 
 SLAB_CODES = 2**22
 """Number of codes that are decoded at a time: 16 MiB of scales in float32."""

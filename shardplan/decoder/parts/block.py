@@ -16,7 +16,7 @@ from shardplan.decoder.parts.attention.sparse_attention import SparseAttention, 
 from shardplan.decoder.parts.mlp.experts import ExpertsConfig, ExpertsLayer
 from shardplan.decoder.parts.mlp.mlp import MlpConfig, MlpLayer
 from shardplan.decoder.parts.norm import Norm, NormConfig
-from shardplan.model.kept_weights import numbers_of
+from shardplan.model.dtypes.kept_weights import numbers_of
 
 
 class Wiring(Enum):

@@ -6,7 +6,7 @@ from importlib import import_module, metadata
 from shardplan.doctor.findings import HostFinding, Level
 from shardplan.doctor.subject import HostSubject
 from shardplan.errors import ConfigError, one_line
-from shardplan.model.levanter_compat import LEVANTER_PACKAGES
+from shardplan.model.corrections.levanter_compat import LEVANTER_PACKAGES
 from shardplan.runtime.deferred_packages import defer_unused_packages
 from shardplan.runtime.environment import compute_on_cpu
 

@@ -12,7 +12,7 @@ from packaging.specifiers import SpecifierSet
 
 from shardplan.doctor.findings import HostFinding, Level
 from shardplan.doctor.subject import HostSubject
-from shardplan.model.levanter_compat import LEVANTER_PACKAGES
+from shardplan.model.corrections.levanter_compat import LEVANTER_PACKAGES
 
 OWN = "shardplan"
 REQUIRING = {OWN: ("", "verify"), "jax": ("", "tpu"), **dict.fromkeys(LEVANTER_PACKAGES, ("",))}

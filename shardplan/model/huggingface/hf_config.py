@@ -6,12 +6,12 @@ from typing import Any
 from shardplan.errors import ConfigError, one_line
 from shardplan.model.axes import MAX_SIZE
 from shardplan.model.bundled_configs import bundled_name, read_config_file
+from shardplan.model.corrections.levanter_compat import ACTIVATION_KEYS, ACTIVATIONS, FIXED_VALUES
 from shardplan.model.huggingface.kept_codes import KEEP_KEY, check_can_keep
 from shardplan.model.huggingface.model_types import LEFT_OUT_KEYS
 from shardplan.model.huggingface.rope_keys import read_rope
 from shardplan.model.huggingface.support import check_supported
 from shardplan.model.huggingface.text_part import read_text_part
-from shardplan.model.levanter_compat import ACTIVATION_KEYS, ACTIVATIONS, FIXED_VALUES
 from shardplan.model.model_class import CLASS_KEY, DECODER, class_of, is_own_class, resolve_class
 from shardplan.storage import Folder, read_bytes
 from shardplan.storage.contents import describe_contents, describe_folder

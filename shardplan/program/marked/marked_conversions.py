@@ -9,7 +9,7 @@ from haliax import NamedArray
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 
-from shardplan.model.kept_weights import KeptWeight, replace_conversion
+from shardplan.model.dtypes.kept_weights import KeptWeight, replace_conversion
 
 CONVERSION = "shardplan_conversion"
 """Name of the primitive that converts codes and scales to numbers, in the order of the codes."""

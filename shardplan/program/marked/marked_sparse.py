@@ -18,7 +18,7 @@ from jax.core import ShapedArray
 from jax.extend.core import Primitive
 
 from shardplan.decoder.parts.attention.sparse.sparse_call import SparseCall, replace_sparse_calls
-from shardplan.model.activation_names import ActivationName
+from shardplan.model.gradient_checkpointing.activation_names import ActivationName
 from shardplan.positions.pattern import CAUSAL
 from shardplan.program.marked.attention_kind import AttentionKind
 

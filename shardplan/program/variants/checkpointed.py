@@ -14,7 +14,7 @@ more is left out. This is what `jax.checkpoint` makes of such a policy; tests co
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 
-from shardplan.model.activation_names import ActivationName
+from shardplan.model.gradient_checkpointing.activation_names import ActivationName
 from shardplan.plan.workload.checkpointing import DEFAULT, CheckpointPolicy
 from shardplan.program.marked.marked_sparse import SPARSE_ATTENTION
 from shardplan.program.named_arrays import TracedArray
@@ -46,7 +46,7 @@ def with_policy(trace: Trace, policy: CheckpointPolicy) -> Trace:
 def always_kept(operations: Iterable[Operation]) -> tuple[str, ...]:
     """Return the activations that every policy keeps: blocks of Native Sparse Attention.
 
-    Layers see to that themselves (`shardplan.model.kept_selection`).
+    Layers see to that themselves (`shardplan.model.gradient_checkpointing.kept_selection`).
     """
     is_sparse = any(operation.primitive == SPARSE_ATTENTION for operation in all_operations(operations))
     return (SELECTED_BLOCKS,) if is_sparse else ()

@@ -14,9 +14,9 @@ from shardplan.cost.memory import estimate_memory, host_bytes
 from shardplan.cost.roofline import host_copy_seconds, model_flops, step_tasks, transfer_seconds
 from shardplan.cost.sharding import ShardingAssignment
 from shardplan.hardware import GIB, CollectiveKind, Slice, parse_slice, place_mesh
+from shardplan.model.corrections.levanter_compat import LEVANTER_PACKAGES
+from shardplan.model.dtypes.parameter_dtypes import parameter_dtypes
 from shardplan.model.inspect import inspect_model
-from shardplan.model.levanter_compat import LEVANTER_PACKAGES
-from shardplan.model.parameter_dtypes import parameter_dtypes
 from shardplan.model.registry import Model
 from shardplan.plan.mapping import AxisMapping, MeshAxes
 from shardplan.plan.parameters import ParameterPlan

@@ -8,7 +8,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from shardplan.model.levanter_compat import LEVANTER_PACKAGES
+from shardplan.model.corrections.levanter_compat import LEVANTER_PACKAGES
 
 PACKAGES = ("jax", "jaxlib", "libtpu", *LEVANTER_PACKAGES, "equinox", "optax")
 """Packages on whose versions the result of a compile depends."""

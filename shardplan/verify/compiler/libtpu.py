@@ -4,7 +4,7 @@ import math
 
 from shardplan.errors import ConfigError
 from shardplan.hardware import Slice
-from shardplan.model.levanter_compat import LIBTPU_RELEASE
+from shardplan.model.corrections.levanter_compat import LIBTPU_RELEASE
 
 INSTALL_LIBTPU = f"pip install 'libtpu=={LIBTPU_RELEASE}.*'"
 """Command that installs the version that pyproject.toml names; shardplan itself is on no package index."""

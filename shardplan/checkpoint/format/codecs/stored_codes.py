@@ -10,7 +10,7 @@ from shardplan.checkpoint.format.codecs.computed_tensor import ComputedTensor
 from shardplan.checkpoint.format.header import Tensor
 from shardplan.checkpoint.mapping.pieces import StridedPiece
 from shardplan.checkpoint.mapping.views import Shape
-from shardplan.model.kept_weights import CODES, owner_of
+from shardplan.model.dtypes.kept_weights import CODES, owner_of
 
 
 class StoredScales(ComputedTensor, frozen=True, gc=False):

@@ -1,7 +1,7 @@
 """Computes the frequencies of rotary embeddings, scaled as a config.json says. Pure arithmetic.
 
 Sources: linear https://arxiv.org/abs/2306.15595, yarn https://arxiv.org/abs/2309.00071 (in
-`shardplan.model.rotary`), longrope https://arxiv.org/abs/2402.13753; llama3 as in transformers.
+`shardplan.model.corrections.rotary`), longrope https://arxiv.org/abs/2402.13753; llama3 as in transformers.
 """
 
 import math
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from shardplan.model.rotary import YarnConfig
+from shardplan.model.corrections.rotary import YarnConfig
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ from shardplan.decoder.parts.attention.rotary import Positions, Rotary
 from shardplan.decoder.parts.linear import INITIAL_SCALE, Linear
 from shardplan.decoder.parts.norm import Norm, NormConfig
 from shardplan.errors import ConfigError
-from shardplan.model.activation_names import ActivationName
 from shardplan.model.attention.chunked_mask import with_chunks
+from shardplan.model.gradient_checkpointing.activation_names import ActivationName
 
 POSITION, KEY_POSITION = "position", "key_position"
 """Names of the position axes of queries and of keys, as in Levanter's models."""

@@ -20,7 +20,7 @@ from shardplan.decoder.parts.attention.grouped_attention import HeadAxes, Kernel
 from shardplan.decoder.parts.attention.rotary import Positions, Rotary
 from shardplan.decoder.parts.linear import Linear
 from shardplan.decoder.parts.norm import Norm, NormConfig
-from shardplan.model.activation_names import ActivationName
+from shardplan.model.gradient_checkpointing.activation_names import ActivationName
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from shardplan.decoder.parts.mlp.mlp import ACTIVATIONS, MlpConfig, MlpLayer
 from shardplan.decoder.parts.mlp.router import Router, RouterConfig
 from shardplan.experts.block import routed_mlp
 from shardplan.experts.expert_weights import ExpertFunction, ExpertWeights
-from shardplan.model.activation_names import ActivationName
+from shardplan.model.gradient_checkpointing.activation_names import ActivationName
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from haliax import Axis, NamedArray
 from haliax.jax_utils import named_call
 
 from shardplan.decoder.parts.linear import Linear
-from shardplan.model.activation_names import ActivationName
+from shardplan.model.gradient_checkpointing.activation_names import ActivationName
 
 XIELU = "xielu"
 """Name of the activation with parameters, see `Xielu`."""

@@ -19,7 +19,7 @@ from haliax.jax_utils import named_call
 
 from shardplan.decoder.parts.linear import INITIAL_SCALE
 from shardplan.experts.statistics.recording import is_recording, record_router
-from shardplan.model.parameter_dtypes import Float32Module
+from shardplan.model.dtypes.parameter_dtypes import Float32Module
 
 
 class Scoring(Enum):

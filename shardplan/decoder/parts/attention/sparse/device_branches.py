@@ -35,7 +35,7 @@ from shardplan.decoder.parts.attention.sparse.statistics import (
     reduce_sums,
     selection_sums,
 )
-from shardplan.model.activation_names import ActivationName
+from shardplan.model.gradient_checkpointing.activation_names import ActivationName
 
 
 class TokenInputs(NamedTuple):

@@ -25,7 +25,7 @@ from shardplan.decoder.parts.attention.sparse.sparse_call import SUBJECT, Sparse
 from shardplan.decoder.parts.attention.sparse.statistics import SelectionSums
 from shardplan.decoder.parts.attention.sparse.traffic import importance_all_reduce_bytes
 from shardplan.errors import ConfigError
-from shardplan.model.activation_names import ActivationName
+from shardplan.model.gradient_checkpointing.activation_names import ActivationName
 from shardplan.positions.sequence_order import SequenceOrder
 
 BATCH = "batch"

@@ -15,8 +15,8 @@ import numpy as np
 from haliax import NamedArray
 
 from shardplan.errors import CheckpointError
+from shardplan.model.dtypes.kept_weights import is_kept, owner_of
 from shardplan.model.inspect import named_leaves
-from shardplan.model.kept_weights import is_kept, owner_of
 
 FLOAT32 = "float32"
 

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from haliax.nn.scan import ScanCheckpointPolicy, Stacked
 
-from shardplan.model.activation_names import ActivationName
+from shardplan.model.gradient_checkpointing.activation_names import ActivationName
 
 
 def keep_selected_blocks(policy: bool | str | ScanCheckpointPolicy) -> ScanCheckpointPolicy:

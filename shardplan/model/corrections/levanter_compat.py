@@ -154,7 +154,7 @@ def _apply_rope_scaling(config: Any, hf: Any) -> Any:
     if scaling is None or not hasattr(config, "rope"):
         return config
     if scaling["rope_type"] == "yarn":
-        yarn = import_module("shardplan.model.rotary").YarnConfig
+        yarn = import_module("shardplan.model.corrections.rotary").YarnConfig
         return dataclasses.replace(config, rope=yarn.make_from_hf_config(theta, scaling))
     rotary = import_module("levanter.layers.rotary")
     return dataclasses.replace(config, rope=rotary.RotaryEmbeddingsConfig.from_hf_config(theta, scaling))
