@@ -10,8 +10,8 @@ from shardplan.config.arguments import check_config
 from shardplan.errors import ConfigError, InfeasibleError
 from shardplan.hardware import parse_slice
 from shardplan.model.registry import Model
-from shardplan.plan.details import ChangedSetting, Details
 from shardplan.plan.displayed import Displayed
+from shardplan.plan.file.details import ChangedSetting, Details
 from shardplan.plan.plan import Plan
 from shardplan.search.fastest_batch import MAX_TOKENS
 from shardplan.search.make_plan import make_plan, model_from_config

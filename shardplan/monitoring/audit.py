@@ -19,7 +19,7 @@ from shardplan.hardware.mesh_axes import DCN_AXES
 from shardplan.model.inspect import axes_of, named_leaves
 from shardplan.plan.arguments import check_plan
 from shardplan.plan.displayed import Displayed
-from shardplan.plan.parameters import ParameterPlan
+from shardplan.plan.file.parameters import ParameterPlan
 from shardplan.plan.plan import Plan
 
 SHOWN = 3

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shardplan.plan.parameters import ParameterPlan, Spec
+from shardplan.plan.file.parameters import ParameterPlan, Spec
 from shardplan.plan.plan import Plan
 from shardplan.plan.serialization import flatten
 
@@ -67,7 +67,7 @@ class PlanDiff:
 def diff_plans(before: Plan, after: Plan) -> PlanDiff:
     """Compare two plans.
 
-    >>> from shardplan.plan.sections import CostPlan, HardwareInfo, MemoryPlan, ModelInfo, SearchInfo
+    >>> from shardplan.plan.file.sections import CostPlan, HardwareInfo, MemoryPlan, ModelInfo, SearchInfo
     >>> from shardplan.plan.workload.workload import Workload
     >>> model, hardware = ModelInfo("gpt2", "gpt2", {"embed": 768}, 124_000_000), HardwareInfo("v5e-8", 8, 16.0)
     >>> memory, cost, search = MemoryPlan(*[0] * 10), CostPlan(0.5, 0.4, []), SearchInfo(1, True, 0.1, None, {}, [])

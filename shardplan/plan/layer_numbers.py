@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from shardplan.plan.details import AttentionCost
+from shardplan.plan.file.details import AttentionCost
 
 MIN_PERIODS = 3
 """Least number of equally spaced layers that a text describes by their distance."""

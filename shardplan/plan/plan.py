@@ -13,11 +13,11 @@ from shardplan.experts.method import ExpertMethod
 from shardplan.hardware import GIB, parse_slice
 from shardplan.hardware.mesh_axes import MESH_AXES
 from shardplan.plan.attention_plan import AttentionPlan, Strategy
-from shardplan.plan.details import Details
 from shardplan.plan.displayed import Displayed
+from shardplan.plan.file.details import Details
+from shardplan.plan.file.parameters import ParameterPlan, Tiles
+from shardplan.plan.file.sections import CostPlan, HardwareInfo, MemoryPlan, ModelInfo, SearchInfo
 from shardplan.plan.mapping import mesh_size, mesh_text, shard_count
-from shardplan.plan.parameters import ParameterPlan, Tiles
-from shardplan.plan.sections import CostPlan, HardwareInfo, MemoryPlan, ModelInfo, SearchInfo
 from shardplan.plan.serialization import checksum, decode
 from shardplan.plan.workload.dtypes import itemsize
 from shardplan.plan.workload.workload import AUTO_BATCH, AUTO_POSITION, BATCH_AXIS, Workload

@@ -11,9 +11,9 @@ from shardplan.hardware import parse_slice
 from shardplan.model.inspect import inspect_model
 from shardplan.model.registry import Model
 from shardplan.plan.attention_plan import AttentionPlan
+from shardplan.plan.file.sections import SearchInfo
 from shardplan.plan.mapping import MeshShape, as_tuples
 from shardplan.plan.plan import Mapping, Plan
-from shardplan.plan.sections import SearchInfo
 from shardplan.plan.workload.workload import BATCH_AXIS
 from shardplan.program.step_trace import plan_step
 from shardplan.program.tasks import Step

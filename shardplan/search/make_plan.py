@@ -17,10 +17,10 @@ from shardplan.experts.planned_model import with_planned_experts
 from shardplan.hardware import GIB
 from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.registry import Model, build_model
+from shardplan.plan.file.sections import Caveat, RunnerUp, SearchInfo
 from shardplan.plan.layer_numbers import layers_by_kind
 from shardplan.plan.mapping import mesh_text
 from shardplan.plan.plan import Plan
-from shardplan.plan.sections import Caveat, RunnerUp, SearchInfo
 from shardplan.plan.workload.workload import Workload
 from shardplan.search.fastest_batch import choose_batch
 from shardplan.search.other_form import estimate_other_form

@@ -14,8 +14,8 @@ from shardplan.errors import nearest
 from shardplan.experts.method import ExpertStrategy
 from shardplan.hardware import GIB
 from shardplan.plan.attention_plan import SparseKernel, Strategy
+from shardplan.plan.file.sections import Caveat
 from shardplan.plan.mapping import AxisMapping, MeshAxes, mesh_size, mesh_text
-from shardplan.plan.sections import Caveat
 from shardplan.plan.workload.workload import BATCH_AXIS
 from shardplan.program.marked.attention_kind import AttentionKind
 from shardplan.program.tasks import Step

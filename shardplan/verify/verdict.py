@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from shardplan.plan.displayed import Displayed
-from shardplan.plan.sections import Collective
+from shardplan.plan.file.sections import Collective
 from shardplan.plan.workload.workload import Workload
 
 

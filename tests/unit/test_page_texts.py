@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardplan.plan.parameters import ParameterPlan
+from shardplan.plan.file.parameters import ParameterPlan
 from shardplan.report.page.labels import (
     distinct_labels,
     join_with_counts,

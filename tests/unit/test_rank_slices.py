@@ -13,8 +13,8 @@ from shardplan.cost.calibration import STEP_ERROR
 from shardplan.errors import ConfigError
 from shardplan.explain.rank_slices import RankedSlice, SliceRanking
 from shardplan.hardware.slice_selection import parse_prices, select_slices
+from shardplan.plan.file.sections import Caveat, HardwareInfo
 from shardplan.plan.plan import Plan
-from shardplan.plan.sections import Caveat, HardwareInfo
 from shardplan.report.console import console
 from shardplan.report.plan.slice_ranking import print_slice_ranking, ranking_json
 

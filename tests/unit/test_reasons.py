@@ -13,8 +13,8 @@ from parallel_model import ParallelConfig, ParallelModel
 
 from shardplan import load_config
 from shardplan.plan.attention_plan import Strategy
+from shardplan.plan.file.sections import Caveat
 from shardplan.plan.plan import Plan
-from shardplan.plan.sections import Caveat
 from shardplan.search.given_plan import plan_given_mappings
 from shardplan.search.make_plan import make_plan
 from shardplan.search.reasons import CAVEATS, STRATEGIES, Rejection, describe_choice, describe_time

@@ -4,7 +4,7 @@ import pytest
 
 from shardplan.errors import ConfigError
 from shardplan.explain.why_not import why_not
-from shardplan.plan.sections import Caveat
+from shardplan.plan.file.sections import Caveat
 from shardplan.search.make_plan import make_plan
 from shardplan.search.reasons import CAVEATS
 

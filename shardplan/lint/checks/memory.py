@@ -5,8 +5,8 @@ import dataclasses
 from shardplan.hardware import GIB
 from shardplan.lint.findings import Finding, FindingKind, Findings, Severity, sizes_text
 from shardplan.lint.subject import Subject
+from shardplan.plan.file.sections import MemoryPlan
 from shardplan.plan.plan import Plan
-from shardplan.plan.sections import MemoryPlan
 
 LARGE_FRACTION = 0.01
 """Fraction of a device's memory at and above which a parameter counts as large."""

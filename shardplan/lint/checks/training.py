@@ -23,9 +23,9 @@ from shardplan.levanter_config.training_extras import LARGER_STATE, OPTIMIZERS, 
 from shardplan.lint.findings import Finding, FindingKind, Severity
 from shardplan.model.inspect import axes_of, named_leaves
 from shardplan.model.registry import Model
+from shardplan.plan.file.sections import MemoryPlan
 from shardplan.plan.mapping import as_tuples, mesh_size
 from shardplan.plan.plan import Plan
-from shardplan.plan.sections import MemoryPlan
 from shardplan.plan.workload.dtypes import itemsize
 from shardplan.plan.workload.workload import Workload
 from shardplan.program.step_trace import plan_step

@@ -3,8 +3,8 @@
 import math
 
 from shardplan.monitoring.audit import Audit
+from shardplan.plan.file.parameters import Tiles
 from shardplan.plan.mapping import axes_text, mesh_text, shard_count
-from shardplan.plan.parameters import Tiles
 from shardplan.report.notebook.drawing import draw_tiles
 from shardplan.report.page.panels.torus import make_tiling
 from shardplan.report.page.units import gib_text

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardplan.hardware import GIB
+from shardplan.plan.file.sections import MemoryVerdict
 from shardplan.plan.mapping import mesh_text
 from shardplan.plan.plan import Plan
-from shardplan.plan.sections import MemoryVerdict
 from shardplan.report.notebook.drawing import draw_numbers, draw_tiles
 from shardplan.report.page.panels.torus import default_tiling, mesh_coordinates, tilings_of
 from shardplan.report.page.units import gib_text, seconds_text

@@ -15,8 +15,8 @@ from shardplan.explain.why_not import WhyNot
 from shardplan.lint.repair import Review
 from shardplan.monitoring.audit import Audit, format_audit
 from shardplan.plan.displayed import Displayed
+from shardplan.plan.file.parameters import Tiles
 from shardplan.plan.mapping import mesh_text
-from shardplan.plan.parameters import Tiles
 from shardplan.plan.plan import Plan
 from shardplan.report.notebook.parameters import audit_html, tiles_html, tiles_lines
 from shardplan.report.notebook.short import plan_html, verdict_html, verdict_lines

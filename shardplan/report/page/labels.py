@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby, pairwise
 
 from shardplan.cost.collectives import Purpose
-from shardplan.plan.details import TimedTask
+from shardplan.plan.file.details import TimedTask
 
 NO_DETAILS = "This Plan has no details (an older version wrote it, or it was made for a launcher). Plan again."
 """Message in place of a panel that would draw the details."""

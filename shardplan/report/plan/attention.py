@@ -8,7 +8,7 @@ from rich.text import Text
 
 from shardplan.hardware import GIB
 from shardplan.plan.attention_plan import AttentionPlan, SparseKernel, Strategy
-from shardplan.plan.details import AttentionCost
+from shardplan.plan.file.details import AttentionCost
 from shardplan.plan.layer_numbers import layers_by_kind
 from shardplan.plan.plan import Plan
 from shardplan.positions.sequence_order import SequenceOrder

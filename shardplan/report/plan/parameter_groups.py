@@ -7,8 +7,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from shardplan.plan.file.parameters import ParameterPlan
 from shardplan.plan.layer_numbers import run_text, runs_of
-from shardplan.plan.parameters import ParameterPlan
 
 INDEX = re.compile(r"\[(\d+)\]")
 """Pattern for an index in a path."""

@@ -11,8 +11,8 @@ from shardplan.cost.calibration import STEP_ERROR
 from shardplan.explain.rank_slices import RankedSlice, SliceRanking
 from shardplan.explain.what_if import summarize_failures
 from shardplan.hardware import GIB
+from shardplan.plan.file.sections import Caveat
 from shardplan.plan.mapping import mesh_text
-from shardplan.plan.sections import Caveat
 from shardplan.plan.workload.workload import Workload
 from shardplan.report.plan.tables import workload_text
 from shardplan.report.text import make_table, print_bullets, print_first_fitting, print_wrapped

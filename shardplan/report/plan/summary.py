@@ -4,8 +4,8 @@ from rich.console import Console
 from rich.text import Text
 
 from shardplan.hardware import GIB
+from shardplan.plan.file.sections import MemoryVerdict
 from shardplan.plan.plan import Plan
-from shardplan.plan.sections import MemoryVerdict
 from shardplan.report.text import print_wrapped
 
 NEGLIGIBLE = 1e-3

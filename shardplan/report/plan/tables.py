@@ -8,8 +8,8 @@ from rich.text import Text
 
 from shardplan.hardware import GIB
 from shardplan.levanter_config.writer import trainer_yaml
+from shardplan.plan.file.parameters import Spec
 from shardplan.plan.mapping import axes_text, mapping_text, mesh_text, shard_count
-from shardplan.plan.parameters import Spec
 from shardplan.plan.plan import Plan
 from shardplan.plan.workload.workload import Workload
 from shardplan.report.plan.attention import attention_tables

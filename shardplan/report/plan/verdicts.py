@@ -8,9 +8,9 @@ from rich.table import Table
 from rich.text import Text
 
 from shardplan.hardware import GIB
+from shardplan.plan.file.sections import MemoryVerdict
 from shardplan.plan.mapping import mesh_text
 from shardplan.plan.plan import Plan
-from shardplan.plan.sections import MemoryVerdict
 from shardplan.report.plan.summary import NEGLIGIBLE, percent_text, print_fit, step_text
 from shardplan.report.text import make_table, print_bullets, print_first_fitting, print_wrapped, with_path_ends
 from shardplan.verify.verdict import (

@@ -18,10 +18,10 @@ from shardplan.model.corrections.levanter_compat import LEVANTER_PACKAGES
 from shardplan.model.dtypes.parameter_dtypes import parameter_dtypes
 from shardplan.model.inspect import inspect_model
 from shardplan.model.registry import Model
+from shardplan.plan.file.parameters import ParameterPlan
+from shardplan.plan.file.sections import Collective, CostPlan, HardwareInfo, MemoryPlan, ModelInfo, SearchInfo
 from shardplan.plan.mapping import AxisMapping, MeshAxes
-from shardplan.plan.parameters import ParameterPlan
 from shardplan.plan.plan import Plan
-from shardplan.plan.sections import Collective, CostPlan, HardwareInfo, MemoryPlan, ModelInfo, SearchInfo
 from shardplan.program.tasks import Step, TaskKind
 from shardplan.search.result.compiler_options import planned_options
 

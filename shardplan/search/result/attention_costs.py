@@ -10,7 +10,7 @@ from shardplan.cost.roofline import model_flops_by_kind, step_tasks
 from shardplan.cost.sharding import ShardingAssignment
 from shardplan.hardware import Slice
 from shardplan.model.registry import Model
-from shardplan.plan.details import AttentionCost
+from shardplan.plan.file.details import AttentionCost
 from shardplan.plan.workload.workload import Workload
 from shardplan.program.marked.attention_kind import AttentionKind
 from shardplan.program.named_arrays import is_scores

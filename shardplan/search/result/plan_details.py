@@ -9,7 +9,7 @@ from shardplan.cost.memory import memory_by_part, point_bytes, stored_buffers
 from shardplan.cost.roofline import exposed_parts, step_tasks
 from shardplan.cost.sharding import ShardingAssignment
 from shardplan.hardware import Slice, place_mesh
-from shardplan.plan.details import (
+from shardplan.plan.file.details import (
     AttentionCost,
     Details,
     EvaluatedCandidate,

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardplan.hardware import GIB
-from shardplan.plan.details import EvaluatedCandidate
+from shardplan.plan.file.details import EvaluatedCandidate
 from shardplan.plan.mapping import mesh_text
 from shardplan.plan.plan import Plan
 from shardplan.report.page.judgement import Judgement, estimate_of, own_judgement

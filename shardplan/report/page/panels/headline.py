@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from shardplan.plan.details import ChangedSetting
+from shardplan.plan.file.details import ChangedSetting
+from shardplan.plan.file.sections import MemoryVerdict
 from shardplan.plan.plan import Plan
-from shardplan.plan.sections import MemoryVerdict
 from shardplan.report.page.judgement import Judgement
 from shardplan.report.page.panels.timeline import TimelineCost, costs_of_step
 from shardplan.report.page.units import gib_text, seconds_text

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from shardplan.hardware import GIB, parse_slice
-from shardplan.plan.details import LivePoint
+from shardplan.plan.file.details import LivePoint
+from shardplan.plan.file.sections import MemoryPlan
 from shardplan.plan.plan import Plan
-from shardplan.plan.sections import MemoryPlan
 from shardplan.report.page.judgement import Judgement
 from shardplan.report.page.labels import NO_DETAILS, repeated_runs, short_label
 from shardplan.report.page.units import Tick, gib_text, linear_ticks

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from shardplan.plan.details import TimedTask
+from shardplan.plan.file.details import TimedTask
 from shardplan.plan.plan import Plan
 from shardplan.report.page.judgement import Judgement
 from shardplan.report.page.labels import NO_DETAILS, kind_text, repeated_runs, short_cause, short_label, task_label

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shardplan.hardware import MeshPlacement, parse_slice, place_mesh
-from shardplan.plan.parameters import Spec
+from shardplan.plan.file.parameters import Spec
 from shardplan.plan.plan import Mapping, Plan
 from shardplan.plan.workload.workload import BATCH_AXIS
 from shardplan.positions.sequence_order import SequenceOrder
