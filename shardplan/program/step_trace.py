@@ -26,7 +26,7 @@ from shardplan.model.logits.levanter_loss import one_block_of_tokens
 from shardplan.model.registry import Model
 from shardplan.plan.workload.checkpointing import DEFAULT, CheckpointPolicy
 from shardplan.plan.workload.workload import Workload
-from shardplan.program.layer_attention import attention_calls
+from shardplan.program.attention.layer_attention import attention_calls
 from shardplan.program.layer_flops import with_layer_flops
 from shardplan.program.marked.marked_attention import mark_attention
 from shardplan.program.marked.marked_conversions import mark_conversions

@@ -7,11 +7,12 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from shardplan.hardware import CollectiveKind
+from shardplan.program.attention.kept_contexts import log_sums
+from shardplan.program.attention.unread_blocks import without_unread_blocks
 from shardplan.program.fusion.fusion import Fusion
 from shardplan.program.fusion.held_for_gradients import hold_for_gradients
 from shardplan.program.fusion.hoisting import invariant_copies
 from shardplan.program.fusion.siblings import fuse_with_siblings
-from shardplan.program.kept_contexts import log_sums
 from shardplan.program.layer_flops import MatmulsBefore, PlacedTask
 from shardplan.program.live_buffers import BufferRole, LiveBuffer
 from shardplan.program.make_task import attention_kind, make_task
@@ -23,7 +24,6 @@ from shardplan.program.named_arrays import TracedArray, is_scores
 from shardplan.program.operations import Operation, OperationKind, stacked_axes
 from shardplan.program.tasks import PointLabel, Step, Task, sums_over_queries
 from shardplan.program.trace import ArrayClass, Trace
-from shardplan.program.unread_blocks import without_unread_blocks
 
 
 class PlacedPoint(NamedTuple):
