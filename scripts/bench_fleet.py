@@ -23,8 +23,8 @@ from shardplan.checkpoint.format.shared_index import DeferredFile, pack_index, u
 from shardplan.checkpoint.load import array_specs
 from shardplan.checkpoint.mapping.state_dict_program import expected_tensors
 from shardplan.checkpoint.match import match_checkpoint
-from shardplan.checkpoint.transfer.byte_ranges import ReadVolume, find_byte_ranges, sum_ranges
 from shardplan.checkpoint.transfer.load_plan import plan_load
+from shardplan.checkpoint.transfer.reads.byte_ranges import ReadVolume, find_byte_ranges, sum_ranges
 from shardplan.checkpoint.transfer.request import ArrayRequest
 from shardplan.checkpoint.transfer.schedule import MAX_REREAD_BYTES, read_by_process
 from shardplan.checkpoint.transfer.stream import DEFAULT_BUDGET

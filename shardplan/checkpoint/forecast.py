@@ -20,8 +20,8 @@ from shardplan.checkpoint.load import array_specs
 from shardplan.checkpoint.mapping.state_dict_program import StateDictProgram, trace_program
 from shardplan.checkpoint.mapping.views import View
 from shardplan.checkpoint.match import Match, match_checkpoint
-from shardplan.checkpoint.transfer.byte_ranges import ReadVolume
 from shardplan.checkpoint.transfer.load_plan import LoadPlan, plan_load
+from shardplan.checkpoint.transfer.reads.byte_ranges import ReadVolume
 from shardplan.checkpoint.transfer.request import ArrayRequest
 from shardplan.checkpoint.transfer.schedule import Schedule, Speeds, read_by_process
 from shardplan.checkpoint.transfer.transfer import DeviceMesh, ReadStrategy, Transfer

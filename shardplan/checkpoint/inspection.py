@@ -252,7 +252,7 @@ def load_by_plan(plan: Plan, forecast: Forecast) -> PlannedLoad:
     """Return the load of a plan, from the forecast of its reads.
 
     >>> from types import SimpleNamespace
-    >>> from shardplan.checkpoint.transfer.byte_ranges import ReadVolume
+    >>> from shardplan.checkpoint.transfer.reads.byte_ranges import ReadVolume
     >>> processes = {0: ReadVolume(8 * 10**9, 100), 1: ReadVolume(6 * 10**9, 100)}
     >>> load = load_by_plan(SimpleNamespace(mesh={"data": 8}), Forecast("gpt2", 14 * 10**9, 1e9, processes, []))
     >>> load.bytes, load.seconds

@@ -11,8 +11,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardplan.checkpoint.format.header import E2M1, UINT4
 from shardplan.checkpoint.mapping.views import tensor_view
-from shardplan.checkpoint.transfer.decoding import SLAB_CODES, make_decoder
-from shardplan.checkpoint.transfer.exchange import _program
+from shardplan.checkpoint.transfer.devices.decoding import SLAB_CODES, make_decoder
+from shardplan.checkpoint.transfer.devices.exchange import _program
 from shardplan.checkpoint.transfer.request import ArrayRequest, CodeBlocks
 from shardplan.checkpoint.transfer.transfer import ReadStrategy
 from shardplan.hardware import parse_slice

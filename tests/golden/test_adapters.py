@@ -21,7 +21,7 @@ from shardplan.checkpoint.adapter.factors import Factors, MatrixCache
 from shardplan.checkpoint.format.header import Tensor
 from shardplan.checkpoint.load import stream_checkpoint
 from shardplan.checkpoint.mapping.views import tensor_view
-from shardplan.checkpoint.transfer.reading import ReadTarget, plan_reads, run_read
+from shardplan.checkpoint.transfer.reads.reading import ReadTarget, plan_reads, run_read
 from shardplan.hardware import parse_slice
 from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.inspect import named_leaves

@@ -29,7 +29,7 @@ from shardplan.checkpoint.format.header import Tensor
 from shardplan.checkpoint.format.index import TensorIndex
 from shardplan.checkpoint.load import stream_checkpoint
 from shardplan.checkpoint.mapping.views import tensor_view
-from shardplan.checkpoint.transfer.reading import ReadTarget, plan_reads, run_read
+from shardplan.checkpoint.transfer.reads.reading import ReadTarget, plan_reads, run_read
 from shardplan.errors import CheckpointError, ConfigError
 from shardplan.hardware import parse_slice
 from shardplan.model.dtypes.kept_weights import numbers_of

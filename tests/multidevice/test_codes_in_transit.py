@@ -18,8 +18,9 @@ from shardplan.checkpoint.format.codecs.coded_tensor import CodedTensor, GroupVa
 from shardplan.checkpoint.format.header import UINT4, Tensor
 from shardplan.checkpoint.load import stream_checkpoint
 from shardplan.checkpoint.mapping.views import stack, tensor_view
-from shardplan.checkpoint.transfer import decoding, load_plan, stream
+from shardplan.checkpoint.transfer import load_plan, stream
 from shardplan.checkpoint.transfer.coded_requests import with_codes
+from shardplan.checkpoint.transfer.devices import decoding
 from shardplan.checkpoint.transfer.request import ArrayRequest
 from shardplan.hardware import parse_slice
 from shardplan.model.huggingface.hf_config import read_config

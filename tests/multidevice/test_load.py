@@ -20,7 +20,8 @@ from shardplan import HFCheckpointConverter, best_effort_sharding, load_pretrain
 from shardplan.checkpoint import load
 from shardplan.checkpoint.format.index import read_index
 from shardplan.checkpoint.load import stream_checkpoint
-from shardplan.checkpoint.transfer import destination, load_plan, stream
+from shardplan.checkpoint.transfer import load_plan, stream
+from shardplan.checkpoint.transfer.devices import destination
 from shardplan.errors import CheckpointError, ConfigError
 from shardplan.model.huggingface.hf_config import read_config
 from shardplan.model.inspect import named_leaves

@@ -11,9 +11,11 @@ from ml_dtypes import bfloat16
 
 from shardplan.checkpoint.mapping.pieces import StridedPiece
 from shardplan.checkpoint.mapping.views import View, row_major_strides
-from shardplan.checkpoint.transfer import byte_ranges, process_kinds, schedule
-from shardplan.checkpoint.transfer.byte_ranges import TensorSource, find_byte_ranges, sum_ranges
-from shardplan.checkpoint.transfer.process_kinds import find_volumes
+from shardplan.checkpoint.transfer import schedule
+from shardplan.checkpoint.transfer.reads import byte_ranges, process_kinds
+from shardplan.checkpoint.transfer.reads.byte_ranges import TensorSource, find_byte_ranges, sum_ranges
+from shardplan.checkpoint.transfer.reads.process_kinds import find_volumes
+from shardplan.checkpoint.transfer.reads.view_grid import estimate_grid_volume, estimate_read_volume, find_grid
 from shardplan.checkpoint.transfer.request import ArrayRequest
 from shardplan.checkpoint.transfer.schedule import (
     Speeds,
@@ -25,7 +27,6 @@ from shardplan.checkpoint.transfer.schedule import (
     make_schedule,
 )
 from shardplan.checkpoint.transfer.transfer import DeviceMesh, ReadStrategy, TransferLimits, make_transfers
-from shardplan.checkpoint.transfer.view_grid import estimate_grid_volume, estimate_read_volume, find_grid
 
 ITEMSIZE = 2
 BFLOAT16 = np.dtype(bfloat16)

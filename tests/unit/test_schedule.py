@@ -14,7 +14,7 @@ from shardplan.checkpoint.format.header import bytes_of
 from shardplan.checkpoint.mapping.pieces import StridedPiece
 from shardplan.checkpoint.mapping.state_dict_program import trace_program
 from shardplan.checkpoint.mapping.views import View, row_major_strides, tensor_view
-from shardplan.checkpoint.transfer.byte_ranges import (
+from shardplan.checkpoint.transfer.reads.byte_ranges import (
     GAP_BYTES,
     ReadVolume,
     TensorSource,

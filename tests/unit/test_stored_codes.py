@@ -5,7 +5,7 @@ import pytest
 from stored_forms import CASES, FP8, IN, OUT, byte_codes, compressed, decoded, gptq
 
 from shardplan.checkpoint.mapping.views import tensor_view
-from shardplan.checkpoint.transfer.reading import ReadTarget, plan_reads, run_read
+from shardplan.checkpoint.transfer.reads.reading import ReadTarget, plan_reads, run_read
 from shardplan.errors import CheckpointError, ConfigError
 from shardplan.model.huggingface.read_quantization import read_modelopt_file, read_quantization
 

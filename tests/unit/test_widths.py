@@ -13,7 +13,7 @@ from rich.console import Console
 
 from shardplan import config as configuration
 from shardplan.checkpoint.forecast import ArrayForecast, Forecast
-from shardplan.checkpoint.transfer.byte_ranges import ReadVolume
+from shardplan.checkpoint.transfer.reads.byte_ranges import ReadVolume
 from shardplan.doctor.findings import Check, HostFinding, Level
 from shardplan.explain.what_if import Variant
 from shardplan.explain.why_not import WhyNot, why_not

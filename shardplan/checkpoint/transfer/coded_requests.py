@@ -17,7 +17,7 @@ from shardplan.checkpoint.format.codecs.stored_codes import scale_values
 from shardplan.checkpoint.format.header import Tensor
 from shardplan.checkpoint.mapping.code_views import Scales, find_blocks, first_of_blocks, view_of_scales
 from shardplan.checkpoint.mapping.views import View
-from shardplan.checkpoint.transfer.byte_ranges import TensorSource, locate, source_of
+from shardplan.checkpoint.transfer.reads.byte_ranges import TensorSource, locate, source_of
 from shardplan.checkpoint.transfer.request import ArrayRequest, CodeBlocks
 from shardplan.model.dtypes.kept_weights import CODES, SCALES
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from shardplan.checkpoint.format.codecs.stored_codes import TensorsWithParts
 from shardplan.checkpoint.format.header import Tensor
-from shardplan.checkpoint.transfer.byte_ranges import TensorSource, locate
 from shardplan.checkpoint.transfer.coded_requests import with_codes
+from shardplan.checkpoint.transfer.reads.byte_ranges import TensorSource, locate
 from shardplan.checkpoint.transfer.request import ArrayRequest, stored_dtypes
 from shardplan.checkpoint.transfer.schedule import DEFAULT_SPEEDS, Schedule, Speeds, make_schedule
 from shardplan.checkpoint.transfer.transfer import DeviceMesh, TransferLimits

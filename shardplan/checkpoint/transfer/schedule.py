@@ -15,16 +15,21 @@ from typing import NamedTuple
 import numpy as np
 
 from shardplan.checkpoint.mapping.views import Shape, View
-from shardplan.checkpoint.transfer.byte_ranges import (
+from shardplan.checkpoint.transfer.reads.byte_ranges import (
     ReadVolume,
     TensorSource,
     find_byte_ranges,
     sum_ranges,
 )
-from shardplan.checkpoint.transfer.process_kinds import find_volumes
+from shardplan.checkpoint.transfer.reads.process_kinds import find_volumes
+from shardplan.checkpoint.transfer.reads.view_grid import (
+    ViewGrid,
+    estimate_grid_volume,
+    estimate_read_volume,
+    find_grid,
+)
 from shardplan.checkpoint.transfer.request import ArrayRequest
 from shardplan.checkpoint.transfer.transfer import DeviceMesh, ReadStrategy, Transfer, TransferLimits, make_transfers
-from shardplan.checkpoint.transfer.view_grid import ViewGrid, estimate_grid_volume, estimate_read_volume, find_grid
 from shardplan.plan.mapping import MeshAxes
 
 MAX_REREAD_BYTES = 256 * 1024

@@ -15,16 +15,16 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardplan.checkpoint.format.header import Tensor
-from shardplan.checkpoint.transfer.decoding import make_decoder
-from shardplan.checkpoint.transfer.destination import (
+from shardplan.checkpoint.transfer.devices.decoding import make_decoder
+from shardplan.checkpoint.transfer.devices.destination import (
     ArrayPlacement,
     Destination,
     DeviceDestination,
     HostDestination,
 )
-from shardplan.checkpoint.transfer.exchange import Decoding, exchange_rows
+from shardplan.checkpoint.transfer.devices.exchange import Decoding, exchange_rows
 from shardplan.checkpoint.transfer.load_plan import plan_load
-from shardplan.checkpoint.transfer.reading import ReadTarget, plan_reads, run_read
+from shardplan.checkpoint.transfer.reads.reading import ReadTarget, plan_reads, run_read
 from shardplan.checkpoint.transfer.request import ArrayRequest
 from shardplan.checkpoint.transfer.schedule import read_by_process
 from shardplan.checkpoint.transfer.transfer import Box, DeviceMesh, Transfer

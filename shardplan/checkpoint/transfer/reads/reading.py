@@ -14,7 +14,7 @@ from shardplan.checkpoint.format.codecs.computed_tensor import ComputedTensor
 from shardplan.checkpoint.format.header import Tensor, bytes_of
 from shardplan.checkpoint.mapping.pieces import StridedPiece
 from shardplan.checkpoint.mapping.views import Shape, View, row_major_strides
-from shardplan.checkpoint.transfer.byte_ranges import find_runs, merge_boxes
+from shardplan.checkpoint.transfer.reads.byte_ranges import find_runs, merge_boxes
 
 _thread = threading.local()
 _EMPTY = np.empty(0, np.uint8)

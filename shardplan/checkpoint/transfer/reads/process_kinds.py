@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardplan.checkpoint.mapping.views import Shape
-from shardplan.checkpoint.transfer.byte_ranges import GAP_BYTES, ReadVolume
+from shardplan.checkpoint.transfer.reads.byte_ranges import GAP_BYTES, ReadVolume
+from shardplan.checkpoint.transfer.reads.view_grid import FILE_BITS, ViewGrid, union_of_ranges
 from shardplan.checkpoint.transfer.transfer import DeviceMesh, Transfer
-from shardplan.checkpoint.transfer.view_grid import FILE_BITS, ViewGrid, union_of_ranges
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,9 @@ def find_volumes(
     """Find the bytes and ranges that all processes read in a transfer.
 
     >>> from shardplan.checkpoint.mapping.views import tensor_view
-    >>> from shardplan.checkpoint.transfer.byte_ranges import TensorSource
+    >>> from shardplan.checkpoint.transfer.reads.byte_ranges import TensorSource
     >>> from shardplan.checkpoint.transfer.transfer import ReadStrategy
-    >>> from shardplan.checkpoint.transfer.view_grid import find_grid
+    >>> from shardplan.checkpoint.transfer.reads.view_grid import find_grid
     >>> mesh, strategy = DeviceMesh((("data", 4),), (0, 0, 1, 1)), ReadStrategy((("data",), ()))
     >>> transfer = Transfer("up_proj", 2, strategy, (2, 8), (0, 0), (2, 8))
     >>> grid = find_grid(tensor_view("up_proj", (8, 8)), {"up_proj": TensorSource("model.safetensors", 64, bits=16)})

@@ -13,7 +13,7 @@ import numpy as np
 
 from shardplan.checkpoint.format.header import bytes_of
 from shardplan.checkpoint.mapping.views import Shape, View
-from shardplan.checkpoint.transfer.byte_ranges import (
+from shardplan.checkpoint.transfer.reads.byte_ranges import (
     ReadVolume,
     TensorSource,
     boxes_of_process,

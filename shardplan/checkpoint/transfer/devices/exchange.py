@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardplan.checkpoint.format.header import HALF_BYTES
 from shardplan.checkpoint.mapping.views import Shape
-from shardplan.checkpoint.transfer.decoding import BoxDecoder
+from shardplan.checkpoint.transfer.devices.decoding import BoxDecoder
 from shardplan.checkpoint.transfer.transfer import ReadStrategy, Transfer
 
 WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
