@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from haliax import Axis, AxisSelector, NamedArray
 from haliax.axis import axis_name
 from haliax.partitioning import physical_axis_name
-from haliax.util import ensure_tuple
 from jax import Array
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec
@@ -25,6 +24,7 @@ from shardplan.experts.statistics.recording import device_rows_spec, is_recordin
 from shardplan.experts.strategies.exchange_tokens import exchange_tokens
 from shardplan.experts.tiles import buffer_rows
 from shardplan.hardware.generations import Generation, generation_of_device
+from shardplan.model.axis_sharding import mesh_axes_of
 
 
 @dataclass(frozen=True)
@@ -123,14 +123,14 @@ def compute_routed_mlp(
     """
     arrays, embed = call.weights, call.Embed
     program = DeviceProgram(
-        token_axes=tuple(name for axis in call.x.axes[:-1] for name in _mesh_axes(axis)),
-        expert_axes=_mesh_axes(call.Experts),
-        mlp_axes=_mesh_axes(call.Mlp),
+        token_axes=tuple(name for axis in call.x.axes[:-1] for name in mesh_axes_of(axis)),
+        expert_axes=mesh_axes_of(call.Experts),
+        mlp_axes=mesh_axes_of(call.Mlp),
         experts=call.Experts.size,
         function=replace(call.function, generation=generation or generation_of_device(jax.devices()[0].device_kind)),
         method=method or call.method or ExpertMethod(),
     )
-    if _mesh_axes(embed):
+    if mesh_axes_of(embed):
         raise ConfigError(
             f"experts: the axis mapping shards {embed.name} in computations; experts need whole tokens: remove "
             f"{embed.name} from the compute mapping"
@@ -319,12 +319,6 @@ def _order_weights(weights: ExpertWeights[NamedArray], experts: str, mlp: str) -
 
 def _rearrange(array: NamedArray | None, axes: Any) -> NamedArray | None:
     return None if array is None else array.rearrange(axes)
-
-
-def _mesh_axes(axis: Axis) -> tuple[str, ...]:
-    """Return the mesh axes of several devices that shard an axis under the active axis mapping."""
-    shape = jax.sharding.get_abstract_mesh().shape
-    return tuple(name for name in ensure_tuple(physical_axis_name(axis) or ()) if shape.get(name, 1) > 1)
 
 
 def _spec(array: NamedArray, sharded: Container[str] | None = None) -> PartitionSpec:

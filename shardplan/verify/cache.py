@@ -33,7 +33,7 @@ DECODER_CODE = (
     "model/huggingface/quantization", "model/huggingface/read_quantization",
 )  # fmt: skip
 """Additional modules for the decoder."""
-EXPERT_CODE = ("experts/**/*",)
+EXPERT_CODE = ("experts/**/*", "model/axis_sharding")
 """Additional modules if the plan has a method of experts, and always for the decoder."""
 FACTS_CODE = (
     "cost/*", "decoder/**/*", "experts/**/*", "model/**/*", "positions/*", "program/**/*", "steps/*",

@@ -12,19 +12,17 @@ import json
 import os
 import re
 import sys
-import threading
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from shardplan.lint.parser.import_levanter import import_levanter
 from shardplan.lint.parser.problem import ParserVerdict, Problem, ProblemKind
+from shardplan.runtime.processes.watch.parent import end_with_parent
 
 MAX_PROBLEMS = 50
 """Maximum number of problems of a file; parsing ends after so many."""
 MAX_TEXT = 300
 """Maximum characters of the parser's message that are kept."""
-PARENT_POLL_SECONDS = 1.0
 FIELDS = re.compile(r"`([^`]*)`")
 """Pattern for a name in the parser's list of fields."""
 CLASS_NAME = re.compile(r"<class '([\w.]+)\.(\w+)'>")
@@ -45,7 +43,7 @@ def main() -> None:
     """Answer every request until stdin ends; what Levanter prints goes to stderr."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+    end_with_parent()
     import_levanter()
     for line in sys.stdin:
         request = json.loads(line)
@@ -251,10 +249,3 @@ def _remove(values: Any, path: Sequence[str]) -> bool:
 
 def _words(text: str) -> str:
     return " ".join(text.split())[:MAX_TEXT]
-
-
-def _end_with_parent(parent: int) -> None:
-    """End this process as soon as its parent has ended, even during imports."""
-    while os.getppid() == parent:
-        time.sleep(PARENT_POLL_SECONDS)
-    os._exit(1)

@@ -22,10 +22,10 @@ from shardplan.execution import Program, specialize, step_program
 from shardplan.hardware import parse_slice
 from shardplan.model.registry import Model, build_model
 from shardplan.plan.plan import Plan
+from shardplan.runtime.processes.watch.parent import end_with_parent
 from shardplan.verify.compiler.compiled import Compiled, package_versions
 from shardplan.verify.compiler.topology import make_topology_mesh
 
-PARENT_POLL_SECONDS = 1.0
 ASSIGNED = "after_buffer_assignment"
 """Ending of the name of the last report that the compiler writes before it makes code for the cores."""
 ASSIGNED_POLL_SECONDS = 0.1
@@ -35,7 +35,7 @@ MAX_ERROR = 600
 
 def main(request: str, compiled: str, dump: str) -> None:
     """Read the request file, compile, and write the result to the file `compiled`."""
-    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+    end_with_parent()
     values = json.loads(Path(request).read_text(encoding="utf-8"))
     plan = Plan.from_json(values["plan"])
     model = build_model(values["hf_config"], plan.workload.position)
@@ -146,10 +146,3 @@ def _reports(dump: Path, kind: str) -> list[Path]:
     """Return the compiler's reports whose file names end with `kind`."""
     # JAX compiles small programs for the CPU while it traces; the names of their reports contain cpu
     return [path for path in dump.glob(f"*{kind}.txt") if ".cpu_" not in path.name]
-
-
-def _end_with_parent(parent: int) -> None:
-    """End this process as soon as its parent has ended, because a compile cannot be interrupted otherwise."""
-    while os.getppid() == parent:
-        time.sleep(PARENT_POLL_SECONDS)
-    os._exit(1)

@@ -13,11 +13,11 @@ from typing import Any
 import jax
 from haliax import Axis
 from haliax.partitioning import physical_axis_name
-from haliax.util import ensure_tuple
 from jax.sharding import PartitionSpec
 
 from shardplan.decoder.parts.attention.sparse.branches.selected_branch import SelectedMethod
 from shardplan.errors import ConfigError
+from shardplan.model.axis_sharding import mesh_axes_of
 
 
 @dataclass(frozen=True)
@@ -115,16 +115,3 @@ def device_count(mesh_axes: tuple[str, ...]) -> int:
     """
     shape = jax.sharding.get_abstract_mesh().shape
     return math.prod(shape[name] for name in mesh_axes)
-
-
-def mesh_axes_of(axis: Axis) -> tuple[str, ...]:
-    """Return the mesh axes of several devices that shard an axis under the active axis mapping.
-
-    >>> import haliax as hax
-    >>> mesh = jax.sharding.AbstractMesh((1, 2, 4), ("replica", "data", "model"))
-    >>> with jax.sharding.use_abstract_mesh(mesh), hax.axis_mapping({"batch": ("replica", "data")}):
-    ...     mesh_axes_of(Axis("batch", 8))
-    ('data',)
-    """
-    shape = jax.sharding.get_abstract_mesh().shape
-    return tuple(name for name in ensure_tuple(physical_axis_name(axis) or ()) if shape.get(name, 1) > 1)
