@@ -36,7 +36,7 @@ DECODER_CODE = (
 EXPERT_CODE = ("experts/**/*", "model/axis_sharding")
 """Additional modules if the plan has a method of experts, and always for the decoder."""
 FACTS_CODE = (
-    "cost/*", "decoder/**/*", "experts/**/*", "model/**/*", "positions/*", "program/**/*", "steps/*",
+    "cost/**/*", "decoder/**/*", "experts/**/*", "model/**/*", "positions/*", "program/**/*", "steps/*",
     "verify/model_facts",
 )  # fmt: skip
 """Modules that compute the facts about a model, see `shardplan.verify.model_facts`."""
