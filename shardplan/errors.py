@@ -151,5 +151,6 @@ def check_argument(function: str, name: str, value: Any, kind: type | tuple[type
 
 def one_line(error: BaseException, limit: int = 300) -> str:
     """Return the message of another library's error on one line of at most `limit` characters."""
-    message, _, _ = str(error).partition("Debug source:")  # obstore appends a dump of many lines
+    # obstore and TensorStore append dumps of many lines
+    message = re.split(r"Debug source:|\[source locations=", str(error), maxsplit=1)[0]
     return " ".join(message.split())[:limit]

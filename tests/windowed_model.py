@@ -9,7 +9,7 @@ import jax.random
 from haliax.nn.scan import Stacked
 from levanter.layers.attention import AttentionMask
 from levanter.models.llama import LlamaConfig, LlamaDecoderLayer
-from levanter.models.lm_model import LmHeadModel
+from own_model import HeadedModel
 
 
 @dataclass(frozen=True)
@@ -58,23 +58,12 @@ class Group(eqx.Module):
         return self.full(x, mask, pos_ids=pos_ids)
 
 
-class WindowedModel(LmHeadModel):
+class WindowedModel(HeadedModel):
     """Groups and further layers with a window, between an embedding and a head."""
 
-    embeddings: hnn.Embedding
     groups: Stacked
     tail: Stacked | None
     norm: hnn.RmsNorm
-    head: hnn.Linear
-    own_config: WindowedConfig = eqx.field(static=True)
-
-    @property
-    def config(self):
-        return self.own_config
-
-    @property
-    def Vocab(self):
-        return self.embeddings.Vocab
 
     @classmethod
     def init(cls, Vocab, config, *, key):
@@ -95,9 +84,3 @@ class WindowedModel(LmHeadModel):
         if self.tail is not None:
             x = self.tail.fold(x, mask.with_sliding_window(self.own_config.window), pos_ids=pos_ids)
         return self.norm(x)
-
-    def get_lm_head(self):
-        return self.head.weight
-
-    def resize_vocab(self, new_size, key=None):
-        raise NotImplementedError

@@ -181,5 +181,5 @@ plan
 # %%
 print(plan.attention)
 for reason in plan.search.reasons:
-    if "position" in reason or "attention" in reason:
+    if "sequence" in reason or "attention" in reason:
         print("-", reason)

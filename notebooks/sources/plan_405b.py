@@ -33,7 +33,7 @@ print("compute mapping  ", plan.compute_mapping)
 print("parameter mapping", plan.param_mapping)
 
 # %% [markdown]
-# `position` is sharded: each of the four replicas computes a quarter of every sequence. The parameter mapping gives
+# `position` is sharded: each of two devices computes half of every sequence. The parameter mapping gives
 # every parameter its `PartitionSpec`. Layers are stacked, as in Levanter. Which chip holds which part of a query
 # projection:
 

@@ -87,10 +87,7 @@ def _without_single_axes(axes: SectionReader, known: tuple[str, ...]) -> tuple[S
 
 def _sizes_across_slices(dcn_axes: SectionReader, slices: int) -> dict[str, int]:
     """Read the number of slices along each mesh axis of a plan."""
-    dcn_axes.check_keys(
-        DCN_AXES.values(),
-        f"a plan's mesh is {' x '.join(MESH_AXES)}, across slices {' x '.join(DCN_AXES.values())}; not",
-    )
+    dcn_axes.check_keys(DCN_AXES.values(), "across slices, a plan's mesh has no axis")
     data = dcn_axes.size(DCN_AXES["data"], 1, allow_minus_one=True)
     replica = dcn_axes.size(DCN_AXES["replica"], 1 if data == -1 else -1, allow_minus_one=True)
     keys = {axis: f"{dcn_axes.name}.{dcn}" for axis, dcn in DCN_AXES.items()}
@@ -117,7 +114,7 @@ def _sizes_within_slice(axes: SectionReader, devices: int, slices: int) -> dict[
 
     Levanter's order of the axes, data before replica, only decides which device has which mesh coordinates.
     """
-    axes.check_keys(MESH_AXES, f"a plan's mesh is {' x '.join(MESH_AXES)}; not")
+    axes.check_keys(MESH_AXES, "a plan's mesh has no axis")
     mesh = {axis: axes.size(axis, -1 if axis == "data" else 1, allow_minus_one=True) for axis in MESH_AXES}
     open_axes = [axis for axis, size in mesh.items() if size == -1]
     if len(open_axes) > 1 and "data" not in axes.values:

@@ -177,7 +177,7 @@ def _is_readable(path: tuple[str, ...], key: str | None, value: Any, hardware: S
 
 def _key_finding(section: _Section, key: Any, meant: str | None) -> Finding:
     if section.is_mesh:
-        kind, problem = FindingKind.UNKNOWN_MESH_AXIS, f"a plan's mesh is {' x '.join(MESH_AXES)}; not {key!r}"
+        kind, problem = FindingKind.UNKNOWN_MESH_AXIS, f"a plan's mesh has no axis {key!r}"
     else:
         kind, problem = FindingKind.UNKNOWN_KEY, f"Levanter has no key {key!r} in {section.name} and does not start"
     similar = closest(str(key), section.valid)

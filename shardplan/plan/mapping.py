@@ -51,13 +51,24 @@ def axes_text(axes: Mapping[str, int]) -> str:
 
 
 def mapping_text(mapping: Mapping[str, Iterable[str]]) -> str:
-    """Format a mapping as `mlp -> model x data, embed -> data`; `all replicated` without mesh axes.
+    """Format the sharded axes of a mapping as `embed -> data; mlp, heads -> model`; `all replicated` without any.
 
-    >>> mapping_text({"batch": ["replica", "data"], "mlp": ["model"], "embed": []})
-    'batch -> replica x data, mlp -> model'
+    >>> mapping_text({"batch": ["replica", "data"], "mlp": ["model"], "heads": ["model"], "embed": []})
+    'batch -> replica x data; mlp, heads -> model'
     """
-    sharded = [f"{axis} -> {' x '.join(mesh_axes)}" for axis, mesh_axes in mapping.items() if mesh_axes]
-    return ", ".join(sharded) or "all replicated"
+    return grouped_text({axis: mesh_axes for axis, mesh_axes in mapping.items() if mesh_axes}) or "all replicated"
+
+
+def grouped_text(mapping: Mapping[str, Iterable[str]]) -> str:
+    """Format a mapping as groups of logical axes with the same mesh axes; `none` for axes that are replicated.
+
+    >>> grouped_text({"mlp": ["model"], "heads": ["model"], "embed": []})
+    'mlp, heads -> model; embed -> none'
+    """
+    groups: dict[str, list[str]] = {}
+    for axis, mesh_axes in mapping.items():
+        groups.setdefault(" x ".join(mesh_axes) or "none", []).append(axis)
+    return "; ".join(f"{', '.join(axes)} -> {target}" for target, axes in groups.items())
 
 
 def as_tuples(mapping: Mapping[str, Iterable[str]]) -> dict[str, MeshAxes]:

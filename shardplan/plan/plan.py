@@ -30,6 +30,8 @@ REQUIRED_WORKLOAD = {"kind", "batch", "position", "param_dtype", "compute_dtype"
 """Keys of a Plan's workload that have no default, because the Plan follows from them."""
 CHECKSUM = "checksum"
 """Key of a Plan's JSON by which edits are detected."""
+INVALID = "not a valid plan (plan again)"
+"""Beginning of a message about values that are not a Plan."""
 UNCHECKED = {CHECKSUM, "search", "versions", "details"}
 """Keys of a Plan file that its checksum leaves out, because they are only for people to read."""
 Mapping = dict[str, list[str]]
@@ -123,17 +125,17 @@ class Plan(Displayed):
         workload = values.get("workload")
         missing = sorted(REQUIRED_WORKLOAD - (workload.keys() if isinstance(workload, dict) else set()))
         if missing:
-            raise ConfigError(f"not a plan: workload has no {', '.join(missing)}")
+            raise ConfigError(f"{INVALID}: workload has no {', '.join(missing)}")
         mesh = values.get("mesh")
         if isinstance(mesh, dict) and mesh:  # along an axis that the file does not name there is one device
             values = {**values, "mesh": {**mesh, **{axis: 1 for axis in MESH_AXES if axis not in mesh}}}
         try:
             plan = decode(cls, {name: value for name, value in values.items() if name != CHECKSUM})
         except ConfigError as error:
-            raise ConfigError(f"not a plan: {error}") from error
+            raise ConfigError(f"{INVALID}: {error}") from error
         problem = next(plan._problems(), None)
         if problem is not None:
-            raise ConfigError(f"not a plan: {problem}")
+            raise ConfigError(f"{INVALID}: {problem}")
         return plan
 
     def _problems(self) -> Iterator[str]:

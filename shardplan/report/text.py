@@ -14,8 +14,8 @@ BULLET = "  · "
 """Beginning of a reason in a list."""
 LABEL_WIDTH = 14
 """Columns of the labels of facts."""
-_TOGETHER = re.compile(r" (?=(?:->|x) )|(?<= ->) |(?<= x) |(?<=\d) (?=(?:s\b|%|[GKM]iB\b))")
-"""Pattern for spaces at which lines do not break: in `mlp -> model x data`, `replica 4 x data 8` and `1.09 s`."""
+_TOGETHER = re.compile(r" (?=(?:->|x|=) )|(?<= ->) |(?<= [x=]) |(?<=\d) (?=(?:s\b|%|[GKM]iB\b))")
+"""Pattern for spaces at which lines do not break: in `mlp -> model x data`, `replica 4 x data 8`, `data = 8`, `1 s`."""
 _UNLIMITED = 10_000
 """More columns than any table fills."""
 

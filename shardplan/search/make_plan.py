@@ -27,8 +27,7 @@ from shardplan.search.other_form import estimate_other_form
 from shardplan.search.ranking import Candidate
 from shardplan.search.reasons import (
     CAVEATS,
-    AttentionAlternative,
-    ExpertAlternative,
+    Alternative,
     caveats_of,
     describe_attention,
     describe_choice,
@@ -43,6 +42,7 @@ from shardplan.search.reasons import (
     describe_training_order,
     describe_uneven_load,
     describe_unsharded_heads,
+    method_name,
 )
 from shardplan.search.result.assignment_to_plan import StepCost, build_plan, estimate_cost
 from shardplan.search.result.attention_costs import attention_costs
@@ -285,8 +285,8 @@ def _choice_reasons(
             other_settings = "all logits at once"
         reasons.append(describe_runner_up(ranked.candidate, runner_up.candidate, other_settings))
     batch = ranked.config.workload.batch
-    indivisible = sorted(describe_indivisible(example, batch) for example in statistics.indivisible.values())
-    return [*reasons, f"excluded: {', '.join(indivisible)}"] if indivisible else reasons
+    indivisible = describe_indivisible(statistics.indivisible.values(), batch)
+    return [*reasons, f"excluded: {'; '.join(indivisible)}"] if indivisible else reasons
 
 
 def _attention_reasons(candidate: Candidate, layers: Mapping[str, str]) -> list[str]:
@@ -300,9 +300,10 @@ def _attention_reasons(candidate: Candidate, layers: Mapping[str, str]) -> list[
     chosen = candidate.methods
     if not chosen:
         return []
-    alternatives = []
+    devices = math.prod(candidate.mesh[axis] for axis in position_axes)
+    alternatives: dict[str, list[Alternative]] = {}
     for methods in space.methods_for(candidate.mesh, position_axes):
-        # one kind at a time, so that a sentence has the effect of one change
+        # one kind at a time, so that each alternative has the effect of one change
         changed = [i for i, method in enumerate(methods or ()) if method != chosen[i]]
         if methods is None or len(changed) != 1:
             continue
@@ -311,11 +312,11 @@ def _attention_reasons(candidate: Candidate, layers: Mapping[str, str]) -> list[
         )
         tasks = step_tasks(space.step, other, space.hardware, space.calibration)
         seconds = sum(seconds.total for *_, seconds in tasks)
-        kind, method = space.step.attention_kinds[changed[0]], methods[changed[0]]
-        alternatives.append(AttentionAlternative(kind, method, seconds, estimate_memory(space.step, other).peak))
+        kind, name = space.step.attention_kinds[changed[0]].name, method_name(methods[changed[0]], devices)
+        alternative = Alternative(name, seconds, estimate_memory(space.step, other).peak)
+        alternatives.setdefault(kind, []).append(alternative)
     if not alternatives:
         return []
-    devices = math.prod(candidate.mesh[axis] for axis in position_axes)
     return describe_attention(candidate, layers, devices, alternatives)
 
 
@@ -336,7 +337,7 @@ def _expert_reasons(candidate: Candidate, model: Model) -> list[str]:
             )
             tasks = step_tasks(space.step, other, space.hardware, space.calibration)
             seconds = sum(seconds.total for *_, seconds in tasks)
-            alternatives.append(ExpertAlternative(strategy, seconds, estimate_memory(space.step, other).peak))
+            alternatives.append(Alternative(strategy, seconds, estimate_memory(space.step, other).peak))
     return [*describe_experts(candidate, alternatives), *_uneven_load(candidate, model)]
 
 

@@ -4,7 +4,7 @@ Other code decides by the types (`Rejection`, `Caveat`), never by the sentences,
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from shardplan.experts.method import ExpertStrategy
 from shardplan.hardware import GIB
 from shardplan.plan.attention_plan import SparseKernel, Strategy
 from shardplan.plan.file.sections import Caveat
-from shardplan.plan.mapping import AxisMapping, MeshAxes, mesh_size, mesh_text
+from shardplan.plan.mapping import AxisMapping, MeshAxes, grouped_text, mesh_size, mesh_text
 from shardplan.plan.workload.workload import BATCH_AXIS
 from shardplan.program.marked.attention_kind import AttentionKind
 from shardplan.program.tasks import Step
@@ -39,7 +39,7 @@ CAVEATS = {
 }
 STRATEGIES = {
     Strategy.NONE: "attention is Levanter's own",
-    Strategy.ALL_GATHER: "attention gathers keys and values",
+    Strategy.ALL_GATHER: "keys and values gathered",
     Strategy.RING: "keys and values pass around a ring of {ring}",
     Strategy.ULYSSES: "attention reshards to heads (Ulysses, all-to-all)",
     Strategy.HYBRID: "attention reshards to heads in groups of {ulysses} (Ulysses, all-to-all), keys and values pass "
@@ -85,12 +85,11 @@ class Indivisible(NamedTuple):
     """Number of devices along `mesh_axes`."""
 
 
-class ExpertAlternative(NamedTuple):
-    """Another strategy of experts under a plan's mesh and mappings."""
+class Alternative(NamedTuple):
+    """Another method of attention or of experts under a plan's mesh and mappings, and the cost of a step with it."""
 
-    strategy: ExpertStrategy
+    name: str
     seconds: float
-    """Seconds of a step."""
     peak_bytes: float
     """Peak bytes per device."""
 
@@ -141,32 +140,32 @@ def describe_time(
     """Describe the parts of a step's time, all in seconds; transfers include their overlapped part.
 
     >>> describe_time(step=1.2, compute=1.0, weight_gathers=0.3, other_collectives=0.1)
-    'step 1.2 s: compute 1 s, other collectives 0.1 s, weight gathers 0.3 s, 0.1 s not overlapped'
+    'compute 1 s, weight gathers 0.3 s (0.1 s exposed), other collectives 0.1 s'
     >>> describe_time(step=1.1, compute=1.0, weight_gathers=0.3, other_collectives=0.1)
-    'step 1.1 s: compute 1 s, other collectives 0.1 s, weight gathers 0.3 s, fully overlapped'
+    'compute 1 s, weight gathers 0.3 s (overlapped), other collectives 0.1 s'
 
     Args:
         exposed_host_copies: what nothing hides of the copies between devices and hosts.
     """
     exposed, least = max(0.0, step - compute - other_collectives - exposed_host_copies), NEGLIGIBLE * step
-    overlap = "fully overlapped" if exposed < least else f"{exposed:.3g} s not overlapped"
-    gathers = f"weight gathers {weight_gathers:.3g} s, {overlap}" if weight_gathers >= least else "weight gathers none"
-    others = f"{other_collectives:.3g} s" if other_collectives >= least else "none"
-    return f"step {step:.3g} s: compute {compute:.3g} s, other collectives {others}, {gathers}"
+    overlap = "overlapped" if exposed < least else f"{exposed:.3g} s exposed"
+    gathers = f"weight gathers {weight_gathers:.3g} s ({overlap})" if weight_gathers >= least else "no weight gathers"
+    others = f"other collectives {other_collectives:.3g} s" if other_collectives >= least else "no other collectives"
+    return f"compute {compute:.3g} s, {gathers}, {others}"
 
 
 def describe_host_copies(host_bytes: float, seconds: float, exposed: float) -> str:
     """Describe the host memory of a device's arrays, and the seconds of copies.
 
     >>> describe_host_copies(host_bytes=2**31, seconds=0.5, exposed=0.0)
-    'memory of the host: 2.00 GiB for each device, copies 0.5 s, fully overlapped'
+    'host memory: 2.00 GiB per device, copies 0.5 s (overlapped)'
 
     Args:
         seconds: of all copies to the host and back, in a step.
         exposed: those of them that nothing hides.
     """
-    hidden = f"{exposed:.3g} s not overlapped" if exposed > NEGLIGIBLE * seconds else "fully overlapped"
-    return f"memory of the host: {host_bytes / GIB:.2f} GiB for each device, copies {seconds:.3g} s, {hidden}"
+    overlap = f"{exposed:.3g} s exposed" if exposed > NEGLIGIBLE * seconds else "overlapped"
+    return f"host memory: {host_bytes / GIB:.2f} GiB per device, copies {seconds:.3g} s ({overlap})"
 
 
 def describe_runner_up(best: Candidate, other: Candidate, settings: str) -> str:
@@ -182,8 +181,9 @@ def describe_runner_up(best: Candidate, other: Candidate, settings: str) -> str:
     Args:
         settings: the settings of its step; empty if they are those of the best.
     """
+    mesh = "same mesh" if other.mesh == best.mesh else f"mesh {mesh_text(other.mesh)}"
     parts = (
-        f"runner-up: mesh {mesh_text(other.mesh)}, {_difference_text(best, other.seconds, other.peak_bytes)}",
+        f"runner-up: {mesh}, {_difference_text(best, other.seconds, other.peak_bytes)}",
         _changes_text("compute mapping", best.assignment.compute, other.assignment.compute),
         _changes_text("param mapping", best.params, other.params),
         settings,
@@ -191,32 +191,22 @@ def describe_runner_up(best: Candidate, other: Candidate, settings: str) -> str:
     return "; ".join(filter(None, parts))
 
 
-class AttentionAlternative(NamedTuple):
-    """Another method for one kind of attention, and the cost of a step with it."""
-
-    kind: AttentionKind
-    method: AttentionMethod
-    seconds: float
-    """Seconds of a step."""
-    peak_bytes: float
-    """Peak bytes per device."""
-
-
 def describe_attention(
-    best: Candidate, layers: Mapping[str, str], devices: int, alternatives: Iterable[AttentionAlternative]
+    best: Candidate, layers: Mapping[str, str], devices: int, alternatives: Mapping[str, Iterable[Alternative]]
 ) -> list[str]:
-    """Describe how attention is computed, then each alternative and its effect in a sentence.
+    """Describe how each kind of attention is computed, then what its alternatives would cost, the fastest first.
 
     >>> from types import SimpleNamespace
     >>> from shardplan.plan.attention_plan import AttentionPlan
     >>> best = SimpleNamespace(assignment=SimpleNamespace(attention=AttentionPlan("ring", 1, 4, "zigzag")))
-    >>> describe_attention(best, {"causal": "all 32 layers"}, 4, [])
+    >>> describe_attention(best, {"causal": "all 32 layers"}, 4, {})
     ['sequence sharded over 4 devices; keys and values pass around a ring of 4, zigzag order']
 
     Args:
         layers: name of each kind of attention in the model -> its layers, in words; where there are several kinds,
             sentences name them.
         devices: the number of devices that the sequence is sharded over; 1 only with Native Sparse Attention.
+        alternatives: name of each kind of attention that has any -> its other methods.
     """
     attention = best.assignment.attention
     sentences = []
@@ -228,14 +218,20 @@ def describe_attention(
             sentences.append(f"{SPARSE_METHODS[method.kernel]}{of_kind}")
         if devices > 1:
             sentences.append(f"sequence sharded over {devices} devices; {strategy}, {method.layout} order{of_kind}")
-    for other in alternatives:
-        of_kind = f" of {other.kind.name}" if len(layers) > 1 else ""
-        difference = _difference_text(best, other.seconds, other.peak_bytes)
-        strategy, order, sparse_kernel = other.method
-        words: list[str] = [strategy, order] if devices > 1 else []
-        words += [] if sparse_kernel is None else [sparse_kernel]
-        sentences.append(f"attention{of_kind} by {' '.join(words)} instead: {difference}")
+    for kind, methods in alternatives.items():
+        of_kind = f" for {kind}" if len(layers) > 1 else ""
+        sentences.append(f"other attention methods{of_kind}, by time: {_alternatives_text(best, methods)}")
     return sentences
+
+
+def method_name(method: AttentionMethod, devices: int) -> str:
+    """Return the name of a method of attention, with its order where the sequence is sharded over several devices.
+
+    >>> method_name(AttentionMethod("ring", "zigzag", "dense_mask"), devices=4)
+    'ring zigzag dense_mask'
+    """
+    sharded = (method.strategy, method.order) if devices > 1 else ()
+    return " ".join(filter(None, (*sharded, method.sparse_kernel)))
 
 
 def describe_unsharded_heads(axes: Iterable[str]) -> list[str]:
@@ -265,15 +261,15 @@ def describe_training_order(is_training: bool, shards_positions: bool, kinds: It
     >>> from shardplan.decoder.parts.attention.sparse.config import NativeSparseConfig
     >>> sparse = AttentionKind(sparse=NativeSparseConfig(2560, 4, 16, 192, 128, 32, 16, 64, 16, 512))
     >>> describe_training_order(is_training=True, shards_positions=True, kinds=[sparse])
-    ["excluded: zigzag order in training: Levanter's loss takes the next token in the array as the target"]
+    ["excluded: zigzag order in training: Levanter's loss needs tokens in order"]
     """
     if not (is_training and shards_positions and any(kind.sparse is not None for kind in kinds)):
         return []
-    return ["excluded: zigzag order in training: Levanter's loss takes the next token in the array as the target"]
+    return ["excluded: zigzag order in training: Levanter's loss needs tokens in order"]
 
 
-def describe_experts(best: Candidate, alternatives: Iterable[ExpertAlternative]) -> list[str]:
-    """Describe how routed experts are computed, then each alternative and its effect in a sentence.
+def describe_experts(best: Candidate, alternatives: Sequence[Alternative]) -> list[str]:
+    """Describe how routed experts are computed, then what the alternatives would cost, the fastest first.
 
     >>> from types import SimpleNamespace
     >>> blocks = [SimpleNamespace(experts="experts", mlp="mlp")]
@@ -292,9 +288,8 @@ def describe_experts(best: Candidate, alternatives: Iterable[ExpertAlternative])
         ]
         strategy = EXPERT_STRATEGIES[best.assignment.experts.strategy]
         sentences.append(f"{', '.join(sharded)}; {strategy}" if sharded else "every device computes all experts")
-    for other in alternatives:
-        difference = _difference_text(best, other.seconds, other.peak_bytes)
-        sentences.append(f"experts by {other.strategy} instead: {difference}")
+    if alternatives:
+        sentences.append(f"other expert strategies, by time: {_alternatives_text(best, alternatives)}")
     return sentences
 
 
@@ -303,10 +298,10 @@ def describe_uneven_load(best: Candidate, spread: float, seconds: float) -> str:
 
     >>> from types import SimpleNamespace
     >>> describe_uneven_load(SimpleNamespace(seconds=1.0, peak_bytes=8 * GIB), spread=0.5, seconds=1.2)
-    'experts used as unevenly as in trained models (workload.expert_load_spread 0.5): +20.0 % time, same memory'
+    'experts used as unevenly as in trained models (workload.expert_load_spread 0.5): +20.0 % time'
     """
-    difference = _difference_text(best, seconds, best.peak_bytes)
-    return f"experts used as unevenly as in trained models (workload.expert_load_spread {spread:g}): {difference}"
+    setting = f"workload.expert_load_spread {spread:g}"
+    return f"experts used as unevenly as in trained models ({setting}): {_time_text(best, seconds)} time"
 
 
 def describe_other_form(best: Candidate, other: OtherForm, param_dtype: str) -> str:
@@ -325,20 +320,24 @@ def describe_other_form(best: Candidate, other: OtherForm, param_dtype: str) -> 
     return f"{form}: {_difference_text(best, other.seconds, other.peak_bytes)}{too_large}"
 
 
-def describe_indivisible(example: Indivisible, batch: int) -> str:
-    """Explain why a logical axis cannot be sharded over mesh axes.
+def describe_indivisible(examples: Iterable[Indivisible], batch: int) -> list[str]:
+    """Explain which logical axes cannot be sharded over mesh axes, in a sentence for each product of mesh axes.
 
     Args:
         batch: sequences per step; a batch of another size is one of the microbatches that the search tried.
 
-    >>> describe_indivisible(Indivisible("kv_head", 8, ("model",), 16), batch=256)
-    'kv_head (8) is not divisible by model = 16'
-    >>> describe_indivisible(Indivisible("batch", 64, ("data",), 128), batch=256)
-    'microbatch (64) is not divisible by data = 128'
+    >>> over_data = [Indivisible("kv_head", 8, ("data",), 128), Indivisible("batch", 64, ("data",), 128)]
+    >>> describe_indivisible([*over_data, Indivisible("experts", 8, ("model",), 16)], batch=256)
+    ['experts (8) is not divisible by model = 16', 'kv_head (8), microbatch (64) are not divisible by data = 128']
     """
-    axis = "microbatch" if example.axis == BATCH_AXIS and example.size != batch else example.axis
-    mesh_axes = " x ".join(example.mesh_axes)
-    return f"{axis} ({example.size}) is not divisible by {mesh_axes} = {example.devices}"
+    axes: dict[str, list[str]] = {}
+    for axis, size, mesh_axes, devices in examples:
+        name = "microbatch" if axis == BATCH_AXIS and size != batch else axis
+        axes.setdefault(f"{' x '.join(mesh_axes)} = {devices}", []).append(f"{name} ({size})")
+    return sorted(
+        f"{', '.join(sorted(names))} {'are' if len(names) > 1 else 'is'} not divisible by {divisor}"
+        for divisor, names in axes.items()
+    )
 
 
 def describe_unknown_axis(axis: str, known: Iterable[str]) -> str:
@@ -371,16 +370,31 @@ def describe_trace(step: Step) -> list[str]:
 
 def _changes_text(title: str, before: AxisMapping, after: AxisMapping) -> str:
     """Describe the logical axes that `after` shards differently from `before`; empty if there are none."""
-    changed = (axis for axis in {**before, **after} if before.get(axis, ()) != after.get(axis, ()))
-    text = ", ".join(f"{axis} -> {' x '.join(after.get(axis, ())) or 'none'}" for axis in changed)
-    return f"{title} {text}" if text else ""
+    changed = {axis: after.get(axis, ()) for axis in {**before, **after} if before.get(axis, ()) != after.get(axis, ())}
+    return f"{title} {grouped_text(changed)}" if changed else ""
 
 
 def _difference_text(best: Candidate, seconds: float, peak_bytes: float) -> str:
     """Format the differences of a step of `seconds` and `peak_bytes` from the best candidate."""
-    # memory is compared as it is shown, so that no difference of +0.00 is named
-    time, memory = seconds / best.seconds - 1, f"{(peak_bytes - best.peak_bytes) / GIB:+.2f}"
-    return (
-        f"{'same' if abs(time) < NEGLIGIBLE else f'{100 * time:+.1f} %'} time, "
-        f"{'same memory' if float(memory) == 0 else f'{memory} GiB'}"
-    )
+    return f"{_time_text(best, seconds)} time, {_memory_text(best, peak_bytes) or 'same memory'}"
+
+
+def _alternatives_text(best: Candidate, alternatives: Iterable[Alternative]) -> str:
+    """Format the differences of steps from the best candidate, the fastest first; memory only where it differs."""
+    texts = []
+    for name, seconds, peak_bytes in sorted(alternatives, key=lambda each: each.seconds):
+        memory = _memory_text(best, peak_bytes)
+        texts.append(f"{name} {_time_text(best, seconds)}{f' ({memory})' if memory else ''}")
+    return ", ".join(texts)
+
+
+def _time_text(best: Candidate, seconds: float) -> str:
+    """Format the relative difference of a step of `seconds` from the best candidate's."""
+    difference = seconds / best.seconds - 1
+    return "same" if abs(difference) < NEGLIGIBLE else f"{100 * difference:+.1f} %"
+
+
+def _memory_text(best: Candidate, peak_bytes: float) -> str:
+    """Format the difference of `peak_bytes` from the best candidate's; empty if it would be shown as 0."""
+    gib = f"{(peak_bytes - best.peak_bytes) / GIB:+.2f}"
+    return f"{gib} GiB" if float(gib) else ""

@@ -178,7 +178,7 @@ def _unsatisfiable_error(
     required = " and ".join(given)
     obstacles = _unsatisfiable(rules, meshes)
     batch = config.workload.batch
-    indivisible = sorted(describe_indivisible(example, batch) for example in statistics.indivisible.values())
+    indivisible = describe_indivisible(statistics.indivisible.values(), batch)
     if not obstacles:
         obstacles = ["every mapping has a mesh axis on two dimensions of one array"]
     return InfeasibleError(

@@ -63,6 +63,7 @@ from shardplan.train.prepare import (
     unplanned_notes,
     with_planned_optimizer,
 )
+from shardplan.train.readable_checkpoints import explain_unreadable
 from shardplan.train.reference_folder import reference_path, write_reference
 from shardplan.train.selection import METHODS, SELECTION, describe_selection
 from shardplan.train.trainer import planned_trainer
@@ -245,11 +246,14 @@ def _run_levanter(prepared: PreparedTraining, watch: TrainingWatch, processes: P
             "tokenizer of the model, or set vocab_size in its config.json"
         )
     uses_splash = prepared.plan.attention.kernel == KernelName.SPLASH
+    saving = levanter_config.trainer.checkpointer
+    own_checkpoints = tuple(str(path) for path in (saving.base_path, saving.temporary_base_path) if path is not None)
     with (
         processes.phase("preparing the data", prepared.config.deadline.loading),
         _log_to_files(prepared),
         context_named_by_kernel() if uses_splash else contextlib.nullcontext(),
         planned_trainer(watch, prepared.plan.compiler_options, vocab),
+        explain_unreadable(own_checkpoints),
     ):
         train_lm.main(levanter_config)
 

@@ -20,6 +20,7 @@ from levanter.checkpoint import CheckpointRetention
 from levanter.main import train_lm
 from levanter.trainer import Trainer
 
+from shardplan.train.readable_checkpoints import no_checkpoint
 from shardplan.train.watch import EventTimes, TrainingWatch
 
 
@@ -51,6 +52,16 @@ class PlannedTrainer(Trainer):
             state = super().initial_state(*arguments, **settings)
             self._watch.check_state(state)
             return state
+
+    def checkpoint_load_plan(self) -> tuple[list[str], bool]:
+        """Return the folders that may hold a checkpoint to load, and whether one is loaded."""
+        source = self.config.initialize_from
+        try:
+            return super().checkpoint_load_plan()
+        except ValueError as error:
+            if source is None:
+                raise
+            raise no_checkpoint(source) from error
 
     def training_steps(self, state: Any, train_loader: Iterable[Any]) -> Iterator[StepInfo[Any]]:
         """Yield steps until the last one, or until the training must stop."""

@@ -51,7 +51,7 @@ def test_missing_shard(checkpoint, tmp_path):
     (broken / "model-00002-of-00003.safetensors").unlink()
     done = run("eval", *arguments(broken, tmp_path))
     assert done.returncode == 4
-    assert "1 of 3 shards missing: model-00002-of-00003.safetensors; download them again" in done.stderr
+    assert "1 of 3 shards missing: model-00002-of-00003.safetensors; download it again" in done.stderr
     assert "Traceback" not in done.stderr
 
 

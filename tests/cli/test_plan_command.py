@@ -224,12 +224,22 @@ def test_the_best_of_several_by_the_compiler(tmp_path):
     fails(run("eval", "--verify", "2", f"--plan={target}"), 2, "verify is 2; it must be true or false")
 
 
-def test_a_plan_is_printed_on_25_lines():
-    """What is long comes with --parameters."""
+@pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "configs").glob("*.yaml")))
+def test_a_plan_fits_the_screen(name, checkpoint, monkeypatch):
+    """It is printed on at most 25 lines of 80 columns, for every shipped configuration."""
+    monkeypatch.setenv("COLUMNS", "80")
+    # the demo's checkpoint is not part of the repository
+    other = [f"--model.ref={checkpoint}"] if name in ("tiny.yaml", "tiny-extraction.yaml") else []
+    done = run("plan", f"--config=configs/{name}", *other)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) <= 25 and max(map(len, lines)) <= 80
+
+
+def test_what_is_long_comes_with_parameters():
     short, long = (
         run("plan", "--config=configs/8b.yaml", "--hardware.slice=v4-16", *more) for more in ([], ["--parameters"])
     )
     assert short.returncode == long.returncode == 0, short.stderr
-    assert len(short.stdout.splitlines()) <= 25 and "P(None" not in short.stdout
-    assert "P(None" in long.stdout and "\ntrainer:\n" in long.stdout
+    assert "P(None" not in short.stdout and "P(None" in long.stdout and "\ntrainer:\n" in long.stdout
     assert all(line in long.stdout.splitlines() for line in short.stdout.splitlines())

@@ -68,7 +68,8 @@ def test_eval_refuses_a_plan_for_training(checkpoint, tmp_path):
     [
         (TimeLimit(60), "not compiled in 60 s; raise compiler.seconds"),
         (MemoryLimit(4.0), "compiling took more than 4 GiB of this machine; raise compiler.gib"),
-        (CompilerCrash(-11, "Fatal"), "the compiler ended with code -11: Fatal"),
+        (CompilerCrash(-11, "Fatal"), "the compiler crashed (SIGSEGV): Fatal"),
+        (CompilerCrash(-15, ""), "the compiler was ended by SIGTERM from outside; start the command again"),
     ],
 )
 def test_no_verdict_is_not_that_nothing_fits(monkeypatch, reason, text):

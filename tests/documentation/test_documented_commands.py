@@ -101,4 +101,4 @@ def test_the_front_page_shows_what_plan_prints(capsys, monkeypatch):
     (shown,) = [text for text in blocks("README.md", "") if text.startswith("$ shardplan plan ")]
     command, *lines = shown.splitlines()
     assert main(None, shlex.split(command)[2:]) == 0
-    assert len(lines) == 10 and capsys.readouterr().out.splitlines()[:10] == lines
+    assert len(lines) == 7 and capsys.readouterr().out.splitlines()[:7] == lines

@@ -86,7 +86,7 @@ def interrupted_run(output, devices, seed):
 
 
 def test_a_training_goes_on_on_other_devices(tmp_path):
-    """In short: SIGTERM saves the step under way, and nothing is computed twice."""
+    """In short: SIGTERM saves the step under way, and nothing is computed twice; a damaged checkpoint is named."""
     argv = ("--trainer.num_train_steps=8", "--trainer.steps_per_eval=100")
     finish(start(tmp_path / "whole", 8, *argv))
     expected, output = losses_of(tmp_path / "whole"), tmp_path / "r"
@@ -94,6 +94,13 @@ def test_a_training_goes_on_on_other_devices(tmp_path):
     assert "the same command goes on from there" in error
     stopped = losses_of(output)
     assert stopped == {step: expected[step] for step in stopped} and 4 <= len(stopped) < 8
+    (manifest,) = output.glob("checkpoints/step-*/manifest.ocdbt")
+    content = manifest.read_bytes()
+    manifest.write_bytes(content[:100])
+    error = finish(start(output, 4, *argv), 4)
+    assert f"shardplan train: checkpoint {manifest.parent} cannot be read: DATA_LOSS: " in error.splitlines()[-1]
+    assert "Traceback" not in error
+    manifest.write_bytes(content)
     error = finish(start(output, 4, *argv))
     assert f"going on after step {len(stopped)}" in error
     losses = losses_of(output)

@@ -131,7 +131,7 @@ def test_a_pointer_of_git_lfs(raises_message):
         (b"1234567", "7 bytes is too short for a safetensors file"),
         (struct.pack("<Q", 100), "its header claims 100 bytes, the file has 8"),
         (encode(b"{"), "damaged header: Input data was truncated"),
-        (encode(b'{"a": {"dtype": "U8", %b}' % ENTRY[1:]), "damaged header: duplicate key 'dtype'"),
+        (encode(b'{"a": {"dtype": "U8", %b}' % ENTRY[1:]), "damaged header: duplicate key 'dtype'; download it again"),
         (encode(b'{"a": NaN}'), r"damaged header: JSON is malformed: invalid character \(byte 6\)"),
         (encode(b"[1]"), "damaged header: "),
         (encode({"__metadata__": {"x": 1}}, b""), "damaged header: __metadata__ must map names to strings"),

@@ -243,7 +243,7 @@ def test_empty_lists():
         (
             "{mesh: {axes: {modle: 2}}}",
             "trainer.mesh.axes.modle",
-            "a plan's mesh is replica x data x model; not 'modle'; the other findings assume 'model'",
+            "a plan's mesh has no axis 'modle'; the other findings assume 'model'",
             "did you mean 'model'?",
             ["model"],
         ),

@@ -34,12 +34,13 @@ def test_a_choice_is_described():
 
 
 def test_overlapped_weight_gathers_are_described():
-    start = "step 2 s: compute 1.5 s, other collectives 0.5 s, weight gathers "
-    assert describe_time(2.0, 1.5, 1.09, 0.5 - 2e-16) == f"{start}1.09 s, fully overlapped"
-    assert describe_time(2.0, 1.5, 0.0, 0.5) == describe_time(2.0, 1.5, 1.9e-3, 0.5) == f"{start}none"
-    others = "step 2 s: compute 2 s, other collectives none, weight gathers 1.09 s, fully overlapped"
-    assert describe_time(2.0, 2.0 - 2e-16, 1.09, 2e-16) == others
-    exposed = "step 3 s: compute 1.5 s, other collectives 0.5 s, weight gathers 1.09 s, 1 s not overlapped"
+    overlapped = "compute 1.5 s, weight gathers 1.09 s (overlapped), other collectives 0.5 s"
+    assert describe_time(2.0, 1.5, 1.09, 0.5 - 2e-16) == overlapped
+    none = "compute 1.5 s, no weight gathers, other collectives 0.5 s"
+    assert describe_time(2.0, 1.5, 0.0, 0.5) == describe_time(2.0, 1.5, 1.9e-3, 0.5) == none
+    alone = "compute 2 s, weight gathers 1.09 s (overlapped), no other collectives"
+    assert describe_time(2.0, 2.0 - 2e-16, 1.09, 2e-16) == alone
+    exposed = "compute 1.5 s, weight gathers 1.09 s (1 s exposed), other collectives 0.5 s"
     assert describe_time(3.0, 1.5, 1.09, 0.5) == exposed
 
 
@@ -47,16 +48,15 @@ def test_overlapped_weight_gathers_are_described():
 def test_reasons_and_caveats_of_a_plan(llama_model, llama_config):
     plan = make_plan(llama_config(workload_batch=1), llama_model)
     assert re.fullmatch(r"fastest of \d+ candidates .*; attention runs in a kernel", plan.search.reasons[0])
-    at = plan.search.reasons.index(
-        "sequence sharded over 16 devices; attention gathers keys and values, contiguous order"
-    )
-    others = plan.search.reasons[at + 1 :]
-    assert len(others) > 1  # a sentence each
-    change = r"(same time|[+-]\d+\.\d % time), (same memory|[+-]\d+\.\d\d GiB)"
-    for reason in others:
-        assert re.fullmatch(
-            rf"attention by (all_gather|ring|ulysses|hybrid) (contiguous|zigzag) instead: {change}", reason
-        )
+    at = plan.search.reasons.index("sequence sharded over 16 devices; keys and values gathered, contiguous order")
+    (others,) = plan.search.reasons[at + 1 :]
+    methods = others.removeprefix("other attention methods, by time: ").split(", ")
+    assert len(methods) > 1
+    change = r"(same|[+-]\d+\.\d %)( \([+-]\d+\.\d\d GiB\))?"
+    for method in methods:
+        assert re.fullmatch(rf"(all_gather|ring|ulysses|hybrid) (contiguous|zigzag) {change}", method)
+    times = [float(found[1]) for found in map(re.compile(r"([+-]\S+) %").search, methods) if found]
+    assert times == sorted(times)
     assert set(plan.search.rejected) <= set(Rejection) and not plan.search.caveats
 
 

@@ -69,13 +69,25 @@ def test_printed_comments_fit_80_columns(make_config):
     assert '#     method = Method("hybrid", ulysses=2, kernel="splash", layout=layout)\n' in text
 
 
-def test_what_the_search_rejected_is_the_last_reason(plan):
+@pytest.mark.parametrize("with_parameters", [True, False])
+def test_what_the_search_rejected_is_the_last_reason_of_the_long_form(plan, with_parameters):
     rejected = {"indivisible": 563, "memory": 0, "slower": 238}
     stream = io.StringIO()
     counted = dataclasses.replace(plan, search=dataclasses.replace(plan.search, rejected=rejected))
-    print_plan(counted, console(stream), with_parameters=False)
-    last = "  · meshes and choices that the search rejected: indivisible 563, slower 238\n"
-    assert stream.getvalue().endswith(last)
+    print_plan(counted, console(stream), with_parameters)
+    bullets = [line for line in stream.getvalue().splitlines() if line.startswith("  · ")]
+    last = "  · meshes and choices that the search rejected: indivisible 563, slower 238"
+    assert (bullets[-1] == last) == with_parameters
+    assert bullets[:-1] if with_parameters else bullets
+
+
+def test_parts_of_memory_that_would_be_0_are_left_out(plan):
+    memory = dataclasses.replace(
+        plan.memory, parameters=2**30, activations=2**29, logits=2**20, gathered_weights=0, peak=2**30 + 2**29 + 2**20
+    )
+    stream = io.StringIO()
+    print_plan(dataclasses.replace(plan, memory=memory), console(stream), with_parameters=False)
+    assert "\nmemory           parameters 1.00 + activations 0.50 = 1.50 GiB\n" in stream.getvalue()
 
 
 def test_tables_are_never_truncated_when_piped(plan):

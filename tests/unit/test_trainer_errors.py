@@ -71,12 +71,11 @@ from shardplan.errors import ConfigError
         ({"mesh": {"axis": {"model": 2}}}, "trainer.mesh: unknown key 'axis'; did you mean 'axes'?"),
         (
             {"mesh": {"axes": {"context": 4}}},
-            "trainer.mesh.axes: a plan's mesh is replica x data x model; not 'context'; valid: data, model, replica",
+            "trainer.mesh.axes: a plan's mesh has no axis 'context'; valid: data, model, replica",
         ),
         (
             {"mesh": {"dcn_axes": {"slice": 2}}},
-            "trainer.mesh.dcn_axes: a plan's mesh is replica x data x model, across slices replica_dcn x data_dcn; "
-            "not 'slice'; valid: data_dcn, replica_dcn",
+            "trainer.mesh.dcn_axes: across slices, a plan's mesh has no axis 'slice'; valid: data_dcn, replica_dcn",
         ),
         (
             {"mesh": {"dcn_axes": {"replica_dcn": 2}}},

@@ -143,7 +143,14 @@ def test_entries_of_a_given_layout_without_effect_are_named(plan):
         ),
         (TimeLimit(7), "not compiled in 7 s; raise compiler.seconds"),
         (MemoryLimit(0.5), "compiling took more than 0.5 GiB of this machine; raise compiler.gib"),
-        (CompilerCrash(-6, "Aborted"), "the compiler ended with code -6: Aborted"),
+        (CompilerCrash(2, "no libtpu"), "the compiler ended with code 2: no libtpu"),
+        (CompilerCrash(-6, "Aborted"), "the compiler crashed (SIGABRT): Aborted"),
+        (CompilerCrash(-15, ""), "the compiler was ended by SIGTERM from outside; start the command again"),
+        (
+            CompilerCrash(-9, ""),
+            "the compiler was ended by SIGKILL, as the system does when memory runs out; lower compiler.jobs, or use a "
+            "machine with more memory",
+        ),
         (Interrupted(), "interrupted"),
     ],
 )

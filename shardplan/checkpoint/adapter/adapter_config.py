@@ -154,7 +154,8 @@ def parse_adapter_config(data: bytes, where: str) -> AdapterConfig:
     try:
         values = parse_json(data.decode(json.detect_encoding(data)))
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{where} is damaged: {describe_contents(data) or one_line(error)}") from error
+        problem = describe_contents(data) or f"{one_line(error)}; correct it, or download it again"
+        raise ConfigError(f"{where} is damaged: {problem}") from error
     keys = CheckedKeys(values, where)
     kind = keys.take("peft_type", None)
     if kind != ADAPTER_TYPE:

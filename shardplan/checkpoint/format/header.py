@@ -141,7 +141,7 @@ def read_header(file: File, path: str = "") -> dict[str, Tensor]:
     try:
         entries = parse_header(bytes(text))
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file.name}: damaged header: {one_line(error)}") from error
+        raise CheckpointError(f"{file.name}: damaged header: {one_line(error)}; download it again") from error
     tensors = {name: _find_tensor(file, path, end, name, entry) for name, entry in entries.items()}
     position = end
     for first, last, name in sorted((*entry.data_offsets, name) for name, entry in entries.items()):

@@ -119,7 +119,7 @@ def read_tensor_index(folder: Folder, files: WeightFiles = MODEL_FILES) -> Tenso
     try:
         weight_map = _parse_weight_map(text)
     except (ValueError, RecursionError) as error:
-        problem = describe_contents(text) or one_line(error)
+        problem = describe_contents(text) or f"{one_line(error)}; correct it, or download it again"
         raise CheckpointError(f"{folder.ref}/{files.index} is damaged: {problem}") from error
     paths = sorted(set(weight_map.values()) - {files.single})
     with ThreadPoolExecutor(CONCURRENT_FILES) as pool:
@@ -175,13 +175,14 @@ def missing_files_text(index: TensorIndex, where: str) -> str:
     >>> stored = {"embed": SimpleNamespace(file_name="model-00001-of-00002.safetensors")}
     >>> index = TensorIndex(stored, missing_files=("model-00002-of-00002.safetensors",))
     >>> missing_files_text(index, "https://example.org/gpt2")
-    'https://example.org/gpt2: 1 of 2 shards missing: model-00002-of-00002.safetensors; download them again'
+    'https://example.org/gpt2: 1 of 2 shards missing: model-00002-of-00002.safetensors; download it again'
     """
     missing = index.missing_files
     count = len({tensor.file_name for tensor in index.tensors.values()} | {*missing})
     unfinished = find_unfinished(where)
     begun = f" ({unfinished[0]} is an unfinished download)" if unfinished else ""
-    return f"{where}: {len(missing)} of {count} shards missing: {', '.join(missing)}; download them again{begun}"
+    remedy = f"download {'it' if len(missing) == 1 else 'them'} again"
+    return f"{where}: {len(missing)} of {count} shards missing: {', '.join(missing)}; {remedy}{begun}"
 
 
 def _no_weights_text(folder: Folder, files: WeightFiles) -> str:

@@ -39,12 +39,18 @@ def workload_text(workload: Workload) -> str:
             (
                 workload.kind,
                 f"batch {workload.batch} x {workload.position} tokens",
-                f"{workload.param_dtype} parameters",
-                f"{workload.compute_dtype} compute",
+                _dtypes_text(workload),
                 workload.settings_text(),
             ),
         )
     )
+
+
+def _dtypes_text(workload: Workload) -> str:
+    """Describe the dtypes of parameters and of compute, at once if they are the same."""
+    if workload.param_dtype == workload.compute_dtype:
+        return workload.param_dtype
+    return f"{workload.param_dtype} parameters, {workload.compute_dtype} compute"
 
 
 def print_plan(plan: Plan, out: Console, with_parameters: bool = True) -> None:
@@ -53,7 +59,8 @@ def print_plan(plan: Plan, out: Console, with_parameters: bool = True) -> None:
     Where layers differ in their attention, a table says which layers have which, and what it costs.
 
     Args:
-        with_parameters: whether every parameter with its PartitionSpec is printed as well, and the YAML for Levanter.
+        with_parameters: whether every parameter with its PartitionSpec is printed as well, what the search rejected,
+            and the YAML for Levanter.
     """
     print_estimate(plan, out)
     model, devices = plan.model, f"{plan.hardware.devices} devices of {plan.hardware.slice}"
@@ -72,10 +79,10 @@ def print_plan(plan: Plan, out: Console, with_parameters: bool = True) -> None:
     if of_attention:
         print_first_fitting(of_attention, out)
     print_bullets(plan.search.reasons, out)
-    rejected = ", ".join(f"{reason} {count}" for reason, count in plan.search.rejected.items() if count)
-    if rejected:
-        print_bullets([f"meshes and choices that the search rejected: {rejected}"], out)
     if with_parameters:
+        rejected = ", ".join(f"{reason} {count}" for reason, count in plan.search.rejected.items() if count)
+        if rejected:
+            print_bullets([f"meshes and choices that the search rejected: {rejected}"], out)
         _print_levanter_section(plan, out)
 
 
@@ -142,8 +149,9 @@ def spec_text(spec: Spec) -> str:
 
 
 def _memory_text(plan: Plan) -> str:
-    """Describe the parts of a device's memory at the peak of a step, and their sum; parts of 0 bytes are left out."""
+    """Describe a device's memory at the peak of a step by its parts, without those that would be shown as 0.00."""
     memory = plan.memory
-    sizes = {label: getattr(memory, part) for part, label in MEMORY_PARTS.items()}
-    parts = [f"{label} {size / GIB:.2f}" for label, size in sizes.items() if size]
-    return f"{' + '.join(parts)} = {memory.peak / GIB:.2f} GiB"
+    sizes = {label: f"{getattr(memory, part) / GIB:.2f}" for part, label in MEMORY_PARTS.items()}
+    parts = " + ".join(f"{label} {size}" for label, size in sizes.items() if float(size))
+    total = f"{memory.peak / GIB:.2f} GiB"
+    return f"{parts} = {total}" if parts else total

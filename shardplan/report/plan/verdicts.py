@@ -1,5 +1,6 @@
 """Prints the verdicts of the TPU compiler as tables, and converts them to text and JSON."""
 
+import signal
 from collections.abc import Iterator, Sequence
 from typing import assert_never
 
@@ -29,6 +30,8 @@ from shardplan.verify.verdict import (
     Verdict,
 )
 
+CRASH_SIGNALS = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV, signal.SIGTRAP)
+"""Signals that end a process for what it does itself; others are sent from outside."""
 MAX_COLLECTIVES = 12
 """Maximum number of collectives in the table; the JSON has all of them."""
 MIN_BYTES = 2**20
@@ -81,11 +84,26 @@ def reason_text(reason: Reason | None) -> str:
         case MemoryLimit(gib):
             return f"compiling took more than {gib:g} GiB of this machine; raise compiler.gib"
         case CompilerCrash(exit_code, last_line):
-            return f"the compiler ended with code {exit_code}: {last_line}"
+            return _crash_text(exit_code, last_line)
         case Interrupted():
             return "interrupted"
         case _:
             assert_never(reason)
+
+
+def _crash_text(exit_code: int, last_line: str) -> str:
+    """Describe how the compiler's process ended without a result; a negative code is the number of a signal."""
+    if exit_code >= 0:
+        return f"the compiler ended with code {exit_code}: {last_line}"
+    name = signal.Signals(-exit_code).name
+    if -exit_code in CRASH_SIGNALS:
+        return f"the compiler crashed ({name}): {last_line}"
+    if -exit_code == signal.SIGKILL:
+        return (
+            f"the compiler was ended by {name}, as the system does when memory runs out; lower compiler.jobs, or use a "
+            "machine with more memory"
+        )
+    return f"the compiler was ended by {name} from outside; start the command again"
 
 
 def omission_text(omission: Omission) -> str:

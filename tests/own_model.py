@@ -1,4 +1,4 @@
-"""What models have in common that neither shardplan nor Levanter knows: blocks between an embedding and a head."""
+"""What models have in common that neither shardplan nor Levanter knows: an embedding and a head, often with blocks."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -31,13 +31,12 @@ class OwnConfig(LmConfig):
         return OwnModel
 
 
-class OwnModel(LmHeadModel):
-    """Blocks between an embedding and a head."""
+class HeadedModel(LmHeadModel):
+    """A model with an embedding and a head; a subclass makes them, and computes what is between them."""
 
     embeddings: hnn.Embedding
-    blocks: Stacked
     head: hnn.Linear
-    own_config: OwnConfig = eqx.field(static=True)
+    own_config: LmConfig = eqx.field(static=True)
 
     @property
     def config(self):
@@ -46,6 +45,18 @@ class OwnModel(LmHeadModel):
     @property
     def Vocab(self):
         return self.embeddings.Vocab
+
+    def get_lm_head(self):
+        return self.head.weight
+
+    def resize_vocab(self, new_size, key=None):
+        raise NotImplementedError
+
+
+class OwnModel(HeadedModel):
+    """Blocks between an embedding and a head."""
+
+    blocks: Stacked
 
     @classmethod
     def init(cls, Vocab, config, *, key):
@@ -60,9 +71,3 @@ class OwnModel(LmHeadModel):
 
     def activations(self, input_ids, attn_mask=None, *, key=None, pos_ids=None):
         return self.blocks.fold(self.embeddings(input_ids), attn_mask or AttentionMask.causal(), pos_ids)
-
-    def get_lm_head(self):
-        return self.head.weight
-
-    def resize_vocab(self, new_size, key=None):
-        raise NotImplementedError

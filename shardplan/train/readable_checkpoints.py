@@ -1,0 +1,72 @@
+"""Errors with a remedy, on one line, for Levanter checkpoints that cannot be read.
+
+`levanter.main.train_lm` and its Trainer read checkpoints by functions of `levanter.checkpoint`, which raise whatever
+TensorStore, fsspec and json raise: a traceback of a hundred lines for a file that a full disk has cut off.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+from levanter import checkpoint
+from levanter.main import train_lm
+
+from shardplan.errors import CheckpointError, ConfigError, one_line
+
+
+@contextlib.contextmanager
+def explain_unreadable(own: tuple[str, ...]) -> Iterator[None]:
+    """Make Levanter name a checkpoint that it cannot read, within the context.
+
+    Within it, `CheckpointError` is raised for a damaged checkpoint, and `ConfigError` for a folder that the
+    configuration names and that holds none.
+
+    Args:
+        own: the folders of the run's own checkpoints, from which it goes on.
+    """
+    load, load_metadata, find = checkpoint.load_checkpoint, checkpoint._load_metadata, train_lm.latest_checkpoint_path
+
+    def load_or_explain(tree: Any, path: Any, **settings: Any) -> Any:
+        try:
+            return load(tree, path, **settings)
+        except (OSError, ValueError, KeyError) as error:  # those of TensorStore are ValueError
+            raise _unreadable(str(path), own, one_line(error)) from error
+
+    def load_metadata_or_explain(path: str, *arguments: Any, **settings: Any) -> Any:
+        try:
+            return load_metadata(path, *arguments, **settings)
+        except ValueError as error:  # a missing file is no error: then the folder is no checkpoint
+            raise _unreadable(path, own, f"metadata.json: {one_line(error)}") from error
+
+    def find_or_explain(path: str) -> str:
+        try:
+            return find(path)
+        except FileNotFoundError as error:
+            raise no_checkpoint(path) from error
+
+    with (
+        mock.patch.object(checkpoint, "load_checkpoint", load_or_explain),
+        mock.patch.object(train_lm, "load_checkpoint", load_or_explain),
+        mock.patch.object(checkpoint, "_load_metadata", load_metadata_or_explain),
+        mock.patch.object(train_lm, "latest_checkpoint_path", find_or_explain),
+    ):
+        yield
+
+
+def no_checkpoint(path: str) -> ConfigError:
+    """Return the error for a folder, named by the configuration, that holds no checkpoint.
+
+    >>> print(no_checkpoint("runs/a"))
+    runs/a holds no checkpoint of Levanter, which has a metadata.json; name the folder of one
+    """
+    return ConfigError(f"{path} holds no checkpoint of Levanter, which has a metadata.json; name the folder of one")
+
+
+def _unreadable(path: str, own: tuple[str, ...], problem: str) -> CheckpointError:
+    """Return the error for a checkpoint that cannot be read; its remedy depends on whether the run has written it."""
+    if path.startswith(own):
+        remedy = "remove this folder: the run goes on from the checkpoint before it, or begins anew if there is none"
+    else:
+        remedy = "name another one"
+    return CheckpointError(f"checkpoint {path} cannot be read: {problem}; {remedy}")
