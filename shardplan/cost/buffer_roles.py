@@ -13,7 +13,7 @@ from shardplan.cost.attention import FLOAT32_BYTES, extra_attention_bytes
 from shardplan.cost.experts import expert_buffer_bytes, expert_gradient_buffer_bytes
 from shardplan.cost.partitioned_lookup import partition_lookup
 from shardplan.cost.sharding import ShardingAssignment
-from shardplan.cost.sparse.memory import sparse_buffer_bytes
+from shardplan.cost.sparse.memory import given_block_bytes, sparse_buffer_bytes
 from shardplan.program.live_buffers import BufferRole, LiveBuffer
 
 
@@ -317,6 +317,18 @@ ROWS = (
         "While the gradient of a call runs.",
         sparse_buffer_bytes,
         depends_on_attention=True,
+    ),
+    RoleRow(
+        BufferRole.BLOCK_ATTENTION,
+        "Keys and values of the sequence, and scores of a chunk or what a kernel needs, of attention to given blocks.",
+        "While a call of it runs.",
+        given_block_bytes,
+    ),
+    RoleRow(
+        BufferRole.BLOCK_GRADIENT,
+        "The same, and their gradients.",
+        "While the gradient of a call runs.",
+        given_block_bytes,
     ),
 )
 

@@ -5,6 +5,7 @@ from enum import StrEnum
 from functools import cached_property
 
 from shardplan.program.marked.attention_kind import AttentionKind
+from shardplan.program.marked.block_attention_kind import BlockAttentionKind
 from shardplan.program.marked.expert_kind import ExpertKind
 from shardplan.program.named_arrays import TracedArray
 
@@ -35,6 +36,8 @@ class BufferRole(StrEnum):
     EXPERT_GRADIENT_ROWS = "rows of experts and their gradients"
     SPARSE_ATTENTION = "sparse attention"
     SPARSE_GRADIENT = "gradient of sparse attention"
+    BLOCK_ATTENTION = "attention to given blocks"
+    BLOCK_GRADIENT = "gradient of attention to given blocks"
 
 
 @dataclass(frozen=True)
@@ -55,13 +58,15 @@ class LiveBuffer:
     experts: ExpertKind | None = None
     """The kind of expert block, for rows of experts; the array is then the tokens, and `related_arrays` has the up
     projections."""
+    blocks: BlockAttentionKind | None = None
+    """The kind of attention to given blocks; the array is then the queries."""
 
     def __hash__(self) -> int:
         return self._hash  # computed once, as that of `TracedArray`
 
     @cached_property
     def _hash(self) -> int:
-        methods = self.attention, self.experts
+        methods = self.attention, self.experts, self.blocks
         return hash((self.role, self.array, self.related_arrays, self.is_read_by_grouped_matmuls, methods))
 
 

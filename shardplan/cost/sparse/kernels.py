@@ -29,7 +29,7 @@ from typing import NamedTuple
 from shardplan.cost.attention import FLOAT32_BYTES
 from shardplan.cost.sharding import CompilerQuirks
 from shardplan.cost.sparse.stage import Stage
-from shardplan.cost.sparse.work import SparseWork
+from shardplan.cost.sparse.work import BlockSizes, SelectedWork, SparseWork
 from shardplan.decoder.parts.attention.sparse.config import NativeSparseConfig
 from shardplan.decoder.parts.attention.sparse.kernels.attention_gradients import key_ranges
 from shardplan.decoder.parts.attention.sparse.kernels.compressed_tiles import CompressedTiles
@@ -78,7 +78,7 @@ def kernel_obstacle(config: NativeSparseConfig, quirks: CompilerQuirks) -> str |
     return "they are for TPUs" if quirks.plain_attention else kernel_refusal("selection_block", config.selection_block)
 
 
-def mean_union(config: NativeSparseConfig, queries: int, length: int) -> float:
+def mean_union(config: BlockSizes, queries: int, length: int) -> float:
     """Return the mean number of blocks in the union of a tile of `queries` neighbours, an assumption (`NEW_BLOCKS`).
 
     >>> paper = NativeSparseConfig(2560, 4, 16, 192, 128, 32, 16, 64, 16, 512)
@@ -93,19 +93,24 @@ def mean_union(config: NativeSparseConfig, queries: int, length: int) -> float:
 
 def kernel_stages(work: SparseWork, is_gradient: bool) -> Iterator[Stage]:
     """Yield the stages of all kernels of a call, or of its gradient."""
-    union = mean_union(work.config, selected_tiles(work).queries, work.parts.length)
-    yield Stage(0.0, TABLE_PASSES * _table_bytes(work))
     yield from compressed_stages(work, is_gradient)
-    yield from selected_stages(work, union, is_gradient)
+    yield from selected_kernel_stages(work, is_gradient)
     yield from window_stages(work, is_gradient)
 
 
-def selected_tiles(work: SparseWork) -> QueryTiles:
+def selected_kernel_stages(work: SelectedWork, is_gradient: bool) -> Iterator[Stage]:
+    """Yield the stages of the selected branch, or of its gradient: the tables of tiles, and the kernel."""
+    union = mean_union(work.config, selected_tiles(work).queries, work.parts.length)
+    yield Stage(0.0, TABLE_PASSES * _table_bytes(work))
+    yield from selected_stages(work, union, is_gradient)
+
+
+def selected_tiles(work: SelectedWork) -> QueryTiles:
     """Return the tiles of the selected branch, and of the gradients of the compressed branch."""
     return QueryTiles.of(work.config.selection_block, round(work.positions), work.config.heads_per_group)
 
 
-def selected_stages(work: SparseWork, union: float, is_gradient: bool) -> Iterator[Stage]:
+def selected_stages(work: SelectedWork, union: float, is_gradient: bool) -> Iterator[Stage]:
     """Yield the kernel of the selected branch, or of its gradients.
 
     Args:
@@ -124,7 +129,7 @@ def selected_stages(work: SparseWork, union: float, is_gradient: bool) -> Iterat
     yield Stage(2 * scores * work.channels, copied, _cycles(SELECTED, steps * rows, number))
 
 
-def selected_ranges(work: SparseWork) -> int:
+def selected_ranges(work: SelectedWork) -> int:
     """Return the ranges of keys of the gradients of the selected branch."""
     block = work.config.selection_block
     return key_ranges(work.core_memory, work.parts.length, block, work.channels, work.itemsize)
@@ -156,7 +161,7 @@ def _visible_chunks(work: SparseWork, chunks: int) -> float:
     return chunks * (1 - 1 / (2 * devices)) + 0.5
 
 
-def _gradient_stage(work: SparseWork, cycles: Cycles, scores: float, steps: float, ranges: int) -> Stage:
+def _gradient_stage(work: SelectedWork, cycles: Cycles, scores: float, steps: float, ranges: int) -> Stage:
     """Return the stage of the kernel of gradients.
 
     Args:
@@ -174,7 +179,7 @@ def _gradient_stage(work: SparseWork, cycles: Cycles, scores: float, steps: floa
     )
 
 
-def _carry_itemsize(work: SparseWork, ranges: int) -> int:
+def _carry_itemsize(work: SelectedWork, ranges: int) -> int:
     """Return the bytes per element of the accumulated dq: float32 if several ranges are summed."""
     return work.itemsize if ranges == 1 else FLOAT32_BYTES
 
@@ -200,21 +205,35 @@ def window_stages(work: SparseWork, is_gradient: bool) -> Iterator[Stage]:
 
 
 def kernel_bytes(work: SparseWork, is_gradient: bool) -> float:
-    """Return the bytes that kernels need beside keys, outputs and importance; key gradients count as the keys'.
+    """Return the bytes that all kernels need beside keys, outputs and importance.
 
-    These are the tables of tiles, as long as the largest possible union; log-sum-exp of three branches, and for
-    gradients sums beside it; keys and values in the type of queries; and dq in float32, if it is a sum of ranges.
+    The kernels of compressed blocks and of windows need log-sum-exp and keys as that of the selected branch does.
     """
-    rows = work.rows * work.config.heads_per_group
-    log_sums, carry = 3 * FLOAT32_BYTES * rows, 0.0
-    if is_gradient:
-        log_sums *= 2
-        carry = FLOAT32_BYTES * rows * work.config.key_size if selected_ranges(work) > 1 else 0.0
-    keys = work.heads * (work.parts.length + work.positions + work.compressed_blocks)
-    return _table_bytes(work) + log_sums + carry + keys * work.channels * work.itemsize
+    keys = work.heads * (work.positions + work.compressed_blocks)
+    others = 2 * _log_sum_bytes(work, is_gradient) + keys * work.channels * work.itemsize
+    return selected_kernel_bytes(work, is_gradient) + others
 
 
-def _table_bytes(work: SparseWork) -> float:
+def selected_kernel_bytes(work: SelectedWork, is_gradient: bool) -> float:
+    """Return the bytes that the kernel of the selected branch needs beside keys and outputs.
+
+    These are the tables of tiles, as long as the largest possible union; log-sum-exp, and for gradients sums beside it;
+    keys and values in the type of queries, whose gradients count as theirs; and dq in float32, if it is a sum of
+    ranges.
+    """
+    rows, carry = work.rows * work.config.heads_per_group, 0.0
+    if is_gradient and selected_ranges(work) > 1:
+        carry = FLOAT32_BYTES * rows * work.config.key_size
+    keys = work.heads * work.parts.length * work.channels * work.itemsize
+    return _table_bytes(work) + _log_sum_bytes(work, is_gradient) + carry + keys
+
+
+def _log_sum_bytes(work: SelectedWork, is_gradient: bool) -> float:
+    """Return the bytes of the log-sum-exp of a branch, and for gradients of the sums beside it."""
+    return (2 if is_gradient else 1) * FLOAT32_BYTES * work.rows * work.config.heads_per_group
+
+
+def _table_bytes(work: SelectedWork) -> float:
     """Return the bytes of the tables of tiles: a number and member bits per block of the largest possible union."""
     tiles = selected_tiles(work)
     union = min(work.config.selection_blocks(work.parts.length), tiles.queries * work.config.selected)

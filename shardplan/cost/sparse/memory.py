@@ -1,11 +1,11 @@
-"""The memory of Native Sparse Attention on one device, beyond its operands and results. Pure."""
+"""The memory of Native Sparse Attention and of `attend_to_blocks` on one device, beyond operands and results. Pure."""
 
 from typing import assert_never
 
 from shardplan.cost.attention import FLOAT32_BYTES
 from shardplan.cost.sharding import ShardingAssignment
-from shardplan.cost.sparse.kernels import kernel_bytes
-from shardplan.cost.sparse.work import SparseWork, sparse_work
+from shardplan.cost.sparse.kernels import kernel_bytes, selected_kernel_bytes
+from shardplan.cost.sparse.work import SelectedWork, SparseWork, given_block_work, sparse_work
 from shardplan.plan.attention_plan import SparseKernel
 from shardplan.program.live_buffers import BufferRole, LiveBuffer
 
@@ -24,15 +24,42 @@ def sparse_buffer_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> f
     assert buffer.attention is not None
     work = sparse_work(buffer.attention, buffer.array, assignment)
     is_gradient = buffer.role is BufferRole.SPARSE_GRADIENT
-    keys, kept = _keys_bytes(work), _kept_bytes(work)
+    keys, kept = _float32_bytes(work, work.parts.length + work.compressed_blocks), _kept_bytes(work)
     if is_gradient:
         keys, kept = 2 * keys, KEPT_OF_GRADIENT * kept
     if work.method is SparseKernel.KERNEL:
         return keys + kept + kernel_bytes(work, is_gradient)
-    return keys + kept + (2 if is_gradient else 1) * _score_bytes(work) + _gathered_bytes(work)
+    most_keys = max(work.selected_keys, work.compressed_blocks, work.window_keys)
+    return keys + kept + _chunk_bytes(work, most_keys, is_gradient)
 
 
-def _gathered_bytes(work: SparseWork) -> float:
+def given_block_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
+    """Return the bytes of the buffers of a call of `attend_to_blocks` while it runs, beyond its operands and results.
+
+    These are what the selected branch of Native Sparse Attention needs: the float32 keys and values of the sequence,
+    and the scores and gathered rows of one chunk of queries, or what the kernel needs. A gradient has gradients of
+    them, too.
+    """
+    assert buffer.blocks is not None
+    work = given_block_work(buffer.blocks, buffer.array, assignment)
+    is_gradient = buffer.role is BufferRole.BLOCK_GRADIENT
+    return selected_branch_bytes(work, is_gradient)
+
+
+def selected_branch_bytes(work: SelectedWork, is_gradient: bool) -> float:
+    """Return the bytes that attention to selected blocks needs while it runs, beyond its operands and results."""
+    keys = (2 if is_gradient else 1) * _float32_bytes(work, work.parts.length)
+    if work.method is SparseKernel.KERNEL:
+        return keys + selected_kernel_bytes(work, is_gradient)
+    return keys + _chunk_bytes(work, work.selected_keys, is_gradient)
+
+
+def _chunk_bytes(work: SelectedWork, keys: float, is_gradient: bool) -> float:
+    """Return the bytes of a chunk of queries that XLA computes: scores of `keys` keys, and gathered rows."""
+    return (2 if is_gradient else 1) * _score_bytes(work, keys) + _gathered_bytes(work)
+
+
+def _gathered_bytes(work: SelectedWork) -> float:
     """Return the bytes of rows gathered for a chunk of queries, in float32 and in a narrower type of queries."""
     assert work.method is not SparseKernel.KERNEL
     match work.method:
@@ -46,16 +73,15 @@ def _gathered_bytes(work: SparseWork) -> float:
             assert_never(work.method)
 
 
-def _score_bytes(work: SparseWork) -> float:
-    """Return the bytes of the float32 scores and weights of a chunk, in the branch with most of them."""
+def _score_bytes(work: SelectedWork, keys: float) -> float:
+    """Return the bytes of the float32 scores and weights of a chunk of queries with `keys` keys each."""
     heads = work.sequences * work.chunk * work.groups * work.config.heads_per_group
-    return 2 * FLOAT32_BYTES * heads * max(work.selected_keys, work.compressed_blocks, work.window_keys)
+    return 2 * FLOAT32_BYTES * heads * keys
 
 
-def _keys_bytes(work: SparseWork) -> float:
-    """Return the bytes of the float32 keys and values of a sequence: of all tokens, and of compressed blocks."""
-    rows = work.sequences * work.groups * (work.parts.length + work.compressed_blocks)
-    return FLOAT32_BYTES * rows * work.channels
+def _float32_bytes(work: SelectedWork, keys: float) -> float:
+    """Return the bytes of `keys` float32 keys and values of every sequence and group."""
+    return FLOAT32_BYTES * work.sequences * work.groups * keys * work.channels
 
 
 def _kept_bytes(work: SparseWork) -> float:
