@@ -14,7 +14,7 @@ from shardplan.cost.collective_rules import COMPUTE_COLLECTIVES, PARAM_COLLECTIV
 from shardplan.cost.collectives import Traffic
 from shardplan.cost.matmul import NO_MATMUL, Matmul, local_matmul
 from shardplan.cost.sharding import ShardingAssignment
-from shardplan.cost.sparse.stage import Stage
+from shardplan.cost.sparse.stage import Stage, StageName
 from shardplan.cost.sparse.stages import given_block_stages, sparse_stages
 from shardplan.cost.sparse.work import work_of as sparse_work_of
 from shardplan.program.named_arrays import TracedArray
@@ -153,7 +153,7 @@ def _staged_cost(
         Matmul(flops / 2, rows=1, inner=1, columns=1),
         moved + sum(stage.bytes for stage in stages),
         traffic,
-        stages=(*stages, Stage(0.0, moved)),
+        stages=(*stages, Stage(StageName.MOVED, 0.0, moved)),
     )
 
 

@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 from shardplan.cost.attention import FLOAT32_BYTES
 from shardplan.cost.sharding import CompilerQuirks
-from shardplan.cost.sparse.stage import Stage
+from shardplan.cost.sparse.stage import Stage, StageName
 from shardplan.cost.sparse.work import BlockSizes, SelectedWork, SparseWork
 from shardplan.decoder.parts.attention.sparse.config import NativeSparseConfig
 from shardplan.decoder.parts.attention.sparse.kernels.attention_gradients import key_ranges
@@ -91,9 +91,14 @@ def mean_union(config: BlockSizes, queries: int, length: int) -> float:
     return limit - limit * (limit - 1) / (2 * blocks)
 
 
-def kernel_stages(work: SparseWork, is_gradient: bool) -> Iterator[Stage]:
-    """Yield the stages of all kernels of a call, or of its gradient."""
-    yield from compressed_stages(work, is_gradient)
+def kernel_stages(work: SparseWork, is_gradient: bool, selects: bool) -> Iterator[Stage]:
+    """Yield the stages of all kernels of a call, or of its gradient.
+
+    Args:
+        selects: whether a call chooses blocks, by their importance.
+    """
+    stages = compressed_stages(work, is_gradient)
+    yield from (stage for stage in stages if selects or stage.name is not StageName.IMPORTANCE)
     yield from selected_kernel_stages(work, is_gradient)
     yield from window_stages(work, is_gradient)
 
@@ -101,7 +106,7 @@ def kernel_stages(work: SparseWork, is_gradient: bool) -> Iterator[Stage]:
 def selected_kernel_stages(work: SelectedWork, is_gradient: bool) -> Iterator[Stage]:
     """Yield the stages of the selected branch, or of its gradient: the tables of tiles, and the kernel."""
     union = mean_union(work.config, selected_tiles(work).queries, work.parts.length)
-    yield Stage(0.0, TABLE_PASSES * _table_bytes(work))
+    yield Stage(StageName.TABLES, 0.0, TABLE_PASSES * _table_bytes(work))
     yield from selected_stages(work, union, is_gradient)
 
 
@@ -122,11 +127,12 @@ def selected_stages(work: SelectedWork, union: float, is_gradient: bool) -> Iter
     if is_gradient:
         ranges = selected_ranges(work)
         steps = number * ranges * math.ceil(keys / (GRADIENT_KEYS * ranges)) * rows
-        yield _gradient_stage(work, SELECTED_GRADIENTS, scores, steps, ranges)
+        yield _gradient_stage(StageName.SELECTED, work, SELECTED_GRADIENTS, scores, steps, ranges)
         return
     steps = number * math.ceil(keys / SELECTED_KEYS)
     copied = steps * SELECTED_KEYS * work.channels * work.itemsize / HBM_EFFICIENCY
-    yield Stage(2 * scores * work.channels, copied, _cycles(SELECTED, steps * rows, number))
+    flops, cycles = 2 * scores * work.channels, _cycles(SELECTED, steps * rows, number)
+    yield Stage(StageName.SELECTED, flops, copied, cycles)
 
 
 def selected_ranges(work: SelectedWork) -> int:
@@ -144,14 +150,19 @@ def compressed_stages(work: SparseWork, is_gradient: bool) -> Iterator[Stage]:
         steps = work.heads * tiles.per_sequence * _visible_chunks(work, math.ceil(keys / GRADIENT_KEYS))
         scores = steps * tiles.rows * GRADIENT_KEYS
         ranges = key_ranges(work.core_memory, keys, LANES, work.channels, work.itemsize)
-        yield _gradient_stage(work, COMPRESSED_GRADIENTS, scores, steps * tiles.rows / TILE_ROWS, ranges)
+        steps_of_rows = steps * tiles.rows / TILE_ROWS
+        yield _gradient_stage(StageName.COMPRESSED, work, COMPRESSED_GRADIENTS, scores, steps_of_rows, ranges)
         return
     number = work.heads * sizes.tiles.per_sequence
     scores = number * _visible_chunks(work, sizes.chunks) * sizes.tiles.rows * sizes.chunk
     steps = scores / (DENSE_ROWS * COMPRESSED_KEYS)
-    for cycles, factor in ((COMPRESSED, work.channels), (IMPORTANCE, config.key_size)):
+    kernels = (
+        (StageName.COMPRESSED, COMPRESSED, work.channels),
+        (StageName.IMPORTANCE, IMPORTANCE, config.key_size),
+    )
+    for name, cycles, factor in kernels:
         in_all = _cycles(cycles, steps, number * sizes.chunks) + cycles.tile * number
-        yield Stage(2 * scores * factor, 0.0, in_all)
+        yield Stage(name, 2 * scores * factor, 0.0, in_all)
 
 
 def _visible_chunks(work: SparseWork, chunks: int) -> float:
@@ -161,7 +172,9 @@ def _visible_chunks(work: SparseWork, chunks: int) -> float:
     return chunks * (1 - 1 / (2 * devices)) + 0.5
 
 
-def _gradient_stage(work: SelectedWork, cycles: Cycles, scores: float, steps: float, ranges: int) -> Stage:
+def _gradient_stage(
+    name: StageName, work: SelectedWork, cycles: Cycles, scores: float, steps: float, ranges: int
+) -> Stage:
     """Return the stage of the kernel of gradients.
 
     Args:
@@ -173,6 +186,7 @@ def _gradient_stage(work: SelectedWork, cycles: Cycles, scores: float, steps: fl
     of_keys, of_values = GRADIENT_PRODUCTS
     row_bytes = work.channels * work.itemsize + 2 * config.key_size * _carry_itemsize(work, ranges)
     return Stage(
+        name,
         2 * scores * (of_keys * config.key_size + of_values * config.value_size),
         number * tiles.rows * row_bytes / HBM_EFFICIENCY,
         _cycles(cycles, steps, number),
@@ -194,7 +208,7 @@ def window_stages(work: SparseWork, is_gradient: bool) -> Iterator[Stage]:
 
     def stage(cycles: Cycles, pairs: float, others: float, factor: int) -> Stage:
         scores = pairs * sizes.tiles.rows * BLOCK
-        return Stage(2 * scores * factor, 0.0, _cycles(cycles, pairs * rows, others))
+        return Stage(StageName.WINDOW, 2 * scores * factor, 0.0, _cycles(cycles, pairs * rows, others))
 
     if not is_gradient:
         yield stage(WINDOW, pairs, pairs, channels)

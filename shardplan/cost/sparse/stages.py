@@ -17,8 +17,9 @@ A stage takes the longer of its FLOPs at peak and its bytes at HBM bandwidth. A 
 computes the forward pass again where a device has more than one chunk of queries. XLA computes masked scores too.
 
 By the method of kernels, the three branches are kernels (`shardplan.cost.sparse.kernels`), which compute nothing again
-in chunks. No gradient flows through the choice of blocks, and a call that is computed again has the blocks of the
-forward pass. A call of `attend_to_blocks` has the stages of the selected branch alone.
+in chunks. The choice of blocks runs where a call has it as a result: in the forward pass, and again only if a policy
+of gradient checkpointing keeps no blocks (`nested`). No gradient flows through it. A call of `attend_to_blocks` has
+the stages of the selected branch alone.
 """
 
 from collections.abc import Iterator
@@ -27,7 +28,7 @@ from typing import assert_never
 from shardplan.cost.attention import FLOAT32_BYTES
 from shardplan.cost.sharding import ShardingAssignment
 from shardplan.cost.sparse.kernels import kernel_stages, selected_kernel_stages
-from shardplan.cost.sparse.stage import Stage
+from shardplan.cost.sparse.stage import Stage, StageName
 from shardplan.cost.sparse.work import SelectedWork, SparseWork, given_block_work
 from shardplan.decoder.parts.attention.sparse.config import Compression
 from shardplan.decoder.parts.attention.sparse.parts import PositionParts
@@ -46,17 +47,18 @@ GRADIENT_PASSES = 2.0
 
 def sparse_stages(task: Task, work: SparseWork) -> tuple[Stage, ...]:
     """Return the stages of all executions of a task."""
-    selects = task.is_sparse_gradient or len(task.results) > 1
-    stages = call_stages(work, task.is_sparse_gradient, selects)
+    has_blocks = len(task.results) > 1
+    stages = call_stages(work, task.is_sparse_gradient, selects=has_blocks)
     return tuple(stage.times(task.executions) for stage in stages)
 
 
 def call_stages(work: SparseWork, is_gradient: bool, selects: bool = True) -> list[Stage]:
-    """Return the stages of one call, or of its gradient.
+    """Return the stages of one call, or of its gradient, which has the blocks of its call.
 
     Args:
         selects: whether a call chooses blocks; one that is computed again for gradients attends to those that are kept.
     """
+    selects = selects and not is_gradient
     if work.method is SparseKernel.KERNEL:
         return [*_stages_of_kernels(work, is_gradient, selects)]
     return [stage.times(_passes(work, is_gradient)) for stage in _forward_stages(work, selects)]
@@ -87,34 +89,34 @@ def _passes(work: SelectedWork, is_gradient: bool) -> float:
 def _forward_stages(work: SparseWork, selects: bool) -> Iterator[Stage]:
     """Yield the stages of the forward pass by XLA."""
     yield _compression_stage(work)
-    yield _attention_stage(work, work.compressed_blocks, COMPRESSED_PASSES)
+    yield _attention_stage(StageName.COMPRESSED, work, work.compressed_blocks, COMPRESSED_PASSES)
     if selects:
         yield _choice_stage(work)
     yield _selected_stage(work)
-    yield _attention_stage(work, work.window_keys, SELECTED_PASSES)
+    yield _attention_stage(StageName.WINDOW, work, work.window_keys, SELECTED_PASSES)
 
 
 def _stages_of_kernels(work: SparseWork, is_gradient: bool, selects: bool) -> Iterator[Stage]:
     """Yield the stages of a call, or of its gradient, whose branches are kernels."""
     yield _compression_stage(work).times(GRADIENT_PASSES if is_gradient else 1.0)
-    if selects and not is_gradient:
+    if selects:
         yield _choice_stage(work)
-    yield from kernel_stages(work, is_gradient)
+    yield from kernel_stages(work, is_gradient, selects)
 
 
 def _choice_stage(work: SparseWork) -> Stage:
     importance = work.rows * work.config.selection_blocks(work.parts.length)
-    return Stage(0.0, CHOICE_PASSES * FLOAT32_BYTES * importance)
+    return Stage(StageName.CHOICE, 0.0, CHOICE_PASSES * FLOAT32_BYTES * importance)
 
 
-def _attention_stage(work: SelectedWork, keys: float, passes: float) -> Stage:
+def _attention_stage(name: StageName, work: SelectedWork, keys: float, passes: float) -> Stage:
     """Return the stage of the attention of every query to `keys` keys that are not gathered for each query."""
     scores = work.rows * work.config.heads_per_group * keys
-    return Stage(2 * scores * work.channels, passes * FLOAT32_BYTES * scores)
+    return Stage(name, 2 * scores * work.channels, passes * FLOAT32_BYTES * scores)
 
 
 def _selected_stage(work: SelectedWork) -> Stage:
-    stage = _attention_stage(work, work.selected_keys, SELECTED_PASSES)
+    stage = _attention_stage(StageName.SELECTED, work, work.selected_keys, SELECTED_PASSES)
     assert work.method is not SparseKernel.KERNEL
     match work.method:
         case SparseKernel.GATHERED_BLOCKS:
@@ -136,7 +138,7 @@ def _compression_stage(work: SparseWork) -> Stage:
         elif config.compression is Compression.MLP:
             hidden = config.hidden_size(size)
             flops += 2 * blocks * (config.block * size * hidden + hidden * size)
-    return Stage(flops, 2 * work.itemsize * elements)
+    return Stage(StageName.COMPRESSION, flops, 2 * work.itemsize * elements)
 
 
 def model_flops(task: Task) -> float:
