@@ -38,6 +38,7 @@ class BufferRole(StrEnum):
     SPARSE_GRADIENT = "gradient of sparse attention"
     BLOCK_ATTENTION = "attention to given blocks"
     BLOCK_GRADIENT = "gradient of attention to given blocks"
+    LOG_SUM_EXP_OF_BLOCKS = "log-sum-exp of attention to blocks"
 
 
 @dataclass(frozen=True)
@@ -54,12 +55,12 @@ class LiveBuffer:
     Between tasks it is then sharded by the parameter mapping rather than the compute mapping."""
     attention: AttentionKind | None = None
     """The kind of attention, for scores, keys, values, and gradients of keys and values. For Native Sparse Attention,
-    the array is then the queries."""
+    the array is then the queries, or a log-sum-exp."""
     experts: ExpertKind | None = None
     """The kind of expert block, for rows of experts; the array is then the tokens, and `related_arrays` has the up
     projections."""
     blocks: BlockAttentionKind | None = None
-    """The kind of attention to given blocks; the array is then the queries."""
+    """The kind of attention to given blocks; the array is then the queries, or a log-sum-exp."""
 
     def __hash__(self) -> int:
         return self._hash  # computed once, as that of `TracedArray`

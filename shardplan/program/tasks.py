@@ -195,7 +195,7 @@ class Task:
     @cached_property
     def is_sparse_gradient(self) -> bool:
         """For Native Sparse Attention and attention to given blocks: whether the task computes the gradient."""
-        return len(self.results) > (2 if self.blocks is None else 1)
+        return len(self.results) > (3 if self.blocks is None else 1)
 
     @property
     def sparse_queries(self) -> TracedArray:

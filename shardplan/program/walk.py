@@ -117,11 +117,10 @@ class _Sequence:
         self.held = hold_for_gradients(fusion)
         self._live_buffers: dict[int, LiveBuffer] = {}
         self._log_sums = dict[int, LiveBuffer]()
-        """Stack of contexts of attention -> the log-sum-exp that is kept with it."""
+        """Stack of outputs of attention -> the log-sum-exp that is kept with it."""
         for operation in fusion.operations:
             if operation.kind == OperationKind.LOOP:
-                for stack, array in log_sums(operation, self.arrays).items():
-                    self._log_sums[stack] = LiveBuffer(BufferRole.LOG_SUM_EXP, array)
+                self._log_sums |= log_sums(operation, self.arrays)
         self.used_weights: set[str] = set()
         """Parameters that a matmul has used so far."""
         self.hoisted = frozenset[int]()

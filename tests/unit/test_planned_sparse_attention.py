@@ -76,7 +76,7 @@ def test_a_call_is_one_task(kind, expected):
     # a gradient has the shapes of what it is the gradient of
     for task in step.sparse_tasks:
         if task.is_sparse_gradient:
-            assert [r.dims for r in task.results] == [o.dims for o in task.operands[1:-1]]
+            assert [r.dims for r in task.results] == [o.dims for o in task.operands[1:-2]]
 
 
 def test_flops_of_a_step():

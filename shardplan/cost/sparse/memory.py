@@ -8,25 +8,29 @@ from shardplan.cost.sparse.kernels import kernel_bytes, selected_kernel_bytes
 from shardplan.cost.sparse.work import SelectedWork, SparseWork, given_block_work, sparse_work
 from shardplan.plan.attention_plan import SparseKernel
 from shardplan.program.live_buffers import BufferRole, LiveBuffer
+from shardplan.program.marked.marked_sparse import BRANCHES
 
 KEPT_OF_GRADIENT = 3
 """Arrays that a gradient holds for each array that the forward pass keeps until it adds the branches: the array
-computed again, its gradient, and the sum's gradient."""
+computed again, its gradient, and the sum's gradient. Outputs of branches, which the gradient reads, have the latter
+two."""
 
 
 def sparse_buffer_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
     """Return the bytes of a call's buffers while it runs, beyond its operands and results.
 
-    These are the float32 keys and values of the sequence, rotated queries, the outputs of branches, the importance of
-    blocks, and the scores and gathered rows of one chunk of queries, or what kernels need. A gradient has gradients of
-    them, too; those of gathered rows are added up at once. docs/log.md compares it with XLA's temporaries.
+    These are the float32 keys and values of the sequence, rotated queries, the importance of blocks, the float32 sum,
+    and the scores and gathered rows of one chunk of queries, or what kernels need. A gradient has gradients of them and
+    of the outputs of branches, too; those of gathered rows are added up at once. docs/log.md compares it with XLA's
+    temporaries.
     """
     assert buffer.attention is not None
     work = sparse_work(buffer.attention, buffer.array, assignment)
     is_gradient = buffer.role is BufferRole.SPARSE_GRADIENT
     keys, kept = _float32_bytes(work, work.parts.length + work.compressed_blocks), _kept_bytes(work)
     if is_gradient:
-        keys, kept = 2 * keys, KEPT_OF_GRADIENT * kept
+        keys = 2 * keys
+        kept = KEPT_OF_GRADIENT * kept + (KEPT_OF_GRADIENT - 1) * _output_bytes(work)
     if work.method is SparseKernel.KERNEL:
         return keys + kept + kernel_bytes(work, is_gradient)
     most_keys = max(work.selected_keys, work.compressed_blocks, work.window_keys)
@@ -85,9 +89,14 @@ def _float32_bytes(work: SelectedWork, keys: float) -> float:
 
 
 def _kept_bytes(work: SparseWork) -> float:
-    """Return the bytes kept until the branches are added: rotated queries, outputs, importance, and the sum."""
+    """Return the bytes kept beside outputs until the branches are added: rotated queries, importance, and the sum."""
     config = work.config
     heads = work.rows * config.heads_per_group
-    queries, outputs = heads * config.key_size * work.itemsize, 3 * heads * config.value_size * work.itemsize
+    queries = heads * config.key_size * work.itemsize
     importance = work.rows * config.selection_blocks(work.parts.length) * FLOAT32_BYTES
-    return queries + outputs + importance + heads * config.value_size * FLOAT32_BYTES
+    return queries + importance + heads * config.value_size * FLOAT32_BYTES
+
+
+def _output_bytes(work: SparseWork) -> float:
+    """Return the bytes of the outputs of all branches."""
+    return BRANCHES * work.rows * work.config.heads_per_group * work.config.value_size * work.itemsize

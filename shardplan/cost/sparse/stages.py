@@ -47,7 +47,7 @@ GRADIENT_PASSES = 2.0
 
 def sparse_stages(task: Task, work: SparseWork) -> tuple[Stage, ...]:
     """Return the stages of all executions of a task."""
-    has_blocks = len(task.results) > 1
+    has_blocks = len(task.results) > 2
     stages = call_stages(work, task.is_sparse_gradient, selects=has_blocks)
     return tuple(stage.times(task.executions) for stage in stages)
 

@@ -15,9 +15,11 @@ from shardplan.program.operations import OperationKind
 def sparse_attention(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) -> RuleResult:
     """Name a call's results: the sum has the queries' axes and the values' channels, the blocks have the keys' axes."""
     del naming
-    (mixed, blocks), queries, values = equation.outvars, arrays[0], arrays[VALUES]
+    (mixed, outputs, blocks), queries, values = equation.outvars, arrays[0], arrays[VALUES]
+    *_, branches, _ = unnamed_dims(outputs)
     results = [
         TracedArray((*queries.dims[:-1], values.dims[-1]), itemsize_of(mixed)),
+        TracedArray((*queries.dims[:-1], branches, values.dims[-1]), itemsize_of(outputs)),
         TracedArray((*values.dims[:-1], *unnamed_dims(blocks)[-1:]), itemsize_of(blocks)),
     ]
     return OperationKind.SPARSE_ATTENTION, results, {"sparse": equation.params["kind"]}
@@ -26,7 +28,8 @@ def sparse_attention(naming: AxisNaming, equation: Any, arrays: list[TracedArray
 def sparse_gradient(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) -> RuleResult:
     """Name the gradients of a call, each of which has the axes of its operand."""
     del naming
-    results = _gradients(equation, arrays[1:-1])
+    _, *operands, _, _ = arrays
+    results = _gradients(equation, operands)
     return OperationKind.SPARSE_ATTENTION, results, {"sparse": equation.params["kind"]}
 
 
