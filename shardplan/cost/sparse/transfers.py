@@ -26,17 +26,15 @@ from shardplan.program.tasks import Task
 
 
 def sparse_traffic(task: Task, assignment: ShardingAssignment) -> Iterator[Traffic]:
-    """Yield the transfers of a call with sharded positions, or of its gradient."""
+    """Yield the transfers of a call with sharded positions, or of its gradient.
+
+    A gradient sends gradients alone: its call, or the one that is computed again for it, has gathered keys and values.
+    """
     work = work_of(task, assignment)
     if work.parts.devices == 1:
         return
     axes, count = work.position_axes, task.executions
     received = _received(work, task.is_sparse_gradient)
-    if task.is_sparse_gradient:
-        # what the forward pass gathers is needed again
-        again = _received(work, is_backward=False)
-        yield from _permutes(again, axes, count)
-        yield _gather(again, assignment, axes, count)
     yield from _permutes(received, axes, count)
     if task.is_sparse_gradient:
         gathered = received.gathered * work.parts.devices / (work.parts.devices - 1)
