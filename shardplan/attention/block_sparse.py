@@ -10,13 +10,12 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from haliax.jax_utils import named_call
 
+from shardplan.decoder.parts.attention.sparse.block_call import BlockCall, compute_block_call
 from shardplan.decoder.parts.attention.sparse.branches.query_chunks import QUERIES_PER_CHUNK
-from shardplan.decoder.parts.attention.sparse.branches.selected_branch import SelectedMethod, attend_to_selected
+from shardplan.decoder.parts.attention.sparse.branches.selected_branch import SelectedMethod
 from shardplan.decoder.parts.attention.sparse.kernels.refusal import check_kernel
-from shardplan.decoder.parts.attention.sparse.mesh_sharding import device_count, resolve_mesh_sharding, run_on_mesh
+from shardplan.decoder.parts.attention.sparse.mesh_sharding import device_count, resolve_mesh_sharding
 from shardplan.decoder.parts.attention.sparse.parts import PositionParts
-from shardplan.decoder.parts.attention.sparse.position_shards import PositionShards
-from shardplan.decoder.parts.attention.sparse.selection_blocks import SelectionBlocks
 from shardplan.errors import ConfigError, nearest
 from shardplan.model.gradient_checkpointing.activation_names import ActivationName
 from shardplan.positions.sequence_order import SequenceOrder
@@ -98,30 +97,24 @@ def attend_to_blocks(
     sharding = resolve_mesh_sharding(SUBJECT, Batch, Pos, KVHeads, QHeads)
     parts = PositionParts(Pos.size, device_count(sharding.position), layout)
     parts.check(SUBJECT, block_size)
-    shards, selection = PositionShards(parts, sharding.position), SelectionBlocks(block_size)
-
-    def attend(queries: jax.Array, blocks: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
-        """Compute the output of the queries of one device."""
-        of_sequence = shards.gather(keys), shards.gather(values)
-        positions = shards.positions()
-        return attend_to_selected(selection, method, queries_per_chunk, positions, queries, blocks, *of_sequence).output
 
     def arrange(x: NamedArray, *own: Axis) -> jax.Array:
         """Return an array with the axes batch, position and kv_head, then its own."""
         with_batch = x if x.has_axis(BATCH) else x.broadcast_axis(Batch)
         return with_batch.rearrange((Batch, Pos, KVHeads, *own)).array
 
-    output = run_on_mesh(
-        attend,
-        method,
+    call = BlockCall(
+        block_size,
+        parts,
         sharding,
-        (sharding.of_queries, *[sharding.of_tokens] * 3),
-        sharding.of_queries,
-        arrange(queries, QHeads, queries.resolve_axis(HEAD_SIZE)),
-        arrange(ActivationName.SELECTED_BLOCKS(blocks), _last_axis(blocks)).astype(jnp.int32),
-        arrange(keys, keys.resolve_axis(HEAD_SIZE)),
-        arrange(values, ValueSize),
+        method,
+        queries_per_chunk,
+        queries=arrange(queries, QHeads, queries.resolve_axis(HEAD_SIZE)),
+        blocks=arrange(ActivationName.SELECTED_BLOCKS(blocks), _last_axis(blocks)).astype(jnp.int32),
+        keys=arrange(keys, keys.resolve_axis(HEAD_SIZE)),
+        values=arrange(values, ValueSize),
     )
+    output = compute_block_call(call)
     result = hax.named(output, (Batch, Pos, KVHeads, QHeads, ValueSize))
     if not queries.has_axis(BATCH):
         result = result[BATCH, 0]

@@ -14,6 +14,7 @@ from haliax import NamedArray
 from levanter.layers.attention import Attention, AttentionMask
 
 from shardplan.attention.dot_product import dot_product_attention
+from shardplan.decoder.parts.attention.sparse_attention import SparseAttentionLayer
 from shardplan.errors import ConfigError, check_argument
 from shardplan.model.attention.attention_calls import REPLACEABLE_CALLS
 from shardplan.model.attention.mask_pattern import pattern_of_mask
@@ -136,6 +137,14 @@ def accept_layout(module: Any, layout: SequenceLayout) -> Any:
     Raises:
         ConfigError: its attention has a layout of another order, or of other documents.
     """
+    for layer in filter(_is_sparse, jax.tree.leaves(module, is_leaf=_is_sparse)):
+        own = SequenceLayout(layout.length, layout.ring, layout.ulysses, layer.config.layout)
+        if not np.array_equal(own.positions(), layout.positions()):
+            raise ConfigError(
+                f"the layout of the sequence is {layout.description}, and native sparse attention of the model takes "
+                f"positions in {layer.config.layout} order; build the model for the plan of this layout: "
+                "specialize(model, plan)"
+            )
     for attention in filter(_is_attention, jax.tree.leaves(module, is_leaf=_is_attention)):
         expected = attention.method.layout if isinstance(attention, SequenceParallelAttention) else None
         expected = expected or SequenceLayout(layout.padded_length)
@@ -198,6 +207,10 @@ def _replace_attention(module: Any, change: Callable[[Attention], Attention]) ->
 
 def _is_attention(node: Any) -> bool:
     return isinstance(node, Attention)
+
+
+def _is_sparse(node: Any) -> bool:
+    return isinstance(node, SparseAttentionLayer)
 
 
 def _make_parallel(attention: Attention, method: Method) -> Attention:

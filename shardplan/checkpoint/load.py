@@ -35,6 +35,8 @@ from shardplan.checkpoint.match import Match, check_values, is_tied, match_check
 from shardplan.checkpoint.output_head import UNTIED, check_head, has_own_head
 from shardplan.checkpoint.transfer.request import ArrayRequest
 from shardplan.checkpoint.transfer.stream import DEFAULT_BUDGET, stream_arrays
+from shardplan.decoder.architecture import Architecture
+from shardplan.decoder.layers.sparse_layers import position_order
 from shardplan.errors import CheckpointError, ConfigError, check_argument
 from shardplan.execution.device_mesh import make_mesh
 from shardplan.model.corrections.levanter_compat import has_windows
@@ -96,7 +98,8 @@ def load_pretrained(
         The Levanter model (an `LmHeadModel`), its arrays sharded over the plan's mesh or the current one.
 
     Raises:
-        ConfigError: there is no such checkpoint or adapter, no mesh, or the plan is for another model.
+        ConfigError: there is no such checkpoint or adapter, no mesh, the plan is for another model, or layers with
+            Native Sparse Attention take positions in another order than the plan's.
         CheckpointError: the checkpoint or the adapter does not match the model, or is damaged.
     """
     if not isinstance(plan, Plan | None):
@@ -229,12 +232,19 @@ def _make_template(hf_config: dict[str, Any], config: Any, folder: Folder, adapt
 
 
 def _check_plan(plan: Plan, template: Any) -> None:
-    """Check that every array of the model `template` has the axes that `plan` was made for.
+    """Check that every array of the model `template` has the axes that `plan` was made for, and positions its order.
 
     Raises:
         ConfigError: one has not.
     """
     check_head(plan, template)
+    order = position_order(template.config.segments) if isinstance(template.config, Architecture) else None
+    if order not in (None, plan.attention.layout):
+        raise ConfigError(
+            f"the plan has positions in {plan.attention.layout} order, and native sparse attention of this model takes "
+            f"them in {order} order; pass config=specialize(model, plan).config, or plan with --pin "
+            f"{plan.model.position}="
+        )
     planned = {parameter.path: parameter.axes for parameter in plan.parameters}
     for own in parameters_of(template):
         if planned.get(own.path) != own.axes:

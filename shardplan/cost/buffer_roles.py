@@ -13,7 +13,8 @@ from shardplan.cost.attention import FLOAT32_BYTES, extra_attention_bytes
 from shardplan.cost.experts import expert_buffer_bytes, expert_gradient_buffer_bytes
 from shardplan.cost.partitioned_lookup import partition_lookup
 from shardplan.cost.sharding import ShardingAssignment
-from shardplan.cost.sparse.memory import sparse_buffer_bytes
+from shardplan.cost.sparse.memory import given_block_bytes, sparse_buffer_bytes
+from shardplan.plan.attention_plan import SparseKernel
 from shardplan.program.live_buffers import BufferRole, LiveBuffer
 
 
@@ -75,6 +76,16 @@ def live_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
 def log_sum_exp_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
     """Return the bytes of a log-sum-exp, which only attention kernels write; 0 for attention without a kernel."""
     return 0.0 if assignment.quirks.plain_attention else live_bytes(buffer, assignment)
+
+
+def block_log_sum_exp_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
+    """Return the bytes of a log-sum-exp of attention to selected blocks; 0 by a method without kernels."""
+    if buffer.blocks is not None:
+        method = buffer.blocks.method
+    else:
+        assert buffer.attention is not None
+        method = assignment.attention_of(buffer.attention).sparse_kernel
+    return live_bytes(buffer, assignment) if method is SparseKernel.KERNEL else 0.0
 
 
 def gathered_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
@@ -316,6 +327,25 @@ ROWS = (
         "The same, and their gradients.",
         "While the gradient of a call runs.",
         sparse_buffer_bytes,
+        depends_on_attention=True,
+    ),
+    RoleRow(
+        BufferRole.BLOCK_ATTENTION,
+        "Keys and values of the sequence, and scores of a chunk or what a kernel needs, of attention to given blocks.",
+        "While a call of it runs.",
+        given_block_bytes,
+    ),
+    RoleRow(
+        BufferRole.BLOCK_GRADIENT,
+        "The same, and their gradients.",
+        "While the gradient of a call runs.",
+        given_block_bytes,
+    ),
+    RoleRow(
+        BufferRole.LOG_SUM_EXP_OF_BLOCKS,
+        "The log-sum-exp that kernels of attention to selected blocks write beside outputs that are kept.",
+        "As long as the stack of outputs.",
+        block_log_sum_exp_bytes,
         depends_on_attention=True,
     ),
 )

@@ -14,8 +14,8 @@ from shardplan.cost.collective_rules import COMPUTE_COLLECTIVES, PARAM_COLLECTIV
 from shardplan.cost.collectives import Traffic
 from shardplan.cost.matmul import NO_MATMUL, Matmul, local_matmul
 from shardplan.cost.sharding import ShardingAssignment
-from shardplan.cost.sparse.stage import Stage
-from shardplan.cost.sparse.stages import sparse_stages
+from shardplan.cost.sparse.stage import Stage, StageName
+from shardplan.cost.sparse.stages import given_block_stages, sparse_stages
 from shardplan.cost.sparse.work import work_of as sparse_work_of
 from shardplan.program.named_arrays import TracedArray
 from shardplan.program.tasks import Task, TaskKind
@@ -42,7 +42,7 @@ class DeviceCost:
     kernels: tuple[experts.KernelCalls, ...] = ()
     """For a block of experts: the calls of its kernels."""
     stages: tuple[Stage, ...] = ()
-    """For Native Sparse Attention: its stages, one after the other."""
+    """For Native Sparse Attention and attention to given blocks: the stages, one after the other."""
     sliced_weight_bytes: float = 0.0
     """For a block of experts and for a conversion: bytes of weights copied out of the stack of all layers, because
     kernels and conversions take separate arrays."""
@@ -95,7 +95,9 @@ def device_cost_lower_bound(task: Task, assignment: ShardingAssignment) -> Devic
     if task.kind == TaskKind.EXPERTS:
         return _expert_cost(task, assignment, traffic)
     if task.kind == TaskKind.SPARSE_ATTENTION:
-        return _sparse_attention_cost(task, assignment, traffic)
+        return _staged_cost(task, sparse_stages(task, sparse_work_of(task, assignment)), assignment, traffic)
+    if task.kind == TaskKind.BLOCK_ATTENTION:
+        return _staged_cost(task, given_block_stages(task, assignment), assignment, traffic)
     moved = _moved_bytes(task, assignment, lambda array: array.elements * array.itemsize / devices)
     if task.kind not in (TaskKind.CONTRACTION, TaskKind.ATTENTION):
         return DeviceCost(NO_MATMUL, task.executions * moved, traffic)
@@ -141,16 +143,17 @@ def _expert_cost(task: Task, assignment: ShardingAssignment, traffic: tuple[Traf
     )
 
 
-def _sparse_attention_cost(task: Task, assignment: ShardingAssignment, traffic: tuple[Traffic, ...]) -> DeviceCost:
-    """Return the cost of Native Sparse Attention, or of its gradient, without the gathers of parameters."""
-    stages = sparse_stages(task, sparse_work_of(task, assignment))
+def _staged_cost(
+    task: Task, stages: tuple[Stage, ...], assignment: ShardingAssignment, traffic: tuple[Traffic, ...]
+) -> DeviceCost:
+    """Return the cost of stages, and of the operands and results of their task, without the gathers of parameters."""
     moved = task.executions * _moved_bytes(task, assignment, lambda array: assignment.bytes(array, assignment.params))
     flops = sum(stage.flops for stage in stages)
     return DeviceCost(
         Matmul(flops / 2, rows=1, inner=1, columns=1),
         moved + sum(stage.bytes for stage in stages),
         traffic,
-        stages=(*stages, Stage(0.0, moved)),
+        stages=(*stages, Stage(StageName.MOVED, 0.0, moved)),
     )
 
 

@@ -26,6 +26,7 @@ from shardplan.cost.calibration import Calibration
 from shardplan.cost.collectives import Overlap, Purpose, Traffic
 from shardplan.cost.gspmd import DeviceCost, device_cost
 from shardplan.cost.sharding import ShardingAssignment
+from shardplan.cost.sparse.stages import given_block_flops
 from shardplan.cost.sparse.stages import model_flops as sparse_model_flops
 from shardplan.hardware import CollectiveKind, MeshPlacement, Slice, place_mesh
 from shardplan.model.registry import Model
@@ -94,7 +95,7 @@ def compute_seconds(task: Task, cost: DeviceCost, hardware: Slice, calibration: 
             copied += calibration.slicing * cost.sliced_weight_bytes
             elementwise = calibration.elementwise * cost.elementwise_bytes
             return kernel_seconds + memory_seconds + (elementwise + copied) / bandwidth
-        case TaskKind.SPARSE_ATTENTION:
+        case TaskKind.SPARSE_ATTENTION | TaskKind.BLOCK_ATTENTION:
             copied = calibration.copying * (cost.reordered_weight_bytes + cost.local_weight_bytes) / bandwidth
             return copied + sum(stage.seconds(hardware.generation) for stage in cost.stages)
         case TaskKind.LOOKUP | TaskKind.SCATTER_ADD | TaskKind.RESHARD | TaskKind.COLLECTIVE:
@@ -289,6 +290,9 @@ def _forward_flops(model: Model, workload: Workload) -> Mapping[AttentionKind | 
     for task in step.tasks:
         if task.kind == TaskKind.SPARSE_ATTENTION:
             flops[kind_of(task)] += sparse_model_flops(task)
+            continue
+        if task.kind == TaskKind.BLOCK_ATTENTION:
+            flops[None] += given_block_flops(task)
             continue
         kind = kind_of(task) if task.kind == TaskKind.ATTENTION else None
         density = 1.0 if kind is None else kind.pattern.density(workload.position)

@@ -15,7 +15,7 @@ from shardplan.hardware.multislice import slices_by_axis
 from shardplan.levanter_config.mesh_section import DEFAULT_SHARED_AXES
 from shardplan.model.model_class import DECODER, LEVANTER, LEVANTER_CLASSES
 from shardplan.plan.arguments import check_plan
-from shardplan.plan.attention_plan import AttentionPlan, KernelName
+from shardplan.plan.attention_plan import AttentionPlan, KernelName, SparseKernel
 from shardplan.plan.mapping import MeshAxes, MeshShape, mesh_size
 from shardplan.plan.plan import Mapping, Plan
 from shardplan.plan.workload.checkpointing import CheckpointPolicy
@@ -146,6 +146,14 @@ def _settings_outside_trainer(plan: Plan) -> Iterator[str]:
         )
     if plan.experts is not None and not is_decoder:
         yield from _expert_settings(plan.experts)
+    if any(isinstance(method.kernel, SparseKernel) for method in plan.attention.methods):
+        yield from _wrap(f"model.selected_method must be {plan.attention.sparse_kernel}, as planned.")
+        if plan.attention.layout != SequenceOrder.CONTIGUOUS:
+            yield from _wrap(
+                f"Positions are planned in {plan.attention.layout} order, and Levanter's programs have them in the "
+                f"order of the sequence: run shardplan eval instead, or plan with --pin {plan.model.position}="
+            )
+            return
     if parse_slice(plan.hardware.slice).is_cpu:
         return  # Levanter's attention on CPUs is no kernel, and correct under any sharding
     if is_decoder and not plan.attention.runs_in_levanter:

@@ -5,6 +5,7 @@ from enum import StrEnum
 from functools import cached_property
 
 from shardplan.program.marked.attention_kind import AttentionKind
+from shardplan.program.marked.block_attention_kind import BlockAttentionKind
 from shardplan.program.marked.expert_kind import ExpertKind
 from shardplan.program.named_arrays import TracedArray
 
@@ -35,6 +36,9 @@ class BufferRole(StrEnum):
     EXPERT_GRADIENT_ROWS = "rows of experts and their gradients"
     SPARSE_ATTENTION = "sparse attention"
     SPARSE_GRADIENT = "gradient of sparse attention"
+    BLOCK_ATTENTION = "attention to given blocks"
+    BLOCK_GRADIENT = "gradient of attention to given blocks"
+    LOG_SUM_EXP_OF_BLOCKS = "log-sum-exp of attention to blocks"
 
 
 @dataclass(frozen=True)
@@ -51,17 +55,19 @@ class LiveBuffer:
     Between tasks it is then sharded by the parameter mapping rather than the compute mapping."""
     attention: AttentionKind | None = None
     """The kind of attention, for scores, keys, values, and gradients of keys and values. For Native Sparse Attention,
-    the array is then the queries."""
+    the array is then the queries, or a log-sum-exp."""
     experts: ExpertKind | None = None
     """The kind of expert block, for rows of experts; the array is then the tokens, and `related_arrays` has the up
     projections."""
+    blocks: BlockAttentionKind | None = None
+    """The kind of attention to given blocks; the array is then the queries, or a log-sum-exp."""
 
     def __hash__(self) -> int:
         return self._hash  # computed once, as that of `TracedArray`
 
     @cached_property
     def _hash(self) -> int:
-        methods = self.attention, self.experts
+        methods = self.attention, self.experts, self.blocks
         return hash((self.role, self.array, self.related_arrays, self.is_read_by_grouped_matmuls, methods))
 
 

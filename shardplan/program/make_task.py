@@ -18,6 +18,7 @@ TASK_KINDS = {
     OperationKind.COLLECTIVE: TaskKind.COLLECTIVE,
     OperationKind.EXPERTS: TaskKind.EXPERTS,
     OperationKind.SPARSE_ATTENTION: TaskKind.SPARSE_ATTENTION,
+    OperationKind.BLOCK_ATTENTION: TaskKind.BLOCK_ATTENTION,
     OperationKind.CONVERSION: TaskKind.CONVERSION,
     OperationKind.HOST_COPY: TaskKind.HOST_COPY,
 }
@@ -82,6 +83,7 @@ def make_task(operation: Operation, fusion: Fusion, executions: int, used_weight
         label=weights[0] if weights else without_mark(operation.label),
         attention=attention_kind(operation) if is_attention else operation.sparse,
         experts=operation.experts,
+        blocks=operation.blocks,
     )
 
 

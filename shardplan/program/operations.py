@@ -7,6 +7,7 @@ from enum import StrEnum
 from shardplan.hardware import CollectiveKind
 from shardplan.plan.mapping import MeshAxes
 from shardplan.program.marked.attention_kind import AttentionKind
+from shardplan.program.marked.block_attention_kind import BlockAttentionKind
 from shardplan.program.marked.expert_kind import ExpertKind
 from shardplan.program.named_arrays import Dim, TracedArray
 
@@ -35,6 +36,8 @@ class OperationKind(StrEnum):
     """A block of routed experts, or its gradient, as `shardplan.program.marked.marked_experts` marks it."""
     SPARSE_ATTENTION = "sparse attention"
     """A call of Native Sparse Attention, or its gradient, as `shardplan.program.marked.marked_sparse` marks it."""
+    BLOCK_ATTENTION = "attention to given blocks"
+    """A call of `attend_to_blocks`, or its gradient, as `shardplan.program.marked.marked_blocks` marks it."""
     CONVERSION = "conversion"
     """The conversion of a weight kept as stored, which `shardplan.program.marked.marked_conversions` marks."""
     HOST_COPY = "host copy"
@@ -73,6 +76,8 @@ class Operation:
     """For a block of routed experts, and for its gradient: its kind."""
     sparse: AttentionKind | None = None
     """For a call of Native Sparse Attention, and for its gradient: its kind."""
+    blocks: BlockAttentionKind | None = None
+    """For a call of `attend_to_blocks`, and for its gradient: its kind."""
     body: tuple["Operation", ...] = ()
     """For a loop: the operations of its body."""
     trips: int = 1

@@ -29,6 +29,7 @@ from shardplan.plan.workload.workload import Workload
 from shardplan.program.attention.layer_attention import attention_calls
 from shardplan.program.layer_flops import with_layer_flops
 from shardplan.program.marked.marked_attention import mark_attention
+from shardplan.program.marked.marked_blocks import mark_block_attention
 from shardplan.program.marked.marked_conversions import mark_conversions
 from shardplan.program.marked.marked_experts import mark_experts
 from shardplan.program.marked.marked_sparse import mark_sparse_attention
@@ -52,9 +53,9 @@ def trace_step(model: Model, workload: Workload, selects_again: bool = False) ->
     """Trace the step of `workload`: the `compute` of its kind, with the kind's state and inputs.
 
     Attention is traced as plain matmuls and softmax, marked with its kind; the plan decides which kernel runs it. A
-    block of routed experts is traced as one operation, and so are Native Sparse Attention and the conversion of a
-    weight that is kept as stored. Every logical axis is mapped to a mesh axis of its own, of size 1, so that sharding
-    constraints carry the names of logical axes.
+    block of routed experts is traced as one operation, and so are Native Sparse Attention, attention to given blocks
+    and the conversion of a weight that is kept as stored. Every logical axis is mapped to a mesh axis of its own, of
+    size 1, so that sharding constraints carry the names of logical axes.
 
     Args:
         selects_again: whether the default policy of gradient checkpointing selects blocks of tokens again, as
@@ -84,7 +85,7 @@ def trace_step(model: Model, workload: Workload, selects_again: bool = False) ->
     with (
         jax.sharding.use_abstract_mesh(mesh), _without_optimization(), one_block_of_tokens(),
         mark_attention(model.is_decoder), mark_experts(workload.expert_load_spread), mark_conversions(),
-        mark_sparse_attention(),
+        mark_sparse_attention(), mark_block_attention(),
     ):  # fmt: skip
         jaxpr = jax.make_jaxpr(step)(arrays)
     _check_names(workload.checkpoint_policy.names, {*_activation_names(jaxpr.jaxpr)})

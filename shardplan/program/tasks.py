@@ -12,8 +12,10 @@ from shardplan.hardware import CollectiveKind
 from shardplan.plan.mapping import MeshAxes
 from shardplan.program.live_buffers import ProgramPoint
 from shardplan.program.marked.attention_kind import AttentionKind
+from shardplan.program.marked.block_attention_kind import BlockAttentionKind
 from shardplan.program.marked.expert_kind import ExpertKind
 from shardplan.program.named_arrays import Dim, TracedArray, is_scores, score_length, score_positions
+from shardplan.program.task_axes import AttentionAxes, ExpertAxes
 
 
 class TaskKind(StrEnum):
@@ -37,6 +39,8 @@ class TaskKind(StrEnum):
     """A block of routed experts, or its gradient."""
     SPARSE_ATTENTION = "sparse attention"
     """A call of Native Sparse Attention, or its gradient."""
+    BLOCK_ATTENTION = "attention to given blocks"
+    """A call of `attend_to_blocks`, or its gradient."""
     CONVERSION = "conversion"
     """The conversion of a weight kept as stored: its codes are gathered, and each device computes its numbers."""
     HOST_COPY = "host copy"
@@ -92,6 +96,8 @@ class Task:
     that the gradients' kernels compute it."""
     experts: ExpertKind | None = None
     """For a block of routed experts, and for its gradient: its kind."""
+    blocks: BlockAttentionKind | None = None
+    """For a call of `attend_to_blocks`, and for its gradient: its kind."""
     layer_flops: float = 0.0
     """For a block of routed experts and its gradient: FLOPs of its layer's other matmuls in one execution, over all
     devices. For a host copy in a loop: FLOPs of the matmuls in the loop's body that hide it."""
@@ -188,12 +194,12 @@ class Task:
 
     @cached_property
     def is_sparse_gradient(self) -> bool:
-        """For Native Sparse Attention: whether the task computes its gradient."""
-        return len(self.results) > 2
+        """For Native Sparse Attention and attention to given blocks: whether the task computes the gradient."""
+        return len(self.results) > (3 if self.blocks is None else 1)
 
     @property
     def sparse_queries(self) -> TracedArray:
-        """For Native Sparse Attention: the queries, {batch, position, groups, heads of a group, channels}."""
+        """The queries of either, {batch, position, groups, heads of a group, channels}."""
         return self.operands[1 if self.is_sparse_gradient else 0]
 
     @property
@@ -205,32 +211,6 @@ class Task:
 def sums_over_queries(contracted: Dim, result: TracedArray) -> bool:
     """Return whether an attention matmul sums over queries for every key position, as key gradients do."""
     return any(name in result.axes for name, _ in contracted)
-
-
-@dataclass(frozen=True)
-class AttentionAxes:
-    """Names of the logical axes of one kind of attention."""
-
-    heads: tuple[str, ...]
-    """Axes that number query heads in scores, major to minor; keys have the first one."""
-    flat_heads: str
-    """Axis that numbers query heads in the output projection: `heads`, flattened to one axis."""
-    head_size: str
-
-    @property
-    def unsharded_in_kernels(self) -> tuple[str, ...]:
-        """Axes that must be unsharded on a device for Levanter's splash attention, however they are sharded outside."""
-        return (*self.heads[1:], self.head_size)
-
-
-class ExpertAxes(NamedTuple):
-    """Names of the logical axes of the weights of one kind of block of experts."""
-
-    experts: str
-    embed: str
-    """Axis of a token's elements."""
-    mlp: str
-    """Axis of a hidden state's elements."""
 
 
 class PointLabel(NamedTuple):

@@ -17,7 +17,6 @@ from jax.extend import core as jex
 from jax.interpreters import partial_eval
 from jax.lax import GatherScatterMode
 
-from shardplan.model.gradient_checkpointing.activation_names import ActivationName
 from shardplan.program.marked.marked_conversions import CONVERSION
 from shardplan.program.named_arrays import Dim, TracedArray, adopt_names, dims_of_spec, shape_of, size_of
 from shardplan.program.naming.axis_naming import AxisNaming, itemsize_of
@@ -35,12 +34,6 @@ EXCHANGES = (
     "slices, sorts and scans along batch or positions, of which the exchange along a sharded axis is not counted"
 )
 """Text in a plan on a program that moves elements of activations along batch or positions."""
-GIVEN_BLOCKS = "attend_to_blocks"
-"""Named scope of attention to blocks that a rule selects."""
-DENSE_BLOCKS = (
-    f"calls of {GIVEN_BLOCKS}, counted as dense operations that the compiler partitions: estimates are too low"
-)
-"""Text in a plan on a program with such attention."""
 
 
 class ArrayClass(StrEnum):
@@ -187,8 +180,6 @@ class _Tracer:
         if name == CONVERSION:
             return [self.trace_conversion(equation, operands[0], out, label)]
         primitive = find_primitive(name)
-        if GIVEN_BLOCKS in label and equation.params.get("name") == ActivationName.SELECTED_BLOCKS:
-            self.approximations[DENSE_BLOCKS] += 1
         if primitive.approximation is not None and not _is_choice_of_platform(equation):
             self.approximations[primitive.approximation] += 1
         called = _called_jaxpr(equation)

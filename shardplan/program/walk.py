@@ -19,6 +19,7 @@ from shardplan.program.make_task import attention_kind, make_task
 from shardplan.program.marked.attention_kind import AttentionKind
 from shardplan.program.marked.expert_kind import ExpertKind
 from shardplan.program.marked.marked_attention import without_mark
+from shardplan.program.marked.marked_blocks import BLOCK_GRADIENT
 from shardplan.program.marked.marked_sparse import SPARSE_GRADIENT
 from shardplan.program.named_arrays import TracedArray, is_scores
 from shardplan.program.operations import Operation, OperationKind, stacked_axes
@@ -116,11 +117,10 @@ class _Sequence:
         self.held = hold_for_gradients(fusion)
         self._live_buffers: dict[int, LiveBuffer] = {}
         self._log_sums = dict[int, LiveBuffer]()
-        """Stack of contexts of attention -> the log-sum-exp that is kept with it."""
+        """Stack of outputs of attention -> the log-sum-exp that is kept with it."""
         for operation in fusion.operations:
             if operation.kind == OperationKind.LOOP:
-                for stack, array in log_sums(operation, self.arrays).items():
-                    self._log_sums[stack] = LiveBuffer(BufferRole.LOG_SUM_EXP, array)
+                self._log_sums |= log_sums(operation, self.arrays)
         self.used_weights: set[str] = set()
         """Parameters that a matmul has used so far."""
         self.hoisted = frozenset[int]()
@@ -371,6 +371,10 @@ class _Sequence:
             is_gradient = operation.primitive == SPARSE_GRADIENT
             role = BufferRole.SPARSE_GRADIENT if is_gradient else BufferRole.SPARSE_ATTENTION
             yield make(role, operands[is_gradient], attention=operation.sparse)
+        if operation.blocks is not None:
+            is_gradient = operation.primitive == BLOCK_GRADIENT
+            role = BufferRole.BLOCK_GRADIENT if is_gradient else BufferRole.BLOCK_ATTENTION
+            yield replace(make(role, operands[is_gradient]), blocks=operation.blocks)
         if operation.kind == OperationKind.CONVERSION:
             # the codes of one layer, out of the stack of all, and gathered
             yield make(BufferRole.LIVE, replace(operands[0], weight=None, is_local=True))

@@ -44,6 +44,7 @@ from shardplan.plan.pins import Rules
 from shardplan.positions.sequence_order import SequenceOrder
 from shardplan.program.layer_flops import CopyWindow, copy_window
 from shardplan.program.live_buffers import ProgramPoint
+from shardplan.program.marked.block_attention_kind import BlockAttentionKind
 from shardplan.program.named_arrays import MajorAxes
 from shardplan.program.tasks import Step, Task, TaskKind
 from shardplan.program.variants.kept_activations import KeptActivations, Option
@@ -187,7 +188,19 @@ class Space:
             | {attention.head_size for attention in self.step.attention_axes}
             | {block.embed for block in self.step.expert_blocks}
             | self.step.sparse_axes
+            | self._channels_of_blocks
         )
+
+    @cached_property
+    def _channels_of_blocks(self) -> frozenset[str]:
+        """Logical axes of channels and of numbers of blocks, which `attend_to_blocks` needs unsharded."""
+        operands = (array for task in self.step.tasks if task.blocks is not None for array in task.operands)
+        return frozenset(name for array in operands for name, _ in array.dims[-1] if isinstance(name, str))
+
+    @cached_property
+    def block_kinds(self) -> tuple[BlockAttentionKind, ...]:
+        """The kinds of calls of `attend_to_blocks`."""
+        return tuple(dict.fromkeys(task.blocks for task in self.step.tasks if task.blocks is not None))
 
     @cached_property
     def minor_axes(self) -> frozenset[str]:
@@ -353,7 +366,14 @@ class Space:
 
         Over several mesh axes this is the hybrid, with Ulysses on the last one and the ring on the others. Keys are
         gathered over several mesh axes only if a pin or the step allows no other strategy.
+
+        There are none where a block of `attend_to_blocks` would be on two devices.
         """
+        length, devices = self.sizes[self.position], mesh_size(mesh, position_axes)
+        if devices > 1 and not all(
+            can_shard_positions(kind, length, devices, kind.layout) for kind in self.block_kinds
+        ):
+            return []
         if any(kind.sparse for kind in self.step.attention_kinds):
             return self._methods_with_sparse(mesh, position_axes)
         if not position_axes or not self.methods:

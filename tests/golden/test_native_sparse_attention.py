@@ -16,7 +16,7 @@ from shardplan.decoder.parts.attention.sparse import device_branches
 from shardplan.decoder.parts.attention.sparse.branches.compressed_branch import importance_of
 from shardplan.decoder.parts.attention.sparse.branches.selected_branch import attend_to_selected
 from shardplan.decoder.parts.attention.sparse.branches.selection import select
-from shardplan.decoder.parts.attention.sparse.statistics import SelectionSums, add_sums, closed_form, figures
+from shardplan.decoder.parts.attention.sparse.statistics import closed_form, figures
 from shardplan.model.gradient_checkpointing.activation_names import ActivationName
 from shardplan.runtime.private_jax import scan_counts
 
@@ -146,17 +146,6 @@ def test_statistics(method):
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         np.testing.assert_allclose(found[name], value, rtol=1e-5, err_msg=name)
-    both = figures(layer.config, add_sums(sums, sums))
-    assert both["rows"] == 2 * found["rows"]
-    for name in expected.keys() - {"rows"}:
-        np.testing.assert_allclose(both[name], found[name], rtol=1e-6, err_msg=name)
-
-
-def test_sums_of_other_lengths():
-    """Of rows that have fewer keys, none is at the maximum."""
-    sums = SelectionSums(*np.ones(len(SelectionSums._fields), np.int32))
-    added = add_sums(sums._replace(k_max=np.int32(3)), sums._replace(k_max=np.int32(5), rows_at_max=np.int32(2)))
-    assert (int(added.k_max), int(added.rows_at_max), int(added.rows)) == (5, 2, 2)
 
 
 def test_importance_is_equation_9():

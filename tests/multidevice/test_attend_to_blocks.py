@@ -5,9 +5,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from block_steps import block_step, block_tasks, sharding
 from sparse_attention_cases import GATHERED, KERNEL, LONG, Case, positions
+from test_native_sparse_attention_traffic import received_by_shape
 
 from shardplan.attention import attend_to_blocks
+from shardplan.cost.gspmd import device_cost
 from shardplan.errors import ConfigError
 from shardplan.model.gradient_checkpointing.activation_names import ActivationName
 
@@ -202,3 +205,40 @@ def test_refused_shardings(case, message):
     with pytest.raises(ConfigError) as raised:
         case.run(lambda: attend(case, *arrays, jnp.zeros((*arrays[0].shape[:3], CHOSEN), int)))
     assert str(raised.value) == f"attend_to_blocks: {message}"
+
+
+TRAFFIC_CASES = {
+    **{name: CASES[name] for name in ("positions 2", "groups 2, batch 2", "replicated", "mixed 8")},
+    "heads 2": (Case({"data": 2, "model": 2}, {"batch": "data", "q_heads_per_group": "model"}, 40, batch=2), 2),
+    "unsharded": (Case({"data": 2}, {}, 40), 1),
+}
+
+
+@pytest.mark.parametrize(("case", "heads"), TRAFFIC_CASES.values(), ids=TRAFFIC_CASES)
+def test_plans_price_the_transfers_of_the_compiled_program(case, heads):
+    """A forward pass with its gradients: bytes that a device receives, by kind of collective."""
+    arrays = inputs_of(case, heads)[:3]
+
+    def compile_program():
+        own = ("q_heads_per_group", "head_size"), ("head_size",), ("value_head_size",)
+        inputs = [hax.shard(named(jnp.asarray(x, jnp.float32), *axes)) for x, axes in zip(arrays, own, strict=True)]
+        blocks = jnp.zeros((*arrays[0].shape[:3], CHOSEN), int)
+
+        def loss(*inputs):
+            output = attend(case, *(x.array for x in inputs), blocks)
+            return (output * inputs[0].array[..., :VALUE_SIZE]).sum()
+
+        return jax.jit(jax.grad(loss, (0, 1, 2))).lower(*inputs).compile().as_text()
+
+    devices = int(np.prod([*case.mesh.values()]))
+    received = {}
+    for (kind, _), size in received_by_shape(case.run(compile_program), devices).items():
+        received[kind] = received.get(kind, 0) + size.max()
+    step = block_step(
+        arrays[0].shape, VALUE_SIZE, CHOSEN, jnp.float32, True, BLOCK, case.method, layout=case.layout
+    )  # fmt: skip
+    priced = {}
+    for task in block_tasks(step):
+        for traffic in device_cost(task, sharding(case.mesh, case.mapping, scatters_over_slice=True)).traffic:
+            priced[traffic.kind.value] = priced.get(traffic.kind.value, 0) + traffic.bytes
+    assert priced == pytest.approx(received)

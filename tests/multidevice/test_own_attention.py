@@ -18,6 +18,7 @@ from own_model import OwnModel
 from shardplan import load_config, make_plan
 from shardplan.attention import Method, SequenceLayout, restore_order, shard_sequence, with_sequence_parallel
 from shardplan.attention.sequence import sequence_activations
+from shardplan.errors import InfeasibleError
 from shardplan.execution.device_mesh import make_mesh
 from shardplan.execution.specialize import specialize
 from shardplan.execution.step_program import step_program
@@ -36,6 +37,20 @@ def expected_losses(model, tokens):
     return -np.take_along_axis(normalised, tokens[:, 1:, None], -1)[..., 0]
 
 
+def config_of(folder, own_class, length, setting, **sections):
+    sizes = {"positions": length, "width": 32, "depth": 2, **setting}
+    (folder / "config.json").write_text(json.dumps({"model_type": "own_model", "vocab_size": 40, **sizes}))
+    return load_config(
+        model={
+            "config": str(folder / "config.json"),
+            "levanter_class": f"{own_class.__module__}:{own_class.__name__}",
+        },
+        hardware={"slice": "cpu-8"},
+        workload={"batch": 2, "position": length, "param_dtype": "float32", "compute_dtype": "float32"},
+        **sections,
+    )
+
+
 POSITIONS = ["position=data"], {"data": 4, "replica": 2}
 HEADS = ["kv_head=model"], {"model": 2, "data": 2, "replica": 2}
 
@@ -52,22 +67,9 @@ HEADS = ["kv_head=model"], {"model": 2, "data": 2, "replica": 2}
 )
 def test_sharded_as_planned(tmp_path, own_class, setting, pins, mesh):
     """Attention to blocks follows the mapping of the plan, and needs no strategy."""
-    sizes = {"positions": LENGTH, "width": 32, "depth": 2, **setting}
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "own_model", "vocab_size": 40, **sizes}))
-    config = load_config(
-        model={
-            "config": str(tmp_path / "config.json"),
-            "levanter_class": f"{own_class.__module__}:{own_class.__name__}",
-        },
-        hardware={"slice": "cpu-8"},
-        workload={"batch": 2, "position": LENGTH, "param_dtype": "float32", "compute_dtype": "float32"},
-        pin=pins,
-        mesh=mesh,
-    )
+    config = config_of(tmp_path, own_class, LENGTH, setting, pin=pins, mesh=mesh)
     plan = make_plan(config)
     assert (plan.attention.strategy != Strategy.NONE) == (own_class is OwnAttentionConfig)
-    is_too_low = any("calls of attend_to_blocks, counted as dense" in reason for reason in plan.search.reasons)
-    assert is_too_low == (own_class is OwnBlockConfig)
     planned = specialize(model_from_config(config), plan)
     plain = planned.config.model_type.init(hax.Axis("vocab", 40), planned.config, key=jax.random.PRNGKey(1))
     program = step_program(planned, plan, make_mesh(plan))
@@ -83,6 +85,13 @@ def test_sharded_as_planned(tmp_path, own_class, setting, pins, mesh):
     ]
     losses = np.asarray(program.compile({})(module, *inputs).array)
     np.testing.assert_allclose(losses[:, :-1], expected_losses(plain, tokens), rtol=2e-5)
+
+
+def test_no_plan_divides_a_block(tmp_path, raises_message):
+    """Four blocks of eight tokens, which eight devices cannot share."""
+    pins, mesh = ["position=data"], {"data": 8}
+    with raises_message(InfeasibleError):
+        make_plan(config_of(tmp_path, OwnBlockConfig, 32, {"method": "dense_mask"}, pin=pins, mesh=mesh))
 
 
 @pytest.mark.parametrize("kind", ["contiguous", "zigzag"])

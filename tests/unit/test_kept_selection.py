@@ -16,10 +16,12 @@ from levanter.layers.attention import AttentionMask
 from levanter.models.lm_model import LmExample
 
 from shardplan.cost.sharding import ShardingAssignment
+from shardplan.cost.sparse.stage import StageName
 from shardplan.cost.sparse.stages import CHOICE_PASSES, sparse_stages
 from shardplan.cost.sparse.work import work_of
 from shardplan.decoder.config import DecoderConfig
 from shardplan.model.registry import build_model
+from shardplan.plan.attention_plan import AttentionPlan, SparseKernel
 from shardplan.plan.workload.checkpointing import CheckpointPolicy
 from shardplan.plan.workload.workload import Workload
 from shardplan.program.operations import all_operations
@@ -95,28 +97,56 @@ def test_the_priced_program_is_that_of_the_layers(text):
     assert facts(build_step(with_policy(base, policy))) == facts(expected)
 
 
-def test_a_call_that_is_computed_again_chooses_no_blocks():
-    """Its task has the output alone, and takes less time than the one of the forward pass."""
-    step = plan_step(build_model(dict(KEYS), POSITIONS), training("default"))
-    forward, again, gradient = step.sparse_tasks
-    assert (len(forward.results), len(again.results), gradient.is_sparse_gradient) == (2, 1, True)
-    mesh = {"replica": 1, "data": 1, "model": 1}
-    assignment = ShardingAssignment(mesh, {}, {}, step.merged_axes, step.activation_axes)
-    stages = [sparse_stages(task, work_of(task, assignment)) for task in (forward, again)]
-    (choice,) = Counter(stages[0]) - Counter(stages[1])
+def stages_of(policy, method):
+    """The stages of each call and gradient of a step, in the order of the program, on one device."""
+    step = plan_step(build_model(dict(KEYS), POSITIONS), training(policy))
+    mesh, attention = {"replica": 1, "data": 1, "model": 1}, AttentionPlan(kernel=method)
+    assignment = ShardingAssignment(mesh, {}, {}, step.merged_axes, step.activation_axes, attention=attention)
+    return [sparse_stages(task, work_of(task, assignment)) for task in step.sparse_tasks]
+
+
+COMMON = [StageName.COMPRESSION, StageName.COMPRESSED, StageName.SELECTED, StageName.WINDOW]
+CHOICES = {SparseKernel.KERNEL: {StageName.CHOICE, StageName.IMPORTANCE}}
+
+
+@pytest.mark.parametrize("method", SparseKernel)
+@pytest.mark.parametrize(
+    ("policy", "choosing"),
+    [
+        ("default", [True, False, False]),
+        ("offload_carries", [True, False, False]),
+        ("save_all", [True, False]),
+        # Haliax computes a group of layers again, and then each layer of it
+        ("nested", [True, True, False, False]),
+    ],
+)
+def test_blocks_are_chosen_where_the_program_chooses_them(method, policy, choosing):
+    """In the forward pass; again only under `nested`; and never in a gradient, which is the last."""
+    chosen = CHOICES.get(method, {StageName.CHOICE})
+    for stages, chooses in zip(stages_of(policy, method), choosing, strict=True):
+        names = {stage.name for stage in stages}
+        assert names >= {*COMMON}
+        assert names & {StageName.CHOICE, StageName.IMPORTANCE} == (chosen if chooses else set())
+
+
+def test_the_price_of_a_choice():
+    """A call that is computed again takes less time than the one of the forward pass, by its one stage."""
+    forward, again, gradient = map(Counter, stages_of("default", SparseKernel.DENSE_MASK))
+    (choice,) = forward - again
     blocks = POSITIONS // KEYS["native_sparse_attention"]["selection_block"]
     assert (choice.flops, choice.bytes) == (0.0, CHOICE_PASSES * 4 * LAYERS * BATCH * POSITIONS * GROUPS * blocks)
+    # two passes of all else, because a device computes 128 positions as one chunk
+    assert gradient == Counter(stage.times(2) for stage in again)
 
 
 def test_the_search_keeps_them_under_every_policy():
-    """Nothing is chosen about blocks; a policy that keeps the context computes the attention once."""
+    """Nothing is chosen about blocks, nor about the context: without it attention is computed again all the same."""
     model, workload = build_model(dict(KEYS), POSITIONS), training("default")
     kept = plan_kept_activations(model, workload, False)
     assert kept is not None
     options = {option.policy.names: option for of_activation in kept.activations for option in of_activation}
-    assert ("context",) in options and not any(BLOCKS in names for names in options)
-    _, again, _ = (task.cost_key for task in plan_step(model, workload).sparse_tasks)
-    assert again in dict(options["context",].removed)
+    assert ("query_proj",) in options
+    assert not any(name in names for names in options for name in ("context", BLOCKS))
 
 
 def test_memory_has_the_blocks_of_all_layers():

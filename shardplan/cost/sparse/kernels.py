@@ -28,8 +28,8 @@ from typing import NamedTuple
 
 from shardplan.cost.attention import FLOAT32_BYTES
 from shardplan.cost.sharding import CompilerQuirks
-from shardplan.cost.sparse.stage import Stage
-from shardplan.cost.sparse.work import SparseWork
+from shardplan.cost.sparse.stage import Stage, StageName
+from shardplan.cost.sparse.work import BlockSizes, SelectedWork, SparseWork
 from shardplan.decoder.parts.attention.sparse.config import NativeSparseConfig
 from shardplan.decoder.parts.attention.sparse.kernels.attention_gradients import key_ranges
 from shardplan.decoder.parts.attention.sparse.kernels.compressed_tiles import CompressedTiles
@@ -78,7 +78,7 @@ def kernel_obstacle(config: NativeSparseConfig, quirks: CompilerQuirks) -> str |
     return "they are for TPUs" if quirks.plain_attention else kernel_refusal("selection_block", config.selection_block)
 
 
-def mean_union(config: NativeSparseConfig, queries: int, length: int) -> float:
+def mean_union(config: BlockSizes, queries: int, length: int) -> float:
     """Return the mean number of blocks in the union of a tile of `queries` neighbours, an assumption (`NEW_BLOCKS`).
 
     >>> paper = NativeSparseConfig(2560, 4, 16, 192, 128, 32, 16, 64, 16, 512)
@@ -91,21 +91,31 @@ def mean_union(config: NativeSparseConfig, queries: int, length: int) -> float:
     return limit - limit * (limit - 1) / (2 * blocks)
 
 
-def kernel_stages(work: SparseWork, is_gradient: bool) -> Iterator[Stage]:
-    """Yield the stages of all kernels of a call, or of its gradient."""
-    union = mean_union(work.config, selected_tiles(work).queries, work.parts.length)
-    yield Stage(0.0, TABLE_PASSES * _table_bytes(work))
-    yield from compressed_stages(work, is_gradient)
-    yield from selected_stages(work, union, is_gradient)
+def kernel_stages(work: SparseWork, is_gradient: bool, selects: bool) -> Iterator[Stage]:
+    """Yield the stages of all kernels of a call, or of its gradient.
+
+    Args:
+        selects: whether a call chooses blocks, by their importance.
+    """
+    stages = compressed_stages(work, is_gradient)
+    yield from (stage for stage in stages if selects or stage.name is not StageName.IMPORTANCE)
+    yield from selected_kernel_stages(work, is_gradient)
     yield from window_stages(work, is_gradient)
 
 
-def selected_tiles(work: SparseWork) -> QueryTiles:
+def selected_kernel_stages(work: SelectedWork, is_gradient: bool) -> Iterator[Stage]:
+    """Yield the stages of the selected branch, or of its gradient: the tables of tiles, and the kernel."""
+    union = mean_union(work.config, selected_tiles(work).queries, work.parts.length)
+    yield Stage(StageName.TABLES, 0.0, TABLE_PASSES * _table_bytes(work))
+    yield from selected_stages(work, union, is_gradient)
+
+
+def selected_tiles(work: SelectedWork) -> QueryTiles:
     """Return the tiles of the selected branch, and of the gradients of the compressed branch."""
     return QueryTiles.of(work.config.selection_block, round(work.positions), work.config.heads_per_group)
 
 
-def selected_stages(work: SparseWork, union: float, is_gradient: bool) -> Iterator[Stage]:
+def selected_stages(work: SelectedWork, union: float, is_gradient: bool) -> Iterator[Stage]:
     """Yield the kernel of the selected branch, or of its gradients.
 
     Args:
@@ -117,14 +127,15 @@ def selected_stages(work: SparseWork, union: float, is_gradient: bool) -> Iterat
     if is_gradient:
         ranges = selected_ranges(work)
         steps = number * ranges * math.ceil(keys / (GRADIENT_KEYS * ranges)) * rows
-        yield _gradient_stage(work, SELECTED_GRADIENTS, scores, steps, ranges)
+        yield _gradient_stage(StageName.SELECTED, work, SELECTED_GRADIENTS, scores, steps, ranges)
         return
     steps = number * math.ceil(keys / SELECTED_KEYS)
     copied = steps * SELECTED_KEYS * work.channels * work.itemsize / HBM_EFFICIENCY
-    yield Stage(2 * scores * work.channels, copied, _cycles(SELECTED, steps * rows, number))
+    flops, cycles = 2 * scores * work.channels, _cycles(SELECTED, steps * rows, number)
+    yield Stage(StageName.SELECTED, flops, copied, cycles)
 
 
-def selected_ranges(work: SparseWork) -> int:
+def selected_ranges(work: SelectedWork) -> int:
     """Return the ranges of keys of the gradients of the selected branch."""
     block = work.config.selection_block
     return key_ranges(work.core_memory, work.parts.length, block, work.channels, work.itemsize)
@@ -139,14 +150,19 @@ def compressed_stages(work: SparseWork, is_gradient: bool) -> Iterator[Stage]:
         steps = work.heads * tiles.per_sequence * _visible_chunks(work, math.ceil(keys / GRADIENT_KEYS))
         scores = steps * tiles.rows * GRADIENT_KEYS
         ranges = key_ranges(work.core_memory, keys, LANES, work.channels, work.itemsize)
-        yield _gradient_stage(work, COMPRESSED_GRADIENTS, scores, steps * tiles.rows / TILE_ROWS, ranges)
+        steps_of_rows = steps * tiles.rows / TILE_ROWS
+        yield _gradient_stage(StageName.COMPRESSED, work, COMPRESSED_GRADIENTS, scores, steps_of_rows, ranges)
         return
     number = work.heads * sizes.tiles.per_sequence
     scores = number * _visible_chunks(work, sizes.chunks) * sizes.tiles.rows * sizes.chunk
     steps = scores / (DENSE_ROWS * COMPRESSED_KEYS)
-    for cycles, factor in ((COMPRESSED, work.channels), (IMPORTANCE, config.key_size)):
+    kernels = (
+        (StageName.COMPRESSED, COMPRESSED, work.channels),
+        (StageName.IMPORTANCE, IMPORTANCE, config.key_size),
+    )
+    for name, cycles, factor in kernels:
         in_all = _cycles(cycles, steps, number * sizes.chunks) + cycles.tile * number
-        yield Stage(2 * scores * factor, 0.0, in_all)
+        yield Stage(name, 2 * scores * factor, 0.0, in_all)
 
 
 def _visible_chunks(work: SparseWork, chunks: int) -> float:
@@ -156,7 +172,9 @@ def _visible_chunks(work: SparseWork, chunks: int) -> float:
     return chunks * (1 - 1 / (2 * devices)) + 0.5
 
 
-def _gradient_stage(work: SparseWork, cycles: Cycles, scores: float, steps: float, ranges: int) -> Stage:
+def _gradient_stage(
+    name: StageName, work: SelectedWork, cycles: Cycles, scores: float, steps: float, ranges: int
+) -> Stage:
     """Return the stage of the kernel of gradients.
 
     Args:
@@ -168,13 +186,14 @@ def _gradient_stage(work: SparseWork, cycles: Cycles, scores: float, steps: floa
     of_keys, of_values = GRADIENT_PRODUCTS
     row_bytes = work.channels * work.itemsize + 2 * config.key_size * _carry_itemsize(work, ranges)
     return Stage(
+        name,
         2 * scores * (of_keys * config.key_size + of_values * config.value_size),
         number * tiles.rows * row_bytes / HBM_EFFICIENCY,
         _cycles(cycles, steps, number),
     )
 
 
-def _carry_itemsize(work: SparseWork, ranges: int) -> int:
+def _carry_itemsize(work: SelectedWork, ranges: int) -> int:
     """Return the bytes per element of the accumulated dq: float32 if several ranges are summed."""
     return work.itemsize if ranges == 1 else FLOAT32_BYTES
 
@@ -189,7 +208,7 @@ def window_stages(work: SparseWork, is_gradient: bool) -> Iterator[Stage]:
 
     def stage(cycles: Cycles, pairs: float, others: float, factor: int) -> Stage:
         scores = pairs * sizes.tiles.rows * BLOCK
-        return Stage(2 * scores * factor, 0.0, _cycles(cycles, pairs * rows, others))
+        return Stage(StageName.WINDOW, 2 * scores * factor, 0.0, _cycles(cycles, pairs * rows, others))
 
     if not is_gradient:
         yield stage(WINDOW, pairs, pairs, channels)
@@ -200,21 +219,35 @@ def window_stages(work: SparseWork, is_gradient: bool) -> Iterator[Stage]:
 
 
 def kernel_bytes(work: SparseWork, is_gradient: bool) -> float:
-    """Return the bytes that kernels need beside keys, outputs and importance; key gradients count as the keys'.
+    """Return the bytes that all kernels need beside keys, outputs and importance.
 
-    These are the tables of tiles, as long as the largest possible union; log-sum-exp of three branches, and for
-    gradients sums beside it; keys and values in the type of queries; and dq in float32, if it is a sum of ranges.
+    The kernels of compressed blocks and of windows need log-sum-exp and keys as that of the selected branch does.
     """
-    rows = work.rows * work.config.heads_per_group
-    log_sums, carry = 3 * FLOAT32_BYTES * rows, 0.0
-    if is_gradient:
-        log_sums *= 2
-        carry = FLOAT32_BYTES * rows * work.config.key_size if selected_ranges(work) > 1 else 0.0
-    keys = work.heads * (work.parts.length + work.positions + work.compressed_blocks)
-    return _table_bytes(work) + log_sums + carry + keys * work.channels * work.itemsize
+    keys = work.heads * (work.positions + work.compressed_blocks)
+    others = 2 * _log_sum_bytes(work, is_gradient) + keys * work.channels * work.itemsize
+    return selected_kernel_bytes(work, is_gradient) + others
 
 
-def _table_bytes(work: SparseWork) -> float:
+def selected_kernel_bytes(work: SelectedWork, is_gradient: bool) -> float:
+    """Return the bytes that the kernel of the selected branch needs beside keys and outputs.
+
+    These are the tables of tiles, as long as the largest possible union; log-sum-exp, and for gradients sums beside it;
+    keys and values in the type of queries, whose gradients count as theirs; and dq in float32, if it is a sum of
+    ranges.
+    """
+    rows, carry = work.rows * work.config.heads_per_group, 0.0
+    if is_gradient and selected_ranges(work) > 1:
+        carry = FLOAT32_BYTES * rows * work.config.key_size
+    keys = work.heads * work.parts.length * work.channels * work.itemsize
+    return _table_bytes(work) + _log_sum_bytes(work, is_gradient) + carry + keys
+
+
+def _log_sum_bytes(work: SelectedWork, is_gradient: bool) -> float:
+    """Return the bytes of the log-sum-exp of a branch, and for gradients of the sums beside it."""
+    return (2 if is_gradient else 1) * FLOAT32_BYTES * work.rows * work.config.heads_per_group
+
+
+def _table_bytes(work: SelectedWork) -> float:
     """Return the bytes of the tables of tiles: a number and member bits per block of the largest possible union."""
     tiles = selected_tiles(work)
     union = min(work.config.selection_blocks(work.parts.length), tiles.queries * work.config.selected)

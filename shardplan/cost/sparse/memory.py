@@ -1,38 +1,69 @@
-"""The memory of Native Sparse Attention on one device, beyond its operands and results. Pure."""
+"""The memory of Native Sparse Attention and of `attend_to_blocks` on one device, beyond operands and results. Pure."""
 
 from typing import assert_never
 
 from shardplan.cost.attention import FLOAT32_BYTES
 from shardplan.cost.sharding import ShardingAssignment
-from shardplan.cost.sparse.kernels import kernel_bytes
-from shardplan.cost.sparse.work import SparseWork, sparse_work
+from shardplan.cost.sparse.kernels import kernel_bytes, selected_kernel_bytes
+from shardplan.cost.sparse.work import SelectedWork, SparseWork, given_block_work, sparse_work
 from shardplan.plan.attention_plan import SparseKernel
 from shardplan.program.live_buffers import BufferRole, LiveBuffer
+from shardplan.program.marked.marked_sparse import BRANCHES
 
 KEPT_OF_GRADIENT = 3
 """Arrays that a gradient holds for each array that the forward pass keeps until it adds the branches: the array
-computed again, its gradient, and the sum's gradient."""
+computed again, its gradient, and the sum's gradient. Outputs of branches, which the gradient reads, have the latter
+two."""
 
 
 def sparse_buffer_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
     """Return the bytes of a call's buffers while it runs, beyond its operands and results.
 
-    These are the float32 keys and values of the sequence, rotated queries, the outputs of branches, the importance of
-    blocks, and the scores and gathered rows of one chunk of queries, or what kernels need. A gradient has gradients of
-    them, too; those of gathered rows are added up at once. docs/log.md compares it with XLA's temporaries.
+    These are the float32 keys and values of the sequence, rotated queries, the importance of blocks, the float32 sum,
+    and the scores and gathered rows of one chunk of queries, or what kernels need. A gradient has gradients of them and
+    of the outputs of branches, too; those of gathered rows are added up at once. docs/log.md compares it with XLA's
+    temporaries.
     """
     assert buffer.attention is not None
     work = sparse_work(buffer.attention, buffer.array, assignment)
     is_gradient = buffer.role is BufferRole.SPARSE_GRADIENT
-    keys, kept = _keys_bytes(work), _kept_bytes(work)
+    keys, kept = _float32_bytes(work, work.parts.length + work.compressed_blocks), _kept_bytes(work)
     if is_gradient:
-        keys, kept = 2 * keys, KEPT_OF_GRADIENT * kept
+        keys = 2 * keys
+        kept = KEPT_OF_GRADIENT * kept + (KEPT_OF_GRADIENT - 1) * _output_bytes(work)
     if work.method is SparseKernel.KERNEL:
         return keys + kept + kernel_bytes(work, is_gradient)
-    return keys + kept + (2 if is_gradient else 1) * _score_bytes(work) + _gathered_bytes(work)
+    most_keys = max(work.selected_keys, work.compressed_blocks, work.window_keys)
+    return keys + kept + _chunk_bytes(work, most_keys, is_gradient)
 
 
-def _gathered_bytes(work: SparseWork) -> float:
+def given_block_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
+    """Return the bytes of the buffers of a call of `attend_to_blocks` while it runs, beyond its operands and results.
+
+    These are what the selected branch of Native Sparse Attention needs: the float32 keys and values of the sequence,
+    and the scores and gathered rows of one chunk of queries, or what the kernel needs. A gradient has gradients of
+    them, too.
+    """
+    assert buffer.blocks is not None
+    work = given_block_work(buffer.blocks, buffer.array, assignment)
+    is_gradient = buffer.role is BufferRole.BLOCK_GRADIENT
+    return selected_branch_bytes(work, is_gradient)
+
+
+def selected_branch_bytes(work: SelectedWork, is_gradient: bool) -> float:
+    """Return the bytes that attention to selected blocks needs while it runs, beyond its operands and results."""
+    keys = (2 if is_gradient else 1) * _float32_bytes(work, work.parts.length)
+    if work.method is SparseKernel.KERNEL:
+        return keys + selected_kernel_bytes(work, is_gradient)
+    return keys + _chunk_bytes(work, work.selected_keys, is_gradient)
+
+
+def _chunk_bytes(work: SelectedWork, keys: float, is_gradient: bool) -> float:
+    """Return the bytes of a chunk of queries that XLA computes: scores of `keys` keys, and gathered rows."""
+    return (2 if is_gradient else 1) * _score_bytes(work, keys) + _gathered_bytes(work)
+
+
+def _gathered_bytes(work: SelectedWork) -> float:
     """Return the bytes of rows gathered for a chunk of queries, in float32 and in a narrower type of queries."""
     assert work.method is not SparseKernel.KERNEL
     match work.method:
@@ -46,22 +77,26 @@ def _gathered_bytes(work: SparseWork) -> float:
             assert_never(work.method)
 
 
-def _score_bytes(work: SparseWork) -> float:
-    """Return the bytes of the float32 scores and weights of a chunk, in the branch with most of them."""
+def _score_bytes(work: SelectedWork, keys: float) -> float:
+    """Return the bytes of the float32 scores and weights of a chunk of queries with `keys` keys each."""
     heads = work.sequences * work.chunk * work.groups * work.config.heads_per_group
-    return 2 * FLOAT32_BYTES * heads * max(work.selected_keys, work.compressed_blocks, work.window_keys)
+    return 2 * FLOAT32_BYTES * heads * keys
 
 
-def _keys_bytes(work: SparseWork) -> float:
-    """Return the bytes of the float32 keys and values of a sequence: of all tokens, and of compressed blocks."""
-    rows = work.sequences * work.groups * (work.parts.length + work.compressed_blocks)
-    return FLOAT32_BYTES * rows * work.channels
+def _float32_bytes(work: SelectedWork, keys: float) -> float:
+    """Return the bytes of `keys` float32 keys and values of every sequence and group."""
+    return FLOAT32_BYTES * work.sequences * work.groups * keys * work.channels
 
 
 def _kept_bytes(work: SparseWork) -> float:
-    """Return the bytes kept until the branches are added: rotated queries, outputs, importance, and the sum."""
+    """Return the bytes kept beside outputs until the branches are added: rotated queries, importance, and the sum."""
     config = work.config
     heads = work.rows * config.heads_per_group
-    queries, outputs = heads * config.key_size * work.itemsize, 3 * heads * config.value_size * work.itemsize
+    queries = heads * config.key_size * work.itemsize
     importance = work.rows * config.selection_blocks(work.parts.length) * FLOAT32_BYTES
-    return queries + outputs + importance + heads * config.value_size * FLOAT32_BYTES
+    return queries + importance + heads * config.value_size * FLOAT32_BYTES
+
+
+def _output_bytes(work: SparseWork) -> float:
+    """Return the bytes of the outputs of all branches."""
+    return BRANCHES * work.rows * work.config.heads_per_group * work.config.value_size * work.itemsize

@@ -1,5 +1,6 @@
 """A stage of Native Sparse Attention: its time is the maximum of matmuls, memory traffic and kernel cycles. Pure."""
 
+from enum import StrEnum
 from typing import NamedTuple
 
 from shardplan.hardware import GENERATIONS, Generation
@@ -10,9 +11,25 @@ SCHEDULED_CORES = 2
 """Number of cores in a device of this generation, which share the tiles of a kernel."""
 
 
+class StageName(StrEnum):
+    """What a stage computes."""
+
+    COMPRESSION = "compression"
+    COMPRESSED = "compressed branch"
+    IMPORTANCE = "importance of blocks"
+    """By a kernel, from scores that it computes again; XLA has it with the compressed branch and the choice."""
+    CHOICE = "choice of blocks"
+    TABLES = "tables of tiles"
+    """For the kernel of the selected branch."""
+    SELECTED = "selected branch"
+    WINDOW = "window branch"
+    MOVED = "operands and results"
+
+
 class Stage(NamedTuple):
     """A stage of a kernel's work, within which matmuls, memory traffic and cycles overlap."""
 
+    name: StageName
     flops: float
     bytes: float
     """Bytes through HBM."""
@@ -21,7 +38,7 @@ class Stage(NamedTuple):
 
     def times(self, factor: float) -> "Stage":
         """Return the stage repeated `factor` times."""
-        return Stage(factor * self.flops, factor * self.bytes, factor * self.cycles)
+        return Stage(self.name, factor * self.flops, factor * self.bytes, factor * self.cycles)
 
     def seconds(self, generation: Generation) -> float:
         """Return the seconds of the stage on one device.

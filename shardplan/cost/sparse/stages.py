@@ -17,17 +17,19 @@ A stage takes the longer of its FLOPs at peak and its bytes at HBM bandwidth. A 
 computes the forward pass again where a device has more than one chunk of queries. XLA computes masked scores too.
 
 By the method of kernels, the three branches are kernels (`shardplan.cost.sparse.kernels`), which compute nothing again
-in chunks. No gradient flows through the choice of blocks, and a call that is computed again has the blocks of the
-forward pass.
+in chunks. The choice of blocks runs where a call has it as a result: in the forward pass, and again only if a policy
+of gradient checkpointing keeps no blocks (`nested`). No gradient flows through it. A call of `attend_to_blocks` has
+the stages of the selected branch alone.
 """
 
 from collections.abc import Iterator
 from typing import assert_never
 
 from shardplan.cost.attention import FLOAT32_BYTES
-from shardplan.cost.sparse.kernels import kernel_stages
-from shardplan.cost.sparse.stage import Stage
-from shardplan.cost.sparse.work import SparseWork
+from shardplan.cost.sharding import ShardingAssignment
+from shardplan.cost.sparse.kernels import kernel_stages, selected_kernel_stages
+from shardplan.cost.sparse.stage import Stage, StageName
+from shardplan.cost.sparse.work import SelectedWork, SparseWork, given_block_work
 from shardplan.decoder.parts.attention.sparse.config import Compression
 from shardplan.decoder.parts.attention.sparse.parts import PositionParts
 from shardplan.plan.attention_plan import SparseKernel
@@ -45,54 +47,76 @@ GRADIENT_PASSES = 2.0
 
 def sparse_stages(task: Task, work: SparseWork) -> tuple[Stage, ...]:
     """Return the stages of all executions of a task."""
-    selects = task.is_sparse_gradient or len(task.results) > 1
-    stages = call_stages(work, task.is_sparse_gradient, selects)
+    has_blocks = len(task.results) > 2
+    stages = call_stages(work, task.is_sparse_gradient, selects=has_blocks)
     return tuple(stage.times(task.executions) for stage in stages)
 
 
 def call_stages(work: SparseWork, is_gradient: bool, selects: bool = True) -> list[Stage]:
-    """Return the stages of one call, or of its gradient.
+    """Return the stages of one call, or of its gradient, which has the blocks of its call.
 
     Args:
         selects: whether a call chooses blocks; one that is computed again for gradients attends to those that are kept.
     """
+    selects = selects and not is_gradient
     if work.method is SparseKernel.KERNEL:
         return [*_stages_of_kernels(work, is_gradient, selects)]
-    factor = GRADIENT_PASSES + (1.0 if work.has_chunks else 0.0) if is_gradient else 1.0
-    return [stage.times(factor) for stage in _forward_stages(work, selects)]
+    return [stage.times(_passes(work, is_gradient)) for stage in _forward_stages(work, selects)]
+
+
+def given_block_stages(task: Task, assignment: ShardingAssignment) -> tuple[Stage, ...]:
+    """Return the stages of all executions of a call of `attend_to_blocks`, or of its gradient."""
+    assert task.blocks is not None
+    work = given_block_work(task.blocks, task.sparse_queries, assignment)
+    stages = selected_branch_stages(work, task.is_sparse_gradient)
+    return tuple(stage.times(task.executions) for stage in stages)
+
+
+def selected_branch_stages(work: SelectedWork, is_gradient: bool) -> list[Stage]:
+    """Return the stages of attention to selected blocks, or of its gradient, without the choice of blocks."""
+    if work.method is SparseKernel.KERNEL:
+        return [*selected_kernel_stages(work, is_gradient)]
+    return [_selected_stage(work).times(_passes(work, is_gradient))]
+
+
+def _passes(work: SelectedWork, is_gradient: bool) -> float:
+    """Return the number of passes of XLA, relative to the forward pass; a chunk is computed again for gradients."""
+    if not is_gradient:
+        return 1.0
+    return GRADIENT_PASSES + (1.0 if work.has_chunks else 0.0)
 
 
 def _forward_stages(work: SparseWork, selects: bool) -> Iterator[Stage]:
     """Yield the stages of the forward pass by XLA."""
     yield _compression_stage(work)
-    yield _attention_stage(work, work.compressed_blocks, COMPRESSED_PASSES)
+    yield _attention_stage(StageName.COMPRESSED, work, work.compressed_blocks, COMPRESSED_PASSES)
     if selects:
         yield _choice_stage(work)
     yield _selected_stage(work)
-    yield _attention_stage(work, work.window_keys, SELECTED_PASSES)
+    yield _attention_stage(StageName.WINDOW, work, work.window_keys, SELECTED_PASSES)
 
 
 def _stages_of_kernels(work: SparseWork, is_gradient: bool, selects: bool) -> Iterator[Stage]:
     """Yield the stages of a call, or of its gradient, whose branches are kernels."""
     yield _compression_stage(work).times(GRADIENT_PASSES if is_gradient else 1.0)
-    if selects and not is_gradient:
+    if selects:
         yield _choice_stage(work)
-    yield from kernel_stages(work, is_gradient)
+    yield from kernel_stages(work, is_gradient, selects)
 
 
 def _choice_stage(work: SparseWork) -> Stage:
     importance = work.rows * work.config.selection_blocks(work.parts.length)
-    return Stage(0.0, CHOICE_PASSES * FLOAT32_BYTES * importance)
+    return Stage(StageName.CHOICE, 0.0, CHOICE_PASSES * FLOAT32_BYTES * importance)
 
 
-def _attention_stage(work: SparseWork, keys: float, passes: float) -> Stage:
+def _attention_stage(name: StageName, work: SelectedWork, keys: float, passes: float) -> Stage:
     """Return the stage of the attention of every query to `keys` keys that are not gathered for each query."""
     scores = work.rows * work.config.heads_per_group * keys
-    return Stage(2 * scores * work.channels, passes * FLOAT32_BYTES * scores)
+    return Stage(name, 2 * scores * work.channels, passes * FLOAT32_BYTES * scores)
 
 
-def _selected_stage(work: SparseWork) -> Stage:
-    stage = _attention_stage(work, work.selected_keys, SELECTED_PASSES)
+def _selected_stage(work: SelectedWork) -> Stage:
+    stage = _attention_stage(StageName.SELECTED, work, work.selected_keys, SELECTED_PASSES)
     assert work.method is not SparseKernel.KERNEL
     match work.method:
         case SparseKernel.GATHERED_BLOCKS:
@@ -114,7 +138,7 @@ def _compression_stage(work: SparseWork) -> Stage:
         elif config.compression is Compression.MLP:
             hidden = config.hidden_size(size)
             flops += 2 * blocks * (config.block * size * hidden + hidden * size)
-    return Stage(flops, 2 * work.itemsize * elements)
+    return Stage(StageName.COMPRESSION, flops, 2 * work.itemsize * elements)
 
 
 def model_flops(task: Task) -> float:
@@ -128,9 +152,25 @@ def model_flops(task: Task) -> float:
     batch, length = (size_of(dim) for dim in task.sparse_queries.dims[:2])
     alone = SparseWork(config, SparseKernel.DENSE_MASK, 2, batch, config.groups, PositionParts(length), (), ())
     compression = _compression_stage(alone)
-    selected, window = min(length, config.selected * config.selection_block), min(length, config.window)
-    # the mean over t of min(t + 1, limit) keys
-    means = [limit - limit * (limit - 1) / (2 * length) for limit in (selected, window)]
-    keys = sum(means) + alone.compressed_blocks / 2
+    keys = _mean_keys(config.selected * config.selection_block, length) + _mean_keys(config.window, length)
+    keys += alone.compressed_blocks / 2
     attention = 2 * alone.rows * config.heads_per_group * keys * alone.channels
     return task.executions * (compression.flops + attention)
+
+
+def given_block_flops(task: Task) -> float:
+    """Return the FLOPs of a call of `attend_to_blocks` over all devices, without scores that masks remove.
+
+    Every query is taken to attend to its own block, and to as many blocks before it as there are.
+    """
+    kind, queries = task.blocks, task.sparse_queries
+    assert kind is not None
+    keys = _mean_keys(kind.selected * kind.selection_block, size_of(queries.dims[1]))
+    rows = queries.elements // kind.key_size
+    return task.executions * 2 * rows * keys * (kind.key_size + kind.value_size)
+
+
+def _mean_keys(limit: int, length: int) -> float:
+    """Return the mean number of keys of a query at t < length that attends to at most `limit` of t + 1 keys."""
+    limit = min(length, limit)
+    return limit - limit * (limit - 1) / (2 * length)

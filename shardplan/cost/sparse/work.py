@@ -1,8 +1,9 @@
-"""One device's part of a call of Native Sparse Attention: its sequences, groups and positions. Pure."""
+"""One device's part of a call of Native Sparse Attention or of `attend_to_blocks`: sequences, groups, positions."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import assert_never
+from math import ceil
+from typing import Protocol, assert_never
 
 from shardplan.cost.sharding import CompilerQuirks, ShardingAssignment
 from shardplan.decoder.parts.attention.sparse.branches.query_chunks import QUERIES_PER_CHUNK
@@ -11,15 +12,43 @@ from shardplan.decoder.parts.attention.sparse.parts import PositionParts
 from shardplan.plan.attention_plan import SparseKernel
 from shardplan.plan.mapping import MeshAxes, mesh_size
 from shardplan.program.marked.attention_kind import AttentionKind
+from shardplan.program.marked.block_attention_kind import BlockAttentionKind
 from shardplan.program.named_arrays import TracedArray, size_of
 from shardplan.program.tasks import Task
 
 
-@dataclass(frozen=True)
-class SparseWork:
-    """One device's work for a forward call of Native Sparse Attention."""
+class BlockSizes(Protocol):
+    """The sizes of attention to selected blocks, as `NativeSparseConfig` has them."""
 
-    config: NativeSparseConfig
+    @property
+    def heads_per_group(self) -> int:
+        """Number of query heads per key head."""
+
+    @property
+    def key_size(self) -> int:
+        """Channels of a head of queries and keys."""
+
+    @property
+    def value_size(self) -> int:
+        """Channels of a head of values."""
+
+    @property
+    def selection_block(self) -> int:
+        """Tokens of a selection block."""
+
+    @property
+    def selected(self) -> int:
+        """Number of blocks that each query attends to."""
+
+    def selection_blocks(self, positions: int) -> int:
+        """Return the number of selection blocks of a sequence."""
+
+
+@dataclass(frozen=True)
+class SelectedWork:
+    """One device's work for attention to selected blocks, in a forward call."""
+
+    config: BlockSizes
     method: SparseKernel
     itemsize: int
     sequences: float
@@ -33,6 +62,8 @@ class SparseWork:
     """Mesh axes that shard positions."""
     core_memory: int = CompilerQuirks().core_memory
     """Bytes of the memory of a core (VMEM), in which kernels keep keys and their gradients."""
+    queries_per_chunk: int = QUERIES_PER_CHUNK
+    """Number of queries that XLA computes at a time."""
 
     @cached_property
     def positions(self) -> float:
@@ -42,12 +73,12 @@ class SparseWork:
     @cached_property
     def chunk(self) -> float:
         """Number of queries in a chunk."""
-        return min(self.positions, QUERIES_PER_CHUNK)
+        return min(self.positions, self.queries_per_chunk)
 
     @cached_property
     def has_chunks(self) -> bool:
         """Whether the device has more than one chunk of queries, so that gradients recompute each chunk."""
-        return self.positions > QUERIES_PER_CHUNK
+        return self.positions > self.queries_per_chunk
 
     @cached_property
     def heads(self) -> float:
@@ -65,16 +96,6 @@ class SparseWork:
         return self.config.key_size + self.config.value_size
 
     @cached_property
-    def compressed_blocks(self) -> int:
-        """Number of compressed blocks of the sequence."""
-        return self.config.compressed_blocks(self.parts.length)
-
-    @cached_property
-    def window_keys(self) -> float:
-        """Number of keys per query in the window branch, masked ones included."""
-        return self.chunk + self.config.window - 1
-
-    @cached_property
     def selected_keys(self) -> int:
         """Number of keys per query in the selected branch, masked ones included; a kernel chooses them per tile."""
         assert self.method is not SparseKernel.KERNEL
@@ -85,6 +106,23 @@ class SparseWork:
                 return self.parts.length
             case _:
                 assert_never(self.method)
+
+
+@dataclass(frozen=True)
+class SparseWork(SelectedWork):
+    """One device's work for a forward call of Native Sparse Attention."""
+
+    config: NativeSparseConfig
+
+    @cached_property
+    def compressed_blocks(self) -> int:
+        """Number of compressed blocks of the sequence."""
+        return self.config.compressed_blocks(self.parts.length)
+
+    @cached_property
+    def window_keys(self) -> float:
+        """Number of keys per query in the window branch, masked ones included."""
+        return self.chunk + self.config.window - 1
 
 
 def work_of(task: Task, assignment: ShardingAssignment) -> SparseWork:
@@ -101,10 +139,7 @@ def sparse_work(kind: AttentionKind, queries: TracedArray, assignment: ShardingA
     """
     assert kind.sparse is not None
     plan = assignment.attention_of(kind)
-    batch_axes, position_axes, group_axes, *_ = (
-        tuple(axis for axis in axes if assignment.mesh[axis] > 1)
-        for axes in assignment.dimension_mesh_axes(queries, assignment.compute)
-    )
+    batch_axes, position_axes, group_axes, *_ = _sharding_of(queries, assignment)
     batch, length = size_of(queries.dims[0]), size_of(queries.dims[1])
     return SparseWork(
         config=kind.sparse,
@@ -117,3 +152,32 @@ def sparse_work(kind: AttentionKind, queries: TracedArray, assignment: ShardingA
         position_axes=position_axes,
         core_memory=assignment.quirks.core_memory,
     )
+
+
+def given_block_work(kind: BlockAttentionKind, queries: TracedArray, assignment: ShardingAssignment) -> SelectedWork:
+    """Return one device's work for a call of `attend_to_blocks`, which may have a part of the heads of each group.
+
+    Args:
+        queries: as in `sparse_work`.
+    """
+    batch_axes, position_axes, group_axes, head_axes, _ = _sharding_of(queries, assignment)
+    batch, length = size_of(queries.dims[0]), size_of(queries.dims[1])
+    heads_per_group = ceil(kind.heads_per_group / mesh_size(assignment.mesh, head_axes))
+    return SelectedWork(
+        config=replace(kind, heads_per_group=heads_per_group),
+        method=kind.method,
+        itemsize=queries.itemsize,
+        sequences=batch / mesh_size(assignment.mesh, batch_axes),
+        groups=kind.groups / mesh_size(assignment.mesh, group_axes),
+        parts=PositionParts(length, mesh_size(assignment.mesh, position_axes), kind.layout),
+        batch_axes=batch_axes,
+        position_axes=position_axes,
+        core_memory=assignment.quirks.core_memory,
+        queries_per_chunk=kind.queries_per_chunk,
+    )
+
+
+def _sharding_of(queries: TracedArray, assignment: ShardingAssignment) -> list[MeshAxes]:
+    """Return the mesh axes of several devices that shard each dimension of queries."""
+    sharding = assignment.dimension_mesh_axes(queries, assignment.compute)
+    return [tuple(axis for axis in axes if assignment.mesh[axis] > 1) for axes in sharding]

@@ -14,8 +14,6 @@ from shardplan.decoder.parts.block import LayerConfig
 from shardplan.decoder.parts.mlp.router import RouterConfig, Scoring
 
 NAMES = ExpertNames(projections=("w1", "w3", "w2"))
-TRAINING_KEYS = ("output_router_logits", "router_aux_loss_coef", "router_jitter_noise")
-"""Keys that affect training alone."""
 
 
 def read(keys: ConfigKeys) -> dict[str, Any]:

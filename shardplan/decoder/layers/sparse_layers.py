@@ -39,6 +39,17 @@ def selected_method(segments: Sequence[Segment]) -> SelectedMethod | None:
     return next((attention.method for attention in sparse_attentions(segments)), None)
 
 
+def position_order(segments: Sequence[Segment]) -> SequenceOrder | None:
+    """Return the order in which layers take positions; None if no layer has Native Sparse Attention, which decides it.
+
+    >>> from shardplan.decoder.config import DecoderConfig
+    >>> from shardplan.model.huggingface.hf_config import read_config
+    >>> position_order(DecoderConfig.from_hf_config(read_config("nsa-125m", None)).segments).value
+    'contiguous'
+    """
+    return next((attention.layout for attention in sparse_attentions(segments)), None)
+
+
 def methods_by_layer(segments: Sequence[Segment]) -> dict[int, SelectedMethod]:
     """Return number of each layer with Native Sparse Attention -> the method that attends to its selected blocks.
 

@@ -39,7 +39,7 @@ class ActivationName(StrEnum):
     recomputed, rounding may select another block, and the gradients belong to another forward pass."""
     CONTEXT = "context"
     """The weighted sum of values, before the output projection. A kernel gives this name to its log-sum-exp as well;
-    otherwise its gradients would compute the sum again."""
+    otherwise its gradients would compute the sum again, as those of Native Sparse Attention do."""
     ATTENTION_OUT = "attn_out"
     """The output of attention, before it is normalised and added to the residual stream."""
     GATE = "gate_proj"

@@ -1,6 +1,7 @@
 """Removes the selected blocks from recomputed calls of Native Sparse Attention, if the forward pass kept them.
 
-Such a call attends to the kept blocks, and selects none. Its operation has the sum of the branches as its only result.
+Such a call attends to the kept blocks, and selects none. Its operation has the other results: the sum of the branches
+and their outputs.
 """
 
 from collections.abc import Iterable
@@ -20,6 +21,6 @@ def without_unread_blocks(operations: Iterable[Operation]) -> tuple[Operation, .
     for operation in operations:
         is_again = operation.primitive == SPARSE_ATTENTION and REMATERIALIZED_SCOPE in operation.label
         if is_again and operation.results[-1] not in read:
-            operation = replace(operation, results=operation.results[:1])
+            operation = replace(operation, results=operation.results[:-1])
         changed.append(operation)
     return tuple(changed)

@@ -24,10 +24,12 @@ from shardplan.program.marked.attention_kind import AttentionKind
 
 SPARSE_ATTENTION = "shardplan_sparse_attention"
 """Name of the primitive of a call. Operands: arrays of `TokenInputs`, then of `GroupInputs`; results: sum of the
-branches, in the queries' type, and selected blocks."""
+branches and their outputs [b, t, g, r, 3, d], in the queries' type, and selected blocks."""
 SPARSE_GRADIENT = "shardplan_sparse_attention_gradient"
-"""Name of the primitive of a call's gradient. Operands: gradient of the sum, operands of the call, selected blocks;
-results: gradients of the operands."""
+"""Name of the primitive of a call's gradient. Operands: gradient of the sum, operands of the call, outputs of branches,
+selected blocks; results: gradients of the operands."""
+BRANCHES = 3
+"""Number of branches of a call."""
 VALUES = 2
 """Index of an operand of a call that has the channels of values."""
 
@@ -57,20 +59,21 @@ def _mark(call: SparseCall) -> Array:
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _compute(kind: AttentionKind, *operands: Array) -> Array:
     """Bind the primitive of a call."""
-    mixed, _ = _attention_p.bind(*operands, kind=kind)
+    mixed, *_ = _attention_p.bind(*operands, kind=kind)
     result: Array = mixed
     return result
 
 
 def _forward(kind: AttentionKind, *operands: Array) -> tuple[Array, Any]:
-    mixed, blocks = _attention_p.bind(*operands, kind=kind)
-    # policies keep the blocks by this name: rounding may select others when a layer is computed again
-    return mixed, (operands, checkpoint_name(blocks, ActivationName.SELECTED_BLOCKS.value))
+    mixed, outputs, blocks = _attention_p.bind(*operands, kind=kind)
+    # policies keep the blocks by this name: rounding may select others when a layer is computed again. The outputs have
+    # no name in the layer, so that a policy that keeps the context computes attention again all the same
+    return mixed, (operands, outputs, checkpoint_name(blocks, ActivationName.SELECTED_BLOCKS.value))
 
 
 def _backward(kind: AttentionKind, kept: Any, gradient: Array) -> tuple[Array, ...]:
-    operands, blocks = kept
-    return tuple(_gradient_p.bind(gradient, *operands, blocks, kind=kind))
+    operands, outputs, blocks = kept
+    return tuple(_gradient_p.bind(gradient, *operands, outputs, blocks, kind=kind))
 
 
 _compute.defvjp(_forward, _backward)
@@ -80,11 +83,12 @@ def _shapes(*operands: Any, kind: AttentionKind) -> list[ShapedArray]:
     assert kind.sparse is not None
     queries, values = operands[0], operands[VALUES]
     mixed = ShapedArray((*queries.shape[:-1], values.shape[-1]), queries.dtype)
-    return [mixed, ShapedArray((*values.shape[:-1], kind.sparse.selected), jnp.dtype(jnp.int32))]
+    outputs = ShapedArray((*queries.shape[:-1], BRANCHES, values.shape[-1]), queries.dtype)
+    return [mixed, outputs, ShapedArray((*values.shape[:-1], kind.sparse.selected), jnp.dtype(jnp.int32))]
 
 
 def _gradient_shapes(gradient: Any, *operands: Any, kind: AttentionKind) -> list[ShapedArray]:
-    return [ShapedArray(each.shape, each.dtype) for each in operands[:-1]]
+    return [ShapedArray(each.shape, each.dtype) for each in operands[:-2]]
 
 
 _attention_p.def_abstract_eval(_shapes)

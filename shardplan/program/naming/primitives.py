@@ -12,6 +12,7 @@ import numpy as np
 from jax.extend import core as jex
 
 from shardplan.hardware import CollectiveKind
+from shardplan.program.marked.marked_blocks import BLOCK_ATTENTION, BLOCK_GRADIENT
 from shardplan.program.marked.marked_conversions import CONVERSION
 from shardplan.program.marked.marked_experts import EXPERTS, EXPERTS_GRADIENT
 from shardplan.program.marked.marked_sparse import SPARSE_ATTENTION, SPARSE_GRADIENT
@@ -33,7 +34,7 @@ from shardplan.program.naming.lookup_rules import gather, scatter_add
 from shardplan.program.naming.matmul_rules import convolve, dot, ragged_dot
 from shardplan.program.naming.memory_rules import copy_between_memories
 from shardplan.program.naming.sharding_rules import collective, constrain, name_activation
-from shardplan.program.naming.sparse_rules import sparse_attention, sparse_gradient
+from shardplan.program.naming.sparse_rules import block_attention, block_gradient, sparse_attention, sparse_gradient
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,8 @@ ROWS = (
     Primitive((EXPERTS_GRADIENT,), experts_gradient),
     Primitive((SPARSE_ATTENTION,), sparse_attention),
     Primitive((SPARSE_GRADIENT,), sparse_gradient),
+    Primitive((BLOCK_ATTENTION,), block_attention),
+    Primitive((BLOCK_GRADIENT,), block_gradient),
     Primitive(("pallas_call",), approximation="kernels, counted by their operands and results"),
     Primitive(
         ("while",), rule=None,

@@ -119,7 +119,7 @@ class _Rewriter:
         for operation in forward.body:
             body.append(operation)
             if operation.primitive == SPARSE_ATTENTION:
-                _, blocks = operation.results
+                *_, blocks = operation.results
                 named = self._add(self.arrays[blocks])
                 body.append(replace(next(names), operands=(blocks,), results=(named,), label=operation.label))
         return replace(forward, body=tuple(body))

@@ -21,7 +21,8 @@ from shardplan.plan.mapping import AxisMapping, MeshAxes
 from shardplan.program.layer_flops import CopyWindow, copy_window
 from shardplan.program.live_buffers import BufferRole, LiveBuffer, ProgramPoint
 from shardplan.program.named_arrays import TracedArray
-from shardplan.program.tasks import ExpertAxes, Step, Task, TaskKind
+from shardplan.program.task_axes import ExpertAxes
+from shardplan.program.tasks import Step, Task, TaskKind
 from shardplan.program.variants.kept_activations import Option
 from shardplan.search.components.compute_sharding import ComputeSharding, KindMethods
 from shardplan.search.components.keeping import Keeping
@@ -33,7 +34,7 @@ ATTENTION = (TaskKind.ATTENTION, TaskKind.SPARSE_ATTENTION)
 CacheKey = Callable[[Sequence[Choice]], Any]
 """Function that selects, from all choices of a component, the ones that a cost depends on, as the key of a cache."""
 
-SEEING_MESH = (TaskKind.COLLECTIVE, TaskKind.EXPERTS)
+SEEING_MESH = (TaskKind.COLLECTIVE, TaskKind.EXPERTS, TaskKind.BLOCK_ATTENTION)
 """Kinds of tasks whose costs depend on mesh axes to which none of their logical axes is mapped: a shard_map's
 collective spans all mesh axes that do not shard its result."""
 

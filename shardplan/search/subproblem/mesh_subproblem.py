@@ -12,6 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
+from shardplan.cost.sparse.work import BlockSizes
 from shardplan.experts.method import ExpertStrategy
 from shardplan.hardware import CollectiveKind, place_mesh
 from shardplan.hardware.mesh_axes import BATCH_CHOICES, EXPERT_CHOICES, STORAGE_CHOICES, TENSOR_CHOICES
@@ -79,13 +80,13 @@ def _divides(space: Space, mesh: dict[str, int], axis: str, mesh_axes: MeshAxes,
 def _count_divided_blocks(
     space: Space, mesh: dict[str, int], mesh_axes: MeshAxes, statistics: SearchStatistics
 ) -> None:
-    """Count mesh axes that would divide the blocks that Native Sparse Attention selects, if they sharded positions."""
+    """Count mesh axes that would divide the blocks that queries attend to, if they sharded positions."""
     statistics.rejected[Rejection.INDIVISIBLE] += 1
-    for kind in space.step.attention_kinds:
-        if kind.sparse is not None:
-            axis, blocks = f"blocks of {space.position}", kind.sparse.selection_blocks(space.sizes[space.position])
-            indivisible = Indivisible(axis, blocks, mesh_axes, mesh_size(mesh, mesh_axes))
-            statistics.indivisible.setdefault(axis, indivisible)
+    kinds: list[BlockSizes] = [kind.sparse for kind in space.step.attention_kinds if kind.sparse is not None]
+    for sizes in (*kinds, *space.block_kinds):
+        axis, blocks = f"blocks of {space.position}", sizes.selection_blocks(space.sizes[space.position])
+        indivisible = Indivisible(axis, blocks, mesh_axes, mesh_size(mesh, mesh_axes))
+        statistics.indivisible.setdefault(axis, indivisible)
 
 
 class MeshSubproblem:

@@ -82,7 +82,7 @@ def separate_expert_rules(mlp: Mlp, name: str, embed: int, names: ExpertNames = 
     return found
 
 
-def stacked_expert_rules(mlp: Mlp, name: str, embed: int, names: ExpertNames = DEEPSEEK_NAMES) -> Rules:
+def stacked_expert_rules(mlp: Mlp, name: str, embed: int) -> Rules:
     """Return the rules of experts stacked in two tensors, or of the MLP of a layer without experts.
 
     The tensors are `gate_up_proj` {experts, gates and then projections up, embed}, and `down_proj` {experts, embed,
@@ -101,17 +101,18 @@ def stacked_expert_rules(mlp: Mlp, name: str, embed: int, names: ExpertNames = D
     if isinstance(mlp, MlpConfig):
         return mlp_rules(mlp, name, embed)
     count, size = mlp.router.experts, mlp.size
-    both = Transposed(StoredTensor(f"{name}.{names.experts}.gate_up_proj", (count, 2 * size, embed)), (0, 2, 1))
-    down = StoredTensor(f"{name}.{names.experts}.down_proj", (count, embed, size))
+    experts = f"{name}.{DEEPSEEK_NAMES.experts}"
+    both = Transposed(StoredTensor(f"{experts}.gate_up_proj", (count, 2 * size, embed)), (0, 2, 1))
+    down = StoredTensor(f"{experts}.down_proj", (count, embed, size))
     return {
-        **_router_rules(mlp, name, embed, names),
+        **_router_rules(mlp, name, embed, DEEPSEEK_NAMES),
         "mlp.experts.gate": Sliced(both, 2, 0, size),
         "mlp.experts.up": Sliced(both, 2, size, 2 * size),
         "mlp.experts.down": Transposed(down, (0, 2, 1)),
     }
 
 
-def _router_rules(mlp: ExpertsConfig, name: str, embed: int, names: ExpertNames = DEEPSEEK_NAMES) -> Rules:
+def _router_rules(mlp: ExpertsConfig, name: str, embed: int, names: ExpertNames) -> Rules:
     """Return the rules of the router, and of the shared experts if there are any.
 
     Args:

@@ -207,5 +207,8 @@ class NativeSparseAttention(eqx.Module):
     def _output(self, mixed: jax.Array, Batch: Axis, Pos: Axis) -> NamedArray:
         """Project the mixed branches [b, t, g, r, d] to {batch, position, embed}."""
         heads = (self.config.KVHeads, self.config.QHeadsPerGroup, self.config.ValueHeadSize)
-        context = ActivationName.CONTEXT(hax.auto_sharded(hax.named(mixed, (Batch, Pos, *heads))))
+        # the kernels of branches do not name it, as other kernels do where plans compute attention
+        context = hax.tree_checkpoint_name(
+            hax.auto_sharded(hax.named(mixed, (Batch, Pos, *heads))), ActivationName.CONTEXT.value
+        )
         return ActivationName.ATTENTION_OUT(hax.auto_sharded(hax.dot(context, self.parameters["o"], axis=heads)))

@@ -1,11 +1,11 @@
-"""Statistics of the blocks that a layer selects: sums that add over steps, and the figures computed from them.
+"""Statistics of the blocks that a layer selects: sums over its rows, and the figures computed from them.
 
 A row is one query position of one head of keys in one sequence. `k`, the keys of a row in the selected branch, depends
 on no weight, because a query's own block is forced: `closed_form` gives its figures, which prove causality and the
 number of blocks. What training changes is in the gates, and in the free choices: selected blocks that are not forced.
 
-Sums are computed in the step, in int32 and float32, and no gradient flows through them. Those of several layers, steps
-or devices are added by `add_sums`; `figures` turns them into numbers on the host, and `traced_figures` in the step.
+Sums are computed in the step, in int32 and float32, and no gradient flows through them. `reduce_sums` adds those of
+several devices; `figures` turns them into numbers on the host, and `traced_figures` in the step.
 """
 
 from types import ModuleType
@@ -142,21 +142,6 @@ def _tile_unions(blocks: jax.Array, numbers: jax.Array, query_tile: int) -> tupl
     return is_in_tile.sum(), jnp.int32(batch * tiles * groups)
 
 
-def add_sums(first: SelectionSums, second: SelectionSums) -> SelectionSums:
-    """Add the sums of two layers, or of two steps with equally long sequences.
-
-    >>> first = SelectionSums(*[0] * 15)._replace(rows=4, k_max=64, rows_at_max=1)
-    >>> second = first._replace(k_max=128, rows_at_max=3)
-    >>> both = add_sums(first, second)
-    >>> both.rows, both.k_max.item(), both.rows_at_max.item()
-    (8, 128, 3)
-    """
-    k_max = jnp.maximum(first.k_max, second.k_max)
-    at_max = [jnp.where(each.k_max == k_max, each.rows_at_max, 0) for each in (first, second)]
-    added = SelectionSums(*(one + other for one, other in zip(first, second, strict=True)))
-    return added._replace(k_max=k_max, rows_at_max=at_max[0] + at_max[1])
-
-
 def reduce_sums(sums: SelectionSums, mesh_axes: tuple[str, ...]) -> SelectionSums:
     """Sum over the rows of all devices along mesh axes. Runs inside `jax.shard_map`."""
     k_max = jax.lax.pmax(sums.k_max, mesh_axes)
@@ -189,7 +174,7 @@ def figures(config: NativeSparseConfig, sums: SelectionSums) -> dict[str, Any]:
     (96.5, 0.25, [1.0, 0.5, 0.25])
 
     Args:
-        sums: as `selection_sums` or `add_sums` returns them.
+        sums: as `selection_sums` or `reduce_sums` returns them.
     """
     host = jax.tree.map(lambda each: np.asarray(each, np.float64), sums)
     values = {name: np.asarray(value) for name, value in _figures(config, host, np).items()}
