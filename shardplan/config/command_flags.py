@@ -57,7 +57,7 @@ class PlanCommand(ReportingConfig):
     lint: str | None = None
     """A Levanter configuration whose hand-written trainer section is checked and repaired."""
     lint_seconds: int = 60
-    """With lint: seconds after which the search for edits ends, and says so."""
+    """With lint: time limit of the search for edits, in seconds."""
     rank_slices: tuple[str, ...] = ()
     """Slices (v6e-8, 2xv6e-256) to plan for and to rank by tokens/s per chip; a generation (v4, v5p, ..., or all)
     stands for all its named slices."""
@@ -210,7 +210,7 @@ class TrainCommand(WatchConfig, ReportingConfig):
 
     @property
     def facts(self) -> dict[str, str]:
-        """Key -> value of what all processes must have in common, Levanter's keys included."""
+        """Key -> value of the settings that must be equal in all processes, including Levanter's keys."""
         return {**super().facts, **{name: str(value) for name, value in self.levanter.items()}}
 
 
@@ -225,7 +225,7 @@ class LaunchTrainCommand(TrainCommand):
 
 @dataclass(frozen=True)
 class CheckpointCommand(PlanConfig):
-    """Print which process reads what of the checkpoint, and for how long; needs no weights."""
+    """Print the bytes of the checkpoint that each process reads, and how long it takes; needs no weights."""
 
     schedule: bool = False
     """Print the read schedule."""
@@ -234,7 +234,7 @@ class CheckpointCommand(PlanConfig):
 
 
 PLANNING = ("hardware", "mesh", "workload", "pin", "forbid")
-"""Sections and keys any one of which is enough for `checkpoint inspect` to plan."""
+"""Sections and keys; setting any of them makes `checkpoint inspect` plan the load."""
 
 
 @dataclass(frozen=True)
@@ -255,7 +255,7 @@ class InspectCommand(PlanConfig):
 
     @property
     def has_other_model(self) -> bool:
-        """Whether the model may be named in another way; always, because the command itself requires a checkpoint."""
+        """Whether the model may be named elsewhere; always True, because this command itself requires a checkpoint."""
         return True
 
     @property

@@ -21,7 +21,7 @@ SHARED_KEYS = (
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """A model, a slice, a mesh and a workload to plan for, and what the plan must keep to."""
+    """A model, a slice, a mesh and a workload to plan for, and constraints on the plan."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
@@ -83,7 +83,7 @@ class PlanConfig:
 
     @property
     def facts(self) -> dict[str, str]:
-        """Key -> value of what decides which programs run and what is loaded; equal in all processes.
+        """Key -> value of the settings that decide programs and weights, which must be equal in all processes.
 
         Paths may differ between hosts; what they lead to is compared when it is read.
         """
@@ -92,7 +92,7 @@ class PlanConfig:
 
     @property
     def has_other_model(self) -> bool:
-        """Whether the model may be named by a file that is read later."""
+        """Whether another file, read later, may name the model."""
         return False
 
     @property

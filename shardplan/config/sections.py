@@ -104,7 +104,7 @@ class EvaluationKind(StrEnum):
 
 
 class StrideUnit(StrEnum):
-    """What the stride of windows counts."""
+    """The unit of the stride of windows."""
 
     TOKENS = "tokens"
     """The text is encoded once, and a window starts every `stride` tokens."""
@@ -128,7 +128,7 @@ class TaskConfig:
     stride_unit: StrideUnit = StrideUnit.TOKENS
     """For extraction: tokens or characters."""
     top_k: int = 40
-    """For extraction: also if only the top k tokens are sampled; 0 for not."""
+    """For extraction: also report probabilities if only the top k tokens are sampled; 0 to leave them out."""
     temperature: float = 1.0
     """For extraction: sampling is from softmax(logits / temperature)."""
     special_tokens: bool | None = None
