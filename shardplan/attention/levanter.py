@@ -201,7 +201,7 @@ def _is_attention(node: Any) -> bool:
 
 
 def _make_parallel(attention: Attention, method: Method) -> Attention:
-    """Return a sequence-parallel copy of an attention module; if it is sequence-parallel already, with `method`.
+    """Return a sequence-parallel copy of an attention module; one that is already sequence-parallel gets `method`.
 
     Raises:
         ConfigError: a subclass that does more than Levanter's Attention, or attention with dropout.
@@ -222,6 +222,6 @@ def _make_parallel(attention: Attention, method: Method) -> Attention:
 
 @cache
 def _parallel_class(original: Any) -> Any:
-    """Return a sequence-parallel subclass of a Levanter class, which keeps its projections, norms and tensor names."""
+    """Return a sequence-parallel subclass of a Levanter class, with the same projections, norms and tensor names."""
     name, metaclass = f"SequenceParallel{original.__name__}", type(original)
     return metaclass(name, (SequenceParallelAttention, original), {"__module__": __name__})

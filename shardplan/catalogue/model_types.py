@@ -129,7 +129,7 @@ class RecordedKeys(ConfigKeys):
 
 
 def read_keys(hf_config: dict[str, Any]) -> RecordedKeys:
-    """Return the keys of a config.json after its family has read them, with the record of what was read."""
+    """Return the keys of a config.json after its family has read them, with a record of the keys read."""
     keys = RecordedKeys(hf_config)
     FAMILIES[hf_config["model_type"]].read(keys)
     return keys

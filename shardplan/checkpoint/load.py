@@ -351,7 +351,7 @@ def _file_versions(checkpoint: tuple[TensorIndex, Match, Adapter | None]) -> dic
 
 
 def _warn(match: Match, compared: list[str], folder: Folder, adapter: Folder | None) -> None:
-    """Log what a load ignores: tensors that the model lacks, mistakes of the index, an adapter that is not named.
+    """Log warnings: mistakes of the index, compared values, ignored tensors, and an adapter that is not applied.
 
     Args:
         compared: the results of comparing values.

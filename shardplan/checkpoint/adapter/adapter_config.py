@@ -86,7 +86,7 @@ class AdapterConfig:
     """Adapted modules: the ends of their names, or a regular expression for a name."""
     excluded: str | tuple[str, ...]
     layers: tuple[int, ...]
-    """Numbers of the adapted layers; empty for all layers."""
+    """Indices of the adapted layers; empty for all layers."""
     layer_lists: tuple[str, ...]
     """Regular expressions for the names of the lists of layers; empty for any list."""
     saved_modules: tuple[str, ...]

@@ -116,7 +116,7 @@ class ReadStrategy:
 
     @property
     def row_rank(self) -> int:
-        """Number of leading dimensions that number the rows; the dimensions after them make up a row."""
+        """Number of leading dimensions that index the rows; the dimensions after them make up a row."""
         return self.all_to_all[0][0] if self.all_to_all else len(self.local)
 
 

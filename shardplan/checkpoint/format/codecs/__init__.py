@@ -1,1 +1,1 @@
-"""Weights that are stored as codes and scales rather than plain numbers."""
+"""Weights that are stored as codes and scales rather than plain floating-point values."""

@@ -26,10 +26,10 @@ class StoredParts:
             where: name of the checkpoint, for messages.
         """
         self.tensors = dict(tensors)
-        """Those that are left."""
+        """Tensors that no decoder has taken out."""
         self.where = where
         self._buffered: dict[int, BufferedFile] = {}
-        """id of a file -> the file, as scales are read from it."""
+        """id of a file -> its buffered form, from which scales are read."""
 
     def names_ending(self, suffix: str) -> list[str]:
         """Return the names of tensors with this ending, without it."""
