@@ -66,7 +66,7 @@ class Architecture(LmConfig):
     logit_soft_cap: float | None = None
     """Bound of the logits, applied as `cap * tanh(logits / cap)`."""
     kept: ByteCodes | None = None
-    """How layer weights are stored if they stay codes on the devices; None if they are loaded as numbers."""
+    """How layer weights are stored if they stay codes on the devices; None if they are decoded at loading."""
     index_topk: int | None = None
     """Positions that the indexer of sparse attention chooses for a query; None for a model without one.
 

@@ -29,7 +29,7 @@ class Segment:
 
 
 def number_layers(segments: Sequence[Segment], is_meant: Callable[[LayerConfig], bool]) -> list[list[range]]:
-    """Return the numbers of selected layers: one range per segment and selected layer of its block.
+    """Return the indices of selected layers: one range per segment and selected layer of its block.
 
     >>> segments = [Segment(("dense",), 2), Segment(("windowed", "dense"), 3)]
     >>> number_layers(segments, lambda layer: layer == "dense")
@@ -79,5 +79,5 @@ def _divisions(
 
 
 def _cost(segments: Sequence[Segment]) -> tuple[int, int]:
-    """Return the number of layers in all blocks, which are traced, and the number of segments."""
+    """Return the number of layers in all blocks (only these are traced), and the number of segments."""
     return sum(len(segment.layers) for segment in segments), len(segments)

@@ -31,7 +31,7 @@ from shardplan.positions.sequence_order import SequenceOrder
 
 BATCH = "batch"
 QUERY_TILE = 8
-"""Number of queries for whose union of blocks statistics are computed, as many as a kernel would compute together."""
+"""Number of queries per tile in statistics of the union of selected blocks, as many as a kernel's tile has."""
 
 
 class DetailedOutput(NamedTuple):
