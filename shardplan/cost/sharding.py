@@ -67,7 +67,7 @@ class ShardingAssignment:
     merged_axes: Mapping[str, Dim]
     """Logical axis -> the axes into which other parts of the program split it."""
     activation_axes: tuple[str, ...]
-    """The logical axes that number tokens: batch and position."""
+    """The logical axes of tokens: batch and position."""
     quirks: CompilerQuirks = CompilerQuirks()
     attention: AttentionPlan = field(default_factory=AttentionPlan)
     """Kind of attention -> how it is computed; see `attention_of`."""

@@ -208,7 +208,7 @@ def _check_blocks(blocks: int | None, template: Any) -> None:
 
 
 def _check_names(kept: Sequence[str], known: Collection[str]) -> None:
-    """Check that activations of a traced program have the names by which gradient checkpointing keeps them.
+    """Check that activations of a traced program have the names that gradient checkpointing refers to.
 
     Raises:
         ConfigError: none has such a name.

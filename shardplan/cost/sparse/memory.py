@@ -10,8 +10,8 @@ from shardplan.plan.attention_plan import SparseKernel
 from shardplan.program.live_buffers import BufferRole, LiveBuffer
 
 KEPT_OF_GRADIENT = 3
-"""Arrays that a gradient holds for each array that the forward pass keeps until it adds the branches: the array
-computed again, its gradient, and the sum's gradient."""
+"""Arrays that a gradient holds per array that the forward pass keeps until the branches are added: the recomputed
+array, its gradient, and the gradient of the sum."""
 
 
 def sparse_buffer_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:

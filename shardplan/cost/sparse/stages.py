@@ -35,8 +35,8 @@ from shardplan.program.named_arrays import size_of
 from shardplan.program.tasks import Task
 
 COMPRESSED_PASSES, SELECTED_PASSES, CHOICE_PASSES = 12.5, 7.5, 17.0
-"""Number of times that float32 scores, or the importance of blocks, go through HBM in a forward pass: as the compiler's
-cycles for v5p have it, 8K to 64K tokens, 64 heads, 4 groups (docs/log.md)."""
+"""Number of times that float32 scores, or the importance of blocks, pass through HBM in a forward pass, by the
+compiler's cycles for v5p with 8K to 64K tokens, 64 heads and 4 groups (docs/log.md)."""
 GATHERED_PASSES = 2
 """Number of times that gathered rows go through HBM, in float32 and in the queries' type: written and read."""
 GRADIENT_PASSES = 2.0

@@ -1,4 +1,4 @@
-"""Finds the log-sum-exp that is kept with each context of attention.
+"""Finds the log-sum-exp that kernels keep with each context of attention (the weighted sum of values).
 
 Kernels of attention give their output and the log-sum-exp of its scores one name (`ActivationName.CONTEXT`), since
 their gradients need both: a policy that keeps the one keeps the other. Traced programs have no kernels, so that the
@@ -16,7 +16,7 @@ FLOAT32_BYTES = 4
 
 
 def log_sums(loop: Operation, arrays: Sequence[TracedArray]) -> dict[int, TracedArray]:
-    """Return stack of contexts that a loop over layers writes -> log-sum-exp that kernels write beside it.
+    """Return stack of contexts (weighted sums of values) that a loop writes -> log-sum-exp kept with it.
 
     Args:
         arrays: the values of the trace; a context is {..., heads, head size}, maybe with both axes in one dimension.
@@ -27,7 +27,7 @@ def log_sums(loop: Operation, arrays: Sequence[TracedArray]) -> dict[int, Traced
 
 
 def _contexts(operations: Sequence[Operation]) -> set[int]:
-    """Return the values that are named as a context, and their copies."""
+    """Return the values that are named as a context (weighted sum of values in attention), and their copies."""
     found = set[int]()
     for operation in operations:
         is_copy = operation.kind == OperationKind.HOST_COPY or operation.primitive == "reduce_precision"
@@ -37,7 +37,7 @@ def _contexts(operations: Sequence[Operation]) -> set[int]:
 
 
 def _log_sum(context: TracedArray) -> TracedArray:
-    """Return the array of a context's log-sum-exp: without head size, in float32."""
+    """Return the log-sum-exp array for the array of a context: float32, without the head size."""
     *dims, last = context.dims
     heads = last[:-1]
     return replace(context, dims=(*dims, heads) if heads else tuple(dims), itemsize=FLOAT32_BYTES)

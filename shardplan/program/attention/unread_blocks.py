@@ -11,7 +11,7 @@ from shardplan.program.operations import REMATERIALIZED_SCOPE, Operation
 
 
 def without_unread_blocks(operations: Iterable[Operation]) -> tuple[Operation, ...]:
-    """Return operations in which recomputed calls lack the result for selected blocks if nothing reads it."""
+    """Remove the selected-blocks result of recomputed calls if nothing reads it; return all operations."""
     operations = tuple(
         replace(each, body=without_unread_blocks(each.body)) if each.body else each for each in operations
     )

@@ -62,7 +62,7 @@ def _mark(call: RoutedCall, load_spread: float) -> NamedArray:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _compute(kind: ExpertKind, x: Array, chosen: Array, routing_weights: Array, weights: ExpertWeights[Array]) -> Array:
-    """Bind the primitive of a block."""
+    """Bind the primitive that stands for a block of routed experts."""
     result: Array = _experts_p.bind(x, chosen, routing_weights, *jax.tree.leaves(weights), kind=kind)
     return result
 

@@ -29,7 +29,7 @@ SPARSE_GRADIENT = "shardplan_sparse_attention_gradient"
 """Name of the primitive of a call's gradient. Operands: gradient of the sum, operands of the call, selected blocks;
 results: gradients of the operands."""
 VALUES = 2
-"""Index of an operand of a call that has the channels of values."""
+"""Index of a call's operand that has the channels of values."""
 
 _attention_p = Primitive(SPARSE_ATTENTION)
 _attention_p.multiple_results = True
@@ -56,7 +56,7 @@ def _mark(call: SparseCall) -> Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _compute(kind: AttentionKind, *operands: Array) -> Array:
-    """Bind the primitive of a call."""
+    """Bind the primitive that stands for a call of Native Sparse Attention."""
     mixed, _ = _attention_p.bind(*operands, kind=kind)
     result: Array = mixed
     return result
