@@ -37,7 +37,7 @@ class RoutedCall:
     x: NamedArray
     """Tokens, {..., embed}."""
     chosen: NamedArray
-    """Numbers of each token's experts, int32{..., k}."""
+    """Indices of each token's experts, int32{..., k}."""
     routing_weights: NamedArray
     """Factors of the experts' outputs, float32{..., k}."""
     weights: ExpertWeights[NamedArray]
@@ -173,7 +173,7 @@ class DeviceInputs[Leaf](NamedTuple):
     x: Leaf
     """Tokens, [..., embed]."""
     chosen: Leaf
-    """Numbers of each token's experts, int32[..., k]."""
+    """Indices of each token's experts, int32[..., k]."""
     routing_weights: Leaf
     """Factors of the experts' outputs, float32[..., k]."""
     weights: ExpertWeights[Leaf]
@@ -254,7 +254,7 @@ class DeviceProgram:
         return group.reduce(sums)
 
     def _first_expert(self, weights: LocalWeights) -> int | Array:
-        """Return the number of this device's first expert."""
+        """Return the index of this device's first expert."""
         return jax.lax.axis_index(self.expert_axes) * len(weights.up) if self.expert_axes else 0
 
     def _with_bias_once(self, weights: LocalWeights) -> LocalWeights:

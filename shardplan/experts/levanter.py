@@ -49,7 +49,7 @@ class Choice(NamedTuple):
     weights: NamedArray
     """Scores of the chosen experts, {..., k}."""
     chosen: NamedArray
-    """Numbers of the chosen experts, int32{..., k}."""
+    """Indices of the chosen experts, int32{..., k}."""
 
 
 @dataclass(frozen=True)

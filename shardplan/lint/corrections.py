@@ -19,7 +19,7 @@ from shardplan.lint.findings import Finding, FindingKind, Severity
 RENAME_CUTOFF = 0.75
 """Least similarity (`difflib.SequenceMatcher.ratio`) at which an unknown name counts as misspelt."""
 MAX_CORRECTIONS_PER_KEY = 2
-"""Maximum number of corrections of a key: `data` first becomes a divisor of the devices, then what other axes leave."""
+"""Maximum number of corrections of a key; the size of `data` may need two, the second one for the other axes."""
 
 
 def parse_nearest(

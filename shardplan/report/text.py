@@ -52,7 +52,7 @@ def print_fact(label: str, text: str, out: Console) -> None:
 
 
 def make_table(title: str, texts: Sequence[str], numbers: Sequence[str] = (), *, is_narrow: bool = False) -> Table:
-    """Make an empty table, of which only the first column wraps, at spaces.
+    """Make an empty table whose first column wraps at spaces; other columns do not wrap.
 
     Args:
         texts: the titles of the columns of text.

@@ -23,7 +23,7 @@ class ProcessVariables:
     """Host and port of process 0; None if JAX has to find the others, or if this is the only process."""
     count: int
     index: int
-    """Number of this process within the run."""
+    """Index of this process within the run."""
 
 
 def compute_on_cpu() -> None:

@@ -43,7 +43,7 @@ RELAXATIONS: tuple[dict[str, Any], ...] = (
 
 @dataclass(frozen=True)
 class RankedCandidate:
-    """A candidate, and the configuration for which it is."""
+    """A candidate, and its configuration."""
 
     config: PlanConfig
     """The configuration, with nothing left open."""
@@ -58,7 +58,7 @@ class SearchResult:
     """Candidates, the fastest first; if nothing fits, only the candidate with the smallest peak memory."""
     fits: bool
     is_exhaustive: bool
-    """Whether bounds justify everything that was left out; False if multiples of a too slow number were skipped."""
+    """Whether bounds prove that no skipped candidate is better; False if multiples of a slow number were skipped."""
     statistics: SearchStatistics
     seconds: float
     """Seconds of the search, without tracing."""

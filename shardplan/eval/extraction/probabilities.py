@@ -75,7 +75,7 @@ class Coverage:
         return {f"{t:g}": float(part) for t, part in zip(THRESHOLDS, covered, strict=True)}
 
     def curve_counts(self) -> np.ndarray:
-        """Return the characters whose largest log p_z is at least each of `CURVE_LOG_THRESHOLDS`, int64[threshold]."""
+        """Return the number of characters with a largest log p_z of at least each of `CURVE_LOG_THRESHOLDS`."""
         return self._curve_counts.at_least()
 
     def _count(self, runs: CharacterRuns) -> None:

@@ -57,7 +57,7 @@ class ExtractionTask:
         return self.config.shard or SHARD_WINDOWS
 
     def determinants(self, plan: Plan) -> dict[str, Any]:
-        """Return what determines the results besides texts, tokenizer, weights and types."""
+        """Return the settings that determine the results, besides texts, tokenizer, weights and types."""
         protocol = {"special_tokens": self.config.begins_windows, **asdict(self.protocol)}
         # settings that are left out are not named, as in the folders of versions that did not have them
         if not self.protocol.bos_in_prefix:

@@ -115,7 +115,7 @@ def record_routing(is_token: NamedArray | None = None) -> Iterator[RoutingRecord
 
 
 def record_router(probabilities: NamedArray, chosen: NamedArray) -> None:
-    """Record what a router has chosen.
+    """Record the experts that a router has chosen.
 
     >>> import haliax as hax
     >>> probabilities = hax.named(jnp.array([[0.0, 1.0], [1.0, 0.0]]), ("token", "experts"))
@@ -177,7 +177,7 @@ def with_device_rows(run: Callable[[Any], Array]) -> Callable[[Any], tuple[Array
 
 
 def device_rows_spec(mesh: Mesh) -> PartitionSpec:
-    """Return the spec of the arrays of `DeviceRows`, of which each device of the mesh has one element.
+    """Return the spec of the arrays of `DeviceRows`, which have one element per device of the mesh.
 
     >>> tuple(device_rows_spec(jax.sharding.AbstractMesh((2, 4), ("data", "model"))))
     (('data', 'model'),)

@@ -1,4 +1,4 @@
-"""Checks of the batch, for every stage of a schedule: by which numbers Levanter's trainer and data loader divide it."""
+"""Checks of the batch, at every stage of a schedule, against the divisors of Levanter's trainer and data loader."""
 
 from itertools import pairwise
 

@@ -140,7 +140,7 @@ def has_windows(hf_config: Mapping[str, Any]) -> bool:
 
 
 def rope_of(hf: Any) -> tuple[float | None, dict[str, Any] | None]:
-    """Return the base of a model's rotary frequencies, and their scaling; None for what it does not have."""
+    """Return the base of a model's rotary frequencies and their scaling, each None if the model has none."""
     parameters = getattr(hf, "rope_parameters", None)  # transformers 5
     if not parameters:
         return getattr(hf, "rope_theta", None), getattr(hf, "rope_scaling", None)

@@ -158,7 +158,7 @@ def _read_compressed(keys: _Keys) -> Quantization:
 
 
 WEIGHT_KEYS = ("observer", "observer_kwargs", "dynamic", "scale_dtype", "zp_dtype", "targets")
-"""Keys of a group's weights about how it was quantized, which do not affect how it is stored."""
+"""Keys that say how a group's weights were quantized, and do not affect how they are stored."""
 
 
 def _read_compressed_bytes(keys: _Keys, weights: _Keys) -> ByteCodes:

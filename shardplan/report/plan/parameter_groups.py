@@ -13,7 +13,7 @@ from shardplan.plan.layer_numbers import run_text, runs_of
 INDEX = re.compile(r"\[(\d+)\]")
 """Pattern for an index in a path."""
 Indices = tuple[tuple[int, ...], ...]
-"""For each index in a text: the numbers that it has within a group."""
+"""For each index in a text, its values within a group of texts."""
 
 
 @dataclass(frozen=True)
