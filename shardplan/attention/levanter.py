@@ -35,13 +35,11 @@ class Method:
     ulysses: int | None = None
     kernel: str = KernelName.BLOCKWISE
     layout: SequenceLayout | None = None
-    """The layout that positions are in; None for the order of the sequence."""
+    """The layout of the positions in the model's inputs; None for the order of the sequence."""
     hardware: str | None = None
     """Name of the slice that the strategy `auto` chooses for; default: the slice of JAX's devices."""
     kinds: tuple[tuple[str, "Method"], ...] = ()
-    """Methods of single kinds of attention, by name (see `shardplan.program.marked.attention_kind`); others use this
-    one.
-    """
+    """The methods of single kinds of attention, by `shardplan.program.marked.attention_kind`, instead of this one."""
 
     def of(self, kind: AttentionKind) -> "Method":
         """Return how a kind of attention is computed."""

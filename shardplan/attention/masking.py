@@ -126,7 +126,7 @@ def make_mask_spec(
 
 
 def _structured_mask(mask: AttentionMask | NamedArray | None) -> AttentionMask:
-    """Return the mask of an attention as an `AttentionMask` whose causal offset is None, or a named array.
+    """Return the mask as an `AttentionMask`; its causal offset is None or a named array.
 
     Levanter's own attention accepts offsets that are numbers, and ignores those of masks that are not causal.
 

@@ -34,7 +34,7 @@ class ShardedSequence(eqx.Module):
 
     @property
     def position(self) -> str:
-        """Name of the axis of positions: the last one of the tokens."""
+        """Name of the position axis, the last axis of the tokens."""
         return self.tokens.axes[-1].name
 
 

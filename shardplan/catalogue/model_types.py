@@ -46,7 +46,7 @@ class TypeFacts:
     type: str
     family: str
     about: str
-    """What distinguishes models of this family, in one sentence."""
+    """One sentence on the features that distinguish this family of models."""
     levanter_class: str | None
     """Levanter's configuration class, for training and Levanter's scripts; None if these use the decoder as well."""
     features: tuple[Feature, ...]

@@ -100,7 +100,7 @@ class Inspection:
     files: Files | None
     """The checkpoint's files; None if the index or the headers cannot be read."""
     quantization: Quantization | None
-    """How config.json says that weights are stored; None for plain floating-point values."""
+    """How config.json says that weights are stored; None for unquantized weights."""
     model: DescribedModel | None
     """The model; None if config.json cannot be read, or the model is not supported."""
     weights: Weights | None

@@ -24,7 +24,7 @@ from shardplan.plan.workload.token_counts import parse_token_count
 
 
 class OptionSets(StrEnum):
-    """Which sets of compiler options verify compiles with."""
+    """The sets of compiler options that `verify` compiles with."""
 
     PLAN = "plan"
     """The options of the plan."""
@@ -140,7 +140,7 @@ class EvalCommand(MonitoringConfig, LoadingConfig, ReportingConfig):
     verify: bool = False
     """Have the TPU compiler check the plan before anything is loaded."""
     output: str = "results/eval"
-    """Results folder, the same for all hosts; a run goes on there."""
+    """Results folder, the same for all hosts; an interrupted run resumes from it."""
     precision_study: int | None = None
     """For extraction: score so many windows in bfloat16 and in float32, and compare."""
     dry_run: bool = False
@@ -186,7 +186,7 @@ class TrainCommand(WatchConfig, ReportingConfig):
     verify: bool = False
     """Have the TPU compiler check the plan before anything is loaded."""
     output: str = "results/train"
-    """Folder of checkpoints and records, the same for all hosts; a run goes on there."""
+    """Folder of checkpoints and records, the same for all hosts; an interrupted run resumes from it."""
     selection_statistics: bool = False
     """For native sparse attention: measure which blocks are selected, by layer, for the tracker, run.json and
     report."""
@@ -245,7 +245,7 @@ class InspectCommand(PlanConfig):
     bandwidth: float | None = None
     """GB/s that one process reads; default: the network of a host, if a slice is named."""
     json: str | None = None
-    """Write what is printed as JSON to this path, or to stdout with `-`."""
+    """Write the printed facts as JSON to this path, or to stdout with `-`."""
     takes_ref: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -300,7 +300,7 @@ class DoctorCommand(CompilingConfig):
 
     @property
     def makes_windows(self) -> bool:
-        """Whether the windows are determined later; always, because nothing is planned here."""
+        """Whether the windows are determined later; always True, because this command plans nothing."""
         return True
 
 

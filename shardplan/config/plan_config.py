@@ -103,14 +103,14 @@ class PlanConfig:
 
 @dataclass(frozen=True)
 class CompilingConfig(PlanConfig):
-    """The configuration of planning, and of how the program is compiled."""
+    """The configuration of planning and compiling."""
 
     compiler: CompilerConfig = field(default_factory=CompilerConfig)
 
 
 @dataclass(frozen=True)
 class ReportingConfig(CompilingConfig):
-    """The configuration of planning, and of the page that shows the plan."""
+    """The configuration of planning, and of the report page."""
 
     report: str | None = None
     """Write a page that shows the plan to this path: one HTML file."""
@@ -123,7 +123,7 @@ class ReportingConfig(CompilingConfig):
 
 @dataclass(frozen=True)
 class LoadingConfig(PlanConfig):
-    """The configuration of planning, and of how the checkpoint is loaded."""
+    """The configuration of planning, and of loading the checkpoint."""
 
     checksum: bool = False
     """Compare the checkpoint's files with the checksums of their store."""

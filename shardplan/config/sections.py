@@ -123,8 +123,8 @@ class TaskConfig:
     suffix: int = 50
     """For extraction: tokens of a window whose probability is measured."""
     stride: int | None = None
-    """Distance between the starts of two windows. Default: 5 for extraction, and for loss one less than
-    workload.position, with which nothing is computed twice."""
+    """Distance between the starts of two windows. Default: 5 for extraction; for loss workload.position - 1, which
+    computes nothing twice."""
     stride_unit: StrideUnit = StrideUnit.TOKENS
     """For extraction: tokens or characters."""
     top_k: int = 40
@@ -197,7 +197,7 @@ class DeadlineConfig:
     compiling: float = 3600.0
     """While the program of a step is compiled."""
     step: float | None = None
-    """During a step; default: 30 times what the plan predicts, at least 300."""
+    """During a step; default: 30 times the predicted seconds, at least 300."""
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -232,7 +232,7 @@ class CompilerConfig:
     cache: str | None = "~/.cache/shardplan/verify"
     """Folder that caches verdicts; null for none."""
     memory_only: bool = False
-    """Judge only memory and collectives, within seconds; no time of a step."""
+    """Judge only memory and collectives, which takes seconds; the time of a step is not modelled."""
 
     def __post_init__(self) -> None:
         for key in ("jobs", "seconds", "gib"):

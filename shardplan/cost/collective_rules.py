@@ -197,7 +197,7 @@ def _partial_sum_axes(task: Task, assignment: ShardingAssignment) -> MeshAxes:
 
 
 def _flattened_operand_traffic(task: Task, operand: TracedArray, assignment: ShardingAssignment) -> Iterator[Traffic]:
-    """Yield the gather of each flattened dimension of an operand that does not keep its sharding."""
+    """For an operand, yield the gather of each flattened dimension that does not keep its sharding."""
     for dim in operand.dims:
         flat = _flattened_axis(dim, task, assignment)
         axes = assignment.mesh_axes(dim)
@@ -220,7 +220,7 @@ def _flattened_axis(dim: Dim, task: Task, assignment: ShardingAssignment) -> str
 
 
 def _keeps_sharding(dim: Dim, flat: str, assignment: ShardingAssignment) -> bool:
-    """Return whether a flattened dimension keeps the sharding of its major axis under the mapping of its own axis.
+    """Return whether the mapping of a flattened axis keeps the sharding that the dimension's major axis has.
 
     It does if no minor axis is sharded, and the flattened axis is mapped to the first of the same mesh axes, or none.
     """

@@ -359,7 +359,7 @@ def elementwise_bytes(task: Task, work: ExpertWork, is_wide: bool) -> float:
 
 
 def expert_traffic(task: Task, assignment: ShardingAssignment) -> Iterator[Traffic]:
-    """Yield the collectives of a block, of its tokens, results and weights, under the compute sharding."""
+    """Yield the collectives of a block of experts, under the compute sharding: of its tokens, results and weights."""
     work, count = work_of(task, assignment), task.executions
     is_gradient = _is_gradient(task)
     size = work.gathered_tokens * work.row_bytes

@@ -124,7 +124,7 @@ class ShardingAssignment:
         return is_parameter_like(array, self.activation_axes)
 
     def dimension_mesh_axes(self, array: TracedArray, mapping: AxisMapping | None = None) -> list[MeshAxes]:
-        """Return the mesh axes that shard each dimension, under `mapping` or else in its sharding between tasks."""
+        """Return the mesh axes that shard each dimension of `array`, under `mapping` or else between tasks."""
         if mapping is None:
             mapping = self.params if self.is_stored_like_a_parameter(array) else self.compute
         used: set[str] = set()
@@ -190,7 +190,7 @@ class ShardingAssignment:
         return WeightGather(axes, self.bytes(weight, used), copies, dimensions)
 
     def _fills_tiles(self, matrix: TracedArray, axes: MeshAxes) -> bool:
-        """Return whether shards of a stored matrix along `axes` consist of complete tiles, and so lie side by side.
+        """Return whether shards of a stored matrix along `axes` are complete tiles, so that a gather reorders nothing.
 
         An array with more dimensions has a memory layout in which the gathered dimension is not one of the tile's.
         """

@@ -81,7 +81,7 @@ BLOCKS = _BlockLengths()
 
 
 def _common(values: Sequence[Blocked]) -> Shape:
-    """Return the largest blocks that divide the blocks of all values."""
+    """Return the largest block lengths that divide the block lengths of all values."""
     return tuple(math.gcd(*lengths) for lengths in zip(*(value.blocks for value in values), strict=True))
 
 

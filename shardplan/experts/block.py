@@ -155,7 +155,7 @@ _replacement: ContextVar[Callable[[RoutedCall], NamedArray]] = ContextVar("route
 
 @contextmanager
 def replace_routed_mlp(compute: Callable[[RoutedCall], NamedArray]) -> Iterator[None]:
-    """Replace the computation of `routed_mlp` by `compute`: traces mark the calls, and plans choose their method.
+    """Replace the computation of `routed_mlp` by `compute` within the context, as traces and plans do.
 
     Args:
         compute: takes a call, and returns its result with the axes of `RoutedCall.x`.
@@ -168,7 +168,7 @@ def replace_routed_mlp(compute: Callable[[RoutedCall], NamedArray]) -> Iterator[
 
 
 class DeviceInputs[Leaf](NamedTuple):
-    """The arrays of a block, a device's shards of them, or their specs."""
+    """The arrays of a block of experts, a device's shards of them, or their specs."""
 
     x: Leaf
     """Tokens, [..., embed]."""

@@ -66,7 +66,7 @@ def _orders(axes: Sequence[str]) -> Iterator[tuple[str, ...]]:
 
 
 def _tensor_choices(own: Sequence[str], behind: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """Yield the empty choice, and every subset of `own`, alone and before each subset of `behind`."""
+    """Yield the empty choice, and every subset of `own` followed by every subset of `behind`, including none."""
     yield ()
     for size in range(1, len(own) + 1):
         for axes in combinations(own, size):

@@ -267,7 +267,7 @@ def place_mesh(hardware: Slice, mesh: Mapping[str, int]) -> MeshPlacement:
 
 @lru_cache(maxsize=4096)
 def _place_mesh(hardware: Slice, sizes: tuple[tuple[str, int], ...]) -> MeshPlacement:
-    """Place a mesh axis by axis, keeping the factors with the fastest all-gather; `place_mesh` with a cache."""
+    """Place a mesh axis by axis, keeping the factors with the fastest all-gather; cached for `place_mesh`."""
     mesh = dict(sizes)
     if hardware.is_cpu:
         bandwidth = hardware.generation.link_bandwidth

@@ -105,7 +105,7 @@ def _blocks(value: dict[str, Any]) -> int | None:
 
 
 def _policy_kind(value: dict[str, Any]) -> str:
-    """Return the kind of a gradient checkpointing policy that lists what is kept.
+    """Return the kind of a gradient checkpointing policy that lists the kept activations.
 
     Raises:
         ConfigError: it has two kinds at once.

@@ -84,9 +84,9 @@ class TrainerSection:
     mesh: dict[str, int]
     """Mesh axis (replica, data, model) -> size, major to minor; the product is the number of devices."""
     compute_mapping: AxisLists
-    """Compute sharding of activations and of parameters in use; a logical axis that is absent is replicated."""
+    """Sharding of activations, and of parameters in use; a logical axis that is absent is replicated."""
     param_mapping: AxisLists
-    """Parameter sharding of stored parameters; a logical axis that is absent is replicated."""
+    """Sharding of stored parameters; a logical axis that is absent is replicated."""
     batch: int | None
     """Sequences per step, the largest number of a schedule; None if the file omits it."""
     param_dtype: str

@@ -151,7 +151,7 @@ class _Section:
 
 
 def _sections(trainer: dict[Any, Any], also_valid: Sequence[str]) -> Iterator[_Section]:
-    """Yield the sections with a fixed set of keys; each is read after the keys of the one before are corrected."""
+    """Yield the sections with a fixed set of keys, one by one: a section is corrected before the next is read."""
     yield _Section((), trainer, (*TRAINER_KEYS, *also_valid))
     mesh = trainer.get("mesh")
     if isinstance(mesh, dict):

@@ -45,7 +45,7 @@ class Review(Displayed):
 
 
 def review(path: str, config: PlanConfig, report: Callable[[str], None] = lambda _: None) -> Review:
-    """Lint the Levanter configuration `path` for the model, slice and workload of `config`, and search for better ones.
+    """Lint the Levanter configuration `path`, and search for its smallest repair and for the best plan.
 
     Args:
         report: called with what is done next, for it takes up to a minute.

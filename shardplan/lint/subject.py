@@ -159,4 +159,4 @@ class Subject:
         return f"trainer.mesh.axes.{mesh_axis}"
 
     mapping_keys = ("trainer.mesh.shared_mapping", "trainer.mesh.param_mapping")
-    """Return the keys of the mapping for both shardings, and of the mapping for parameter sharding alone."""
+    """Keys of the mapping for both shardings, and of the mapping for parameter sharding alone."""

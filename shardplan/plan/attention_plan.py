@@ -60,7 +60,7 @@ class AttentionPlan:
     ulysses: int = 1
     """Ulysses degree: number of devices in a group that exchange heads for positions."""
     ring: int = 1
-    """Number of ring positions; `ulysses` x `ring` is the number of shards of the positions."""
+    """Number of ring indices; `ulysses` x `ring` is the number of shards of the positions."""
     layout: SequenceOrder = SequenceOrder.CONTIGUOUS
     """The order of positions; see `shardplan.positions.sequence_layout`."""
     kernel: KernelName | SparseKernel = KernelName.BLOCKWISE

@@ -148,7 +148,7 @@ def _has_options(config: PlanConfig, model: Model) -> bool:
 
 
 def _with_chosen_policy(model: Model, config: PlanConfig, candidate: Candidate) -> RankedCandidate:
-    """Return a candidate in the space of the policy that it chooses, if its space leaves the policy open.
+    """Return a candidate in the space of its chosen checkpointing policy, if its own space leaves the policy open.
 
     It takes the same time and memory there: options about activations add up (`tests/unit/test_kept_activations.py`).
     """

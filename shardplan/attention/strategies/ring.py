@@ -178,7 +178,7 @@ def _finish_hop(ring: Ring, tree: Any) -> Any:
 
 
 def _make_hop(ring: Ring, distance: int, mask: DeviceMask, key_segments: Array | None) -> Hop:
-    """Return the mask inputs of the hop whose keys, with these document ids, come from `distance` ring indices back."""
+    """Return the mask inputs of the hop in which keys from `distance` ring indices back arrive."""
     source = (ring.index() - distance) % ring.size
     explicit = mask.explicit
     if explicit is not None:

@@ -13,7 +13,7 @@ from shardplan.plan.mapping import MeshAxes
 
 @dataclass(frozen=True)
 class CodeBlocks:
-    """Decoding of codes in blocks: number = (code - zero point) * scale of the block."""
+    """Decoding of codes in blocks: value = (code - zero point) * scale of the block."""
 
     dtype: np.dtype
     """Type of a code."""
@@ -21,7 +21,7 @@ class CodeBlocks:
     scales: str
     """Path of the array of scales; each of its dimensions divides the array's dimension."""
     value_bytes: int
-    """Bytes of a number."""
+    """Bytes of a decoded value."""
 
 
 @dataclass(frozen=True)

@@ -282,7 +282,7 @@ def _cheapest(
 
 
 def _lower_bound(transfers: Sequence[Transfer], array: _StoredArray, mesh: DeviceMesh, speeds: Speeds) -> _ReadCost:
-    """Return a lower bound of the cost, without examining what processes read.
+    """Return a lower bound of the cost, without examining the reads of processes.
 
     A process reads no less than each of its devices. `ROUNDING` keeps a bound below the cost that it is a bound of.
     """
@@ -302,7 +302,7 @@ def _repetitions(first: Transfer) -> float:
 
 
 def _cost(transfers: Sequence[Transfer], array: _StoredArray, mesh: DeviceMesh, speeds: Speeds) -> _ReadCost:
-    """Estimate the cost of all transfers of an array from the first one."""
+    """Estimate the cost of all transfers of an array, extrapolated from the first transfer."""
     first = transfers[0]
     times = _repetitions(first)
 

@@ -215,7 +215,7 @@ def kernel_bytes(work: SparseWork, is_gradient: bool) -> float:
 
 
 def _table_bytes(work: SparseWork) -> float:
-    """Return the bytes of the tables of tiles: a number and member bits per block of the largest possible union."""
+    """Return the bytes of the tables of tiles: an index and member bits per block of the largest possible union."""
     tiles = selected_tiles(work)
     union = min(work.config.selection_blocks(work.parts.length), tiles.queries * work.config.selected)
     return 2 * INT32_BYTES * work.heads * tiles.per_sequence * union

@@ -86,7 +86,7 @@ def _choice_stage(work: SparseWork) -> Stage:
 
 
 def _attention_stage(work: SparseWork, keys: float, passes: float) -> Stage:
-    """Return the stage of the attention of every query to `keys` keys that are not gathered for each query."""
+    """Return the stage in which every query attends to `keys` keys that are shared, not gathered per query."""
     scores = work.rows * work.config.heads_per_group * keys
     return Stage(2 * scores * work.channels, passes * FLOAT32_BYTES * scores)
 

@@ -76,7 +76,7 @@ class SparseWork:
 
     @cached_property
     def selected_keys(self) -> int:
-        """Number of keys per query in the selected branch, masked ones included; a kernel chooses them per tile."""
+        """Number of keys per query in the selected branch without kernels, masked ones included."""
         assert self.method is not SparseKernel.KERNEL
         match self.method:
             case SparseKernel.GATHERED_BLOCKS:

@@ -1,4 +1,4 @@
-"""Numbers the layers of a decoder that have routed experts, and maps them to their records and metrics."""
+"""Assigns indices to the layers of a decoder that have routed experts, and maps them to records and metrics."""
 
 from collections.abc import Sequence
 from typing import Any

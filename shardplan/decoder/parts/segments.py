@@ -61,7 +61,7 @@ def divide_layers(layers: Sequence[LayerConfig]) -> tuple[Segment, ...]:
 def _divisions(
     layers: Sequence[LayerConfig], kinds: Sequence[int], best: Sequence[tuple[Segment, ...]]
 ) -> Iterator[tuple[Segment, ...]]:
-    """Yield divisions of the first `len(kinds)` layers: each possible last segment after the best division of the rest.
+    """Yield divisions of the first `len(kinds)` layers: the best division of a beginning, then one last segment.
 
     Args:
         kinds: a number for each layer, the same for equal layers.

@@ -120,7 +120,7 @@ class TextSummary:
         self._windows, self._greedy, self._sum, self._max = 0, 0, 0.0, -np.inf
         self._at, self._top_at = np.zeros(len(THRESHOLDS), int), np.zeros(len(THRESHOLDS), int)
         self.histogram = np.zeros(LOG_BINS, np.int64)
-        """Windows by log p_z: element i counts those from -(i + 1) to -i nats, the last one all below."""
+        """Number of windows by log p_z: element i counts windows from -(i + 1) to -i nats, the last one all below."""
 
     @property
     def strip(self) -> np.ndarray:

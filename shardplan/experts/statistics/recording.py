@@ -50,7 +50,7 @@ class RoutingRecording:
     is_token: NamedArray | None = None
     """Whether each token counts, bool with the tokens' axes; None if all do."""
     segments: list[tuple[LayerRecord, ...]] = field(default_factory=list)
-    """Records [repetition, ...] of each loop over layers, one per layer with experts in its block."""
+    """Records [repetition, ...] of each loop over layers, one per layer of its block with experts."""
     routers: list[RouterRecord] = field(default_factory=list)
     devices: list[DeviceRows] = field(default_factory=list)
     """Rows of the layers outside of loops, or of one repetition, in the order of the model, as `routers` are."""

@@ -189,7 +189,7 @@ def _apply_head_dim(config: Any, hf: Any) -> Any:
 
 
 def _apply_tied_head(config: Any, hf: Any) -> Any:
-    """Use Levanter's Llama for a Mistral with a tied output head, the only difference that Levanter's Mistral makes."""
+    """Use Levanter's Llama for a Mistral with a tied output head; Levanter's Mistral is equal, but cannot tie heads."""
     if not hf.tie_word_embeddings:
         return config
     tied = dataclasses.replace(config, tie_word_embeddings=True)

@@ -26,7 +26,7 @@ CODES, SCALES = ".codes", ".scales"
 
 
 class KeptWeight(eqx.Module):
-    """A weight as codes and scales: number = code * scale of its block, rounded once."""
+    """A weight as codes and scales: value = code * scale of its block, rounded once."""
 
     codes: NamedArray
     """The codes, with the axes of the weight."""

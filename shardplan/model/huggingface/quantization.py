@@ -20,10 +20,10 @@ class Quantization:
     method: str
     """Name of the form in messages."""
     plain_modules: tuple[str, ...]
-    """Modules stored as plain numbers: parts of names with `*` for anything, or `re:` and a pattern."""
+    """Modules stored unquantized: parts of names with `*` for anything, or `re:` and a pattern."""
 
     def is_plain(self, name: str) -> bool:
-        """Return whether config.json says that a tensor is stored as plain numbers.
+        """Return whether config.json says that a tensor is stored unquantized.
 
         >>> Quantization("mxfp4", ("model.layers.*.mlp.gate", "lm_head")).is_plain("model.layers.3.mlp.gate.weight")
         True

@@ -16,9 +16,9 @@ LOGIT_BYTES = 256 * 2**20
 AUTO = "auto"
 """Metadata key of a field, for the value that `auto` stands for."""
 AUTO_BATCH = -1
-"""The batch in a configuration that leaves it to the planner, as Levanter writes it."""
+"""Batch that leaves the choice to the planner, written as Levanter does."""
 AUTO_POSITION = -1
-"""The position in a configuration that leaves it to the windows."""
+"""Position that leaves the sequence length to the windows."""
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 100.0
 """Range of temperatures in which float32 logits determine the probabilities of tokens well enough."""
 MAX_LOAD_SPREAD = 4.0

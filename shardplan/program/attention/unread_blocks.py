@@ -1,4 +1,4 @@
-"""Removes the selected blocks from recomputed calls of Native Sparse Attention, if the forward pass kept them.
+"""Removes the selected-blocks result from recomputed calls of Native Sparse Attention, if the forward pass kept it.
 
 Such a call attends to the kept blocks, and selects none. Its operation has the sum of the branches as its only result.
 """

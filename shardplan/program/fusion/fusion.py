@@ -57,7 +57,8 @@ class Fusion:
     def __init__(
         self, operations: Sequence[Operation], arrays: Sequence[TracedArray], outputs: Set[int], writes_outputs: bool
     ) -> None:
-        """
+        """Analyse the sequence `operations`, whose values have the types in `arrays`.
+
         Args:
             outputs: values that are used after the sequence.
             writes_outputs: whether the sequence writes its outputs; else they are computed where they are used.

@@ -22,11 +22,11 @@ from shardplan.experts.expert_weights import ExpertWeights
 from shardplan.program.marked.expert_kind import ExpertKind
 
 EXPERTS = "shardplan_experts"
-"""Name of the primitive of a block. Operands: tokens, chosen experts, routing weights, and the `ExpertWeights` that
-exist; the result has the tokens' shape."""
+"""Name of the primitive of a block of experts. Operands: tokens, chosen experts, routing weights, and the
+`ExpertWeights` that exist; the result has the tokens' shape."""
 EXPERTS_GRADIENT = "shardplan_experts_gradient"
-"""Name of the primitive of a block's gradient. Operands: gradient of the result, operands of the block; results:
-gradients of tokens, routing weights and weights."""
+"""Name of the primitive of the gradient of a block of experts. Operands: gradient of the result, operands of the block;
+results: gradients of tokens, routing weights and weights."""
 
 _experts_p = Primitive(EXPERTS)
 _gradient_p = Primitive(EXPERTS_GRADIENT)

@@ -23,8 +23,8 @@ from shardplan.positions.pattern import CAUSAL
 from shardplan.program.marked.attention_kind import AttentionKind
 
 SPARSE_ATTENTION = "shardplan_sparse_attention"
-"""Name of the primitive of a call. Operands: arrays of `TokenInputs`, then of `GroupInputs`; results: sum of the
-branches, in the queries' type, and selected blocks."""
+"""Name of the primitive of a call of Native Sparse Attention. Operands: arrays of `TokenInputs`, then of `GroupInputs`;
+results: sum of the branches, in the queries' type, and selected blocks."""
 SPARSE_GRADIENT = "shardplan_sparse_attention_gradient"
 """Name of the primitive of a call's gradient. Operands: gradient of the sum, operands of the call, selected blocks;
 results: gradients of the operands."""

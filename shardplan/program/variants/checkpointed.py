@@ -77,7 +77,8 @@ class _Rewriter:
     """Rewrites pairs of loops such that the second loop reads activations that the first one keeps."""
 
     def __init__(self, arrays: list[TracedArray], on_host: Mapping[str, bool], carries_on_host: bool) -> None:
-        """
+        """Prepare to rewrite the loops of a trace.
+
         Args:
             arrays: the values of the trace; new ones are appended.
             on_host: name of an activation that is kept -> whether in the memory of the host.

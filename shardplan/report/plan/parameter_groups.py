@@ -92,7 +92,7 @@ def _merge(
 
 
 def _text(text: str, indices: Indices) -> str:
-    """Return a text with a group's numbers in place of its indices."""
+    """Return a text with a group's values in place of its indices."""
     texts = iter(_index_text(numbers) for numbers in indices)
     return INDEX.sub(lambda _: f"[{next(texts)}]", text)
 

@@ -81,7 +81,7 @@ class ComponentCost:
     open_axes: tuple[str, ...]
     """Axes that a subproblem still has to map: `axes`, and the stored residual axis."""
     tasks: tuple[Task, ...]
-    """Distinct tasks, one for all of equal cost, including those that options for activations add."""
+    """Distinct tasks, among them tasks that options for activations add; tasks of equal `Task.cost_key` are one."""
     task_groups: tuple[TaskGroup, ...]
     numbers: np.ndarray
     """Row 0: count of each task, host copies in loops excluded; row 1 + w: count of each host copy that hides behind

@@ -1,1 +1,1 @@
-"""Weights that are stored as codes and scales rather than plain floating-point values."""
+"""Quantized weights, which are stored as codes and scales."""

@@ -234,7 +234,7 @@ def _first_contiguous_dimension(transfer: Transfer, grid: ViewGrid, shape: Shape
 
 
 def _first_equal(values: np.ndarray) -> np.ndarray:
-    """Return the first device of the same process with an equal value: int[process, device] -> int[process, device]."""
+    """Return, for each device, the first device of its process with an equal value: int[process, device]."""
     return np.argmax(values[:, :, None] == values[:, None, :], axis=2)
 
 
