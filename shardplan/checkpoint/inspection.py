@@ -126,7 +126,7 @@ class InspectedCheckpoint:
     match: Match | None
 
     def with_problem(self, problem: ShardplanError) -> "InspectedCheckpoint":
-        """Return the same checkpoint with a problem that was found later."""
+        """Return the normal form of a path in an index."""
         return dataclasses.replace(self, facts=dataclasses.replace(self.facts, problem=problem))
 
 

@@ -179,7 +179,7 @@ def _class_without_plan(folder: Folder) -> str | None:
 
 
 def _loadable_dtype(dtype: Any) -> np.dtype | None:
-    """Return the floating-point type that a caller names, if JAX has it; None for None.
+    """Return the numpy type for a floating-point type that a caller gives, if JAX has it; None for None.
 
     Raises:
         ConfigError: it is no floating-point type, or JAX has it only with other settings.

@@ -49,7 +49,7 @@ class Match:
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     """Name -> tensor of the checkpoint; coded tensors have the names of weights, adapted ones include the changes."""
     adapted: tuple[AdaptedTensor, ...] = ()
-    """Adapted tensors, if only they are read from the adapter; then at least one change must not be zero."""
+    """Adapted tensors of which at least one change must not be zero; empty if the adapter saves other tensors whole."""
 
     @property
     def needs_values(self) -> bool:

@@ -62,10 +62,10 @@ class PlanCommand(ReportingConfig):
     """Slices (v6e-8, 2xv6e-256) to plan for and to rank by tokens/s per chip; a generation (v4, v5p, ..., or all)
     stands for all its named slices."""
     price: tuple[str, ...] = ()
-    """For rank_slices: prices of a chip-hour in any currency, as v6e=2.70; ranks by cost of a step of training, or of a
-    million tokens of anything else."""
+    """For rank_slices: prices of a chip-hour in any currency, as v6e=2.70; ranks by cost: of a training step, for other
+    workloads of a million tokens."""
     token_budget: str | None = None
-    """For rank_slices: tokens of a whole run, as 15T; adds its days, and with price its cost."""
+    """For rank_slices: tokens of a whole run, as 15T; adds the days of the run, and with price its cost."""
     list_slices: bool = False
     """Only print the slices of every generation; needs no model."""
     parameters: bool = False

@@ -120,7 +120,7 @@ class ShardingAssignment:
         return self.spans_slice(axes) and not self.quirks.scatters_over_slice
 
     def is_stored_like_a_parameter(self, array: TracedArray) -> bool:
-        """Return whether `array` has the stored sharding between tasks, as parameters, copies and gradients have."""
+        """Return whether `array` is in the stored sharding between tasks, as parameters, copies and gradients are."""
         return is_parameter_like(array, self.activation_axes)
 
     def dimension_mesh_axes(self, array: TracedArray, mapping: AxisMapping | None = None) -> list[MeshAxes]:
@@ -161,7 +161,7 @@ class ShardingAssignment:
         return array.elements * array.itemsize / self.num_shards(array, mapping)
 
     def mesh_axes(self, factors: Dim, mapping: AxisMapping | None = None) -> MeshAxes:
-        """Return the mesh axes to which the logical axes are mapped, by default in `compute`, in the mesh's order."""
+        """Return the mesh axes that shard any of some logical axes under `mapping` (default: `compute`), in order."""
         source = self.compute if mapping is None else mapping
         used: set[str] = set()
         for name, _ in factors:

@@ -118,7 +118,7 @@ class Architecture(LmConfig):
         return Kernel(self.attn_backend, self.flash_attention_block_size)
 
     def check_length(self, length: int, key: str) -> None:
-        """Check that queries of sequences of this length attend to all positions.
+        """Check that a sequence is not so long that the indexer would leave out positions.
 
         Args:
             key: name of the length, for the message.

@@ -115,7 +115,7 @@ def routed_mlp(
 def compute_routed_mlp(
     call: RoutedCall, method: ExpertMethod | None = None, generation: Generation | None = None
 ) -> NamedArray:
-    """Compute a call of `routed_mlp` on the devices of the mesh; raises what `routed_mlp` raises.
+    """Compute a call of `routed_mlp` on the devices of the mesh; raises the errors of `routed_mlp`.
 
     Args:
         method: default: that of the call.

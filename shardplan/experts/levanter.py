@@ -338,7 +338,7 @@ def _unmapped(axis: str) -> Iterator[None]:
 
 
 def _mark_unsharded(array: NamedArray, axis: str) -> NamedArray:
-    """Mark an array for traces as not sharded along a logical axis by any mapping."""
+    """Mark for traces that no mapping shards a logical axis of an array."""
     if axis not in {each.name for each in array.axes}:
         return array
     return NamedArray(checkpoint_name(array.array, UNSHARDED + axis), array.axes)

@@ -82,7 +82,7 @@ def target_of(
     extras: TrainingExtras = NO_EXTRAS,
     model: Model | None = None,
 ) -> LintTarget:
-    """Build the model of `config`, and override its workload by `model_section`.
+    """Build the model of `config`, and override the workload by the values of `model_section`.
 
     Args:
         model: the model, if it is not that of `config`.

@@ -140,7 +140,7 @@ def _fastest_plan(best: Plan, repair: Repair | None, plan_batch: Callable[[int],
 
 
 def _with_findings(result: LintResult, prepared: PreparedFile) -> LintResult:
-    """Add the file's findings to the trainer section's, errors first; skip keys for which the latter has an error."""
+    """Add the file's findings to the trainer section's, errors first, except on keys with errors in the section."""
     known = {finding.where for finding in result.errors}
     added = [finding for finding in prepared.findings if finding.where not in known]
     findings = sorted((*added, *result.findings), key=lambda finding: finding.severity != Severity.ERROR)

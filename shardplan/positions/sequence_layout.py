@@ -23,7 +23,7 @@ KERNEL_BLOCK = 512
 MAX_SEQUENCE_BLOCKS = 256
 """Maximum number of blocks into which a sequence is divided to count its work; longer sequences get larger blocks."""
 CACHED_LAYOUTS, CACHED_RESULTS = 64, 4096
-"""Sizes of the caches of layouts' positions, and of their small results: every packing of documents is a new layout."""
+"""Maximum numbers of cached positions of layouts and of small results; each packing of documents is a new layout."""
 MAX_RUN_PAIRS = 2**20
 """Maximum number of pairs of runs that are compared at once; each pair takes about a hundred bytes."""
 

@@ -66,7 +66,7 @@ class Operation:
     collective: CollectiveKind | None = None
     """For a collective: its kind."""
     mesh_axes: MeshAxes = ()
-    """For a collective: the mesh axes that it is over."""
+    """For a collective: its mesh axes."""
     is_local: bool = False
     """Whether each device computes the operation on its own part of the operands alone, in a `shard_map`."""
     experts: ExpertKind | None = None

@@ -137,7 +137,7 @@ def _kept_activations(model: Model, workload: Workload, with_host: bool) -> Kept
 
 @lru_cache(maxsize=32)
 def _training_step(model: Model, workload: Workload) -> Step:
-    """Return the step of training, traced with another batch."""
+    """Return the step of training under the policy of `workload`, if possible derived from the default policy."""
     policy = workload.checkpoint_policy
     trace = _training_trace(model, replace(workload, gradient_checkpointing=DEFAULT), selects_again=True)
     if not is_rewritable(trace, policy):

@@ -74,7 +74,7 @@ class Task:
     collective: CollectiveKind | None
     """For a collective: its kind."""
     mesh_axes: MeshAxes
-    """For a collective: the mesh axes that it is over."""
+    """For a collective: its mesh axes."""
     label: str
     """Path of the first parameter among the operands, or else the named scopes of the operation."""
     is_on_parameters: bool = False

@@ -104,7 +104,7 @@ class _Sequence:
         self.loop = loop
         """Identifier of the loop whose body this is (index of its first result); None for the program."""
         self.stored = stored
-        """Values without memory of their own: arguments, values written over arguments, and values made for these."""
+        """Values without own buffers: arguments, results written over them, and values made from stored state."""
         self.first_weights = first_weights
         """Parameter without its path -> the first parameter of this shape and type, which stands for all of them in
         program points: the layers of an unrolled model have equal ones."""

@@ -39,7 +39,7 @@ def compute_on_cpu() -> None:
 
 
 def check_environment() -> None:
-    """Check the variable that JAX itself reads when it is imported, and would refuse with a traceback.
+    """Check JAX_NUM_CPU_DEVICES, for which JAX itself would raise an error with a traceback when it is imported.
 
     Raises:
         ConfigError: it is not a number.

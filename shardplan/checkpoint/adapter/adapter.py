@@ -1,4 +1,4 @@
-"""Reads an adapter as PEFT has saved it: its configuration, and which of its tensors belong together.
+"""Reads an adapter as PEFT has saved it: its configuration, and the matrices that belong to each weight.
 
 | tensors of a module, after `base_model.model.` | what they are |
 |---|---|
@@ -31,7 +31,7 @@ FILES = WeightFiles(SINGLE, f"{SINGLE}.index.json")
 PREFIX = "base_model.model."
 """Prefix that PEFT puts before the tensor names of the model that it adapts."""
 PART_OF_RUN = "adapter/"
-"""Prefix that tells an adapter's files from the checkpoint's, where both are compared together."""
+"""Prefix of an adapter's files where they are compared together with the checkpoint's files."""
 MATRIX = re.compile(r"(.+)\.lora_(embedding_)?([AB])(\.default)?(\.weight)?")
 WHOLE = re.compile(r"(.+?)(\.base_layer|\.modules_to_save(\.default)?)?\.([^.]+)")
 FOREIGN: Mapping[str, str] = {

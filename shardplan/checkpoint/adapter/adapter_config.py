@@ -131,7 +131,7 @@ def _by_pattern[T](patterns: Mapping[str, T], module: str, default: T) -> T:
 
 
 def _is_named(module: str, names: str | tuple[str, ...]) -> bool:
-    """Return whether a module's name ends with one of these ends, or matches the regular expression."""
+    """Return whether a module's name ends with one of `names`, or matches the regular expression."""
     if isinstance(names, str):
         return re.fullmatch(names, module) is not None
     return any(module == name or module.endswith(f".{name}") for name in names)

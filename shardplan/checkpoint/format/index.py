@@ -46,7 +46,7 @@ WITHOUT_HEAD = (
 )
 """Advice for a checkpoint that lacks only the output head."""
 SHOWN = 3
-"""Most names of tensors in a message."""
+"""Maximum number of tensors that a message names."""
 CONCURRENT_FILES = 64
 """Number of files that are opened at the same time; each takes two requests to a remote store, for size and header."""
 
@@ -58,7 +58,7 @@ class TensorIndex:
     tensors: Mapping[str, Tensor]
     """Tensor name -> tensor."""
     single: Mapping[str, Tensor] = field(default_factory=dict)
-    """Tensors of `model.safetensors`, if the index does not name that file; `tensors` has those that only it holds."""
+    """Tensors of `model.safetensors` if the index does not name it; `tensors` includes those that no other file has."""
     missing_files: tuple[str, ...] = ()
     """Files that the index names and the folder lacks."""
     absent: tuple[str, ...] = ()

@@ -117,7 +117,7 @@ def _first_of_divided_blocks(view: View, blocks: Shape) -> View:
 
 
 def view_of_scales(view: View, scales: Mapping[str, Scales], max_pieces: float = math.inf) -> View | None:
-    """Return a view of the scale of every code in a view of codes; it names the tensors of codes.
+    """Return a view with the scale of every code in a view of codes; its pieces have the names of the codes' tensors.
 
     >>> from shardplan.checkpoint.mapping.views import tensor_view
     >>> scales = view_of_scales(tensor_view("w", (256, 128)), {"w": Scales((256, 128), (128, 128), (1, 1))})

@@ -56,7 +56,7 @@ from shardplan.storage.writing import OutputFolder
 MAX_UNWRITTEN_TENSORS = 2
 """Maximum number of tensors of one process that are gathered and not yet written."""
 SLOWEST_BYTES_PER_S = 20e6
-"""Bytes per second that a process writes with tensorstore, at least; a slower process counts as stuck."""
+"""Least bytes per second that a process writes with tensorstore; a slower process counts as stuck."""
 
 
 @dataclass(frozen=True)

@@ -155,7 +155,7 @@ class Transfer:
         return tuple(n // parts.get(d, 1) for d, n in enumerate(self.shape))
 
     def rows_per_device(self, mesh: DeviceMesh) -> int:
-        """Return the most rows that a device reads."""
+        """Return the largest number of rows that a device reads."""
         return -(-self.rows // mesh.count(self.strategy.row_axes))
 
     def boxes(self, mesh: DeviceMesh, device: int) -> list[tuple[Box, int]]:

@@ -63,8 +63,8 @@ GRADIENT_PRODUCTS = 3, 2
 """Number of gradient matmuls with the channels of keys (scores, dq, dk) and with those of values (weights, dv)."""
 INT32_BYTES = 4
 TABLE_PASSES = 130
-"""Passes over the tables of tiles that it takes to make them, sorts excluded, by the compiler's cycles for v5p at 8K
-tokens (docs/benchmarks/sparse_attention.md)."""
+"""Number of passes over the tables of tiles while these are made, sorts excluded, by the compiler's cycles for v5p at
+8K tokens (docs/benchmarks/sparse_attention.md)."""
 HBM_EFFICIENCY = 0.8
 """Fraction of the peak HBM bandwidth that copies by kernels reach; an assumption."""
 NEW_BLOCKS = 0.07
@@ -125,7 +125,7 @@ def selected_stages(work: SparseWork, union: float, is_gradient: bool) -> Iterat
 
 
 def selected_ranges(work: SparseWork) -> int:
-    """Return the ranges of keys of the gradients of the selected branch."""
+    """Return the number of ranges into which the kernel for gradients of the selected branch divides the keys."""
     block = work.config.selection_block
     return key_ranges(work.core_memory, work.parts.length, block, work.channels, work.itemsize)
 

@@ -33,7 +33,7 @@ def sparse_buffer_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> f
 
 
 def _gathered_bytes(work: SparseWork) -> float:
-    """Return the bytes of rows gathered for a chunk of queries, in float32 and in a narrower type of queries."""
+    """Return the bytes of rows gathered for a chunk of queries, in float32, and in the queries' type if narrower."""
     assert work.method is not SparseKernel.KERNEL
     match work.method:
         case SparseKernel.GATHERED_BLOCKS:

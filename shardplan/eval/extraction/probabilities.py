@@ -92,7 +92,7 @@ class _Counts:
     """The number of characters whose value is at least each of several limits."""
 
     def __init__(self, limits: np.ndarray):
-        """Begin to count at `limits`, float64[limit], in increasing order."""
+        """Begin with no characters; `limits` are float64[limit], in increasing order."""
         self._limits = limits
         self._counts = np.zeros(len(limits) + 1, np.int64)
 
@@ -101,7 +101,7 @@ class _Counts:
         np.add.at(self._counts, np.searchsorted(self._limits, values, side="right"), lengths)
 
     def at_least(self) -> np.ndarray:
-        """Return the number of characters at each limit, int64[limit]."""
+        """Return, for each limit, the number of characters whose value is at least the limit, int64[limit]."""
         total: np.ndarray = self._counts[::-1].cumsum()[-2::-1]
         return total
 

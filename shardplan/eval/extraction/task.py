@@ -92,7 +92,7 @@ class ExtractionTask:
             )
 
     def divide(self, store: TextStore, pieces: Sequence[Any], special: SpecialTokens, plan: Plan) -> ExtractionWindows:
-        """Number the windows of all texts."""
+        """Assign indices to the windows of all texts."""
         if self.config.begins_windows and len(special.before) != 1:
             key = "bos_in_prefix" if self.config.bos_in_prefix else "special_tokens"
             raise ConfigError(

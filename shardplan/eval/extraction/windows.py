@@ -258,7 +258,7 @@ def divide_texts(
     position: int,
     limit: int | None = None,
 ) -> ExtractionWindows:
-    """Number the windows of texts.
+    """Assign indices to the windows of texts.
 
     >>> pieces = [np.array([13]), np.array([5])]
     >>> protocol = Protocol(prefix=3, suffix=2, stride=4)

@@ -132,7 +132,7 @@ class LossJob:
     """Text -> number of characters in it."""
 
     def make(self, texts: TextReader) -> Rows:
-        """Make the tokens, which of them predict the next one, and, in packed sequences, where each window begins."""
+        """Make the tokens, a mask of tokens that predict the next one, and, in packed sequences, windows' starts."""
         shape, w = (self.sequences, self.position), self.windows
         tokens, starts, predicts = np.zeros(shape, np.int32), np.zeros(shape, np.int32), np.zeros(shape, bool)
         spans = np.zeros((len(w.text), 3), np.int64)

@@ -31,7 +31,7 @@ class RouterRecord(NamedTuple):
 
 
 class DeviceRows(NamedTuple):
-    """The rows of one device in a layer, each array [1]; or of all devices, each array [device]."""
+    """The rows that one device computes in a layer (arrays [1]), or that each device computes (arrays [device])."""
 
     rows: Array
     """Number of rows, int32."""

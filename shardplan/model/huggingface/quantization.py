@@ -40,7 +40,7 @@ class ByteCodes(Quantization):
     """Eight-bit floats or integers, with scales of blocks, rows, matrices or tensors."""
 
     dtype: str
-    """Type of the stored numbers."""
+    """Type of the codes."""
     block: tuple[int, int] | None
     """Rows and columns that share a scale; None if each tensor, or each row of it, has one scale."""
 

@@ -24,7 +24,7 @@ KEYS = ("quantization_config", "compression_config")
 FORMATS = {
     "e4m3": "float8_e4m3fn", "float8_e4m3fn": "float8_e4m3fn", "e5m2": "float8_e5m2", "float8_e5m2": "float8_e5m2",
 }  # fmt: skip
-"""Value of `fmt` -> type of the stored numbers."""
+"""Value of `fmt` -> type of the codes."""
 E4M3 = FORMATS["e4m3"]
 PLAIN_KEYS = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
 """Keys that list modules which are stored unquantized."""

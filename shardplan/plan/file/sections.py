@@ -20,7 +20,7 @@ class ModelInfo:
     parameters: int
     """Number of parameters."""
     config: str | None = None
-    """The config.json that was planned from, if not the checkpoint's."""
+    """The config.json from which the plan was made; None for the checkpoint's own."""
     position: str = "position"
     """Logical axis of the tokens of a sequence; plans of version 0.1, only for Levanter's models, lack it."""
     levanter_class: str | None = None

@@ -44,8 +44,8 @@ class Workload:
     compute_dtype: str = "bfloat16"
     """Type of activations and products: bfloat16, float16 or float32."""
     gradient_checkpointing: str = "default"
-    """What training keeps: default, recompute, nested, offload_carries, offload, save_all; auto to choose it for each
-    activation. +NAME also keeps activations of a name, +NAME@host on the host."""
+    """Activations that training keeps: default, recompute, nested, offload_carries, offload, save_all; auto to choose
+    it for each activation. +NAME also keeps activations of a name, +NAME@host on the host."""
     microbatches: int | None = None
     """Parts of a training batch, one after the other; default: the fastest that fits."""
     optimizer: str = "adamw"

@@ -193,7 +193,7 @@ class Fusion:
         return summed.summed_matmuls < 2 or summed.last_summed == value
 
     def _origin(self, value: int) -> _Origin:
-        """Return the matmuls that a value, or the value it is a view of, is computed from; empty without any."""
+        """Return the matmuls from which a value, or the value that it is a view of, is computed; empty without any."""
         value = self.base_of(value)
         return self._origins.get(value) or _Origin()
 

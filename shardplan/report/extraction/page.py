@@ -30,7 +30,7 @@ class ShadedText:
     """Runs of characters in order: bounds int64[run + 1], and values float64[run]; minus infinity for characters in no
     window."""
     read: Callable[[int, int], str]
-    """Returns the characters from one to another."""
+    """Returns the characters of the text from a start to an end."""
     characters: int
 
 

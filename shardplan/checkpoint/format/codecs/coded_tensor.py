@@ -385,7 +385,7 @@ def _groups(tensor: CodedTensor, piece: StridedPiece, rows: GroupRows) -> list[n
 
 
 def _reduce(group: np.ndarray) -> np.ndarray:
-    """Shrink every dimension along which all elements are equal to length 1."""
+    """Shrink to length 1 every dimension along which all elements are equal."""
     for d in range(group.ndim):
         if group.shape[d] > 1 and not np.diff(group, axis=d).any():
             group = group.take([0], axis=d)

@@ -220,7 +220,7 @@ def _find_device_ranges(
 
 
 def _first_contiguous_dimension(transfer: Transfer, grid: ViewGrid, shape: Shape) -> int:
-    """Return the first dimension from which on a transfer's box is contiguous in the file, within a piece.
+    """Return the first of the last dimensions in which a transfer's box is contiguous in the file, within a piece.
 
     If it numbers rows, a device may read several neighbouring ones as one range.
     """

@@ -117,10 +117,10 @@ class Hub:
         self._entries: dict[int, _Entry] = {}
         """Index of a block of work that not all have entered -> who entered it first."""
         self._has_failed = False
-        """Whether the processes know of a problem; that they end because of it is no further problem."""
+        """Whether the processes know of a problem; if so, a process that ends is no further problem."""
         self._exchanges = Exchanges(count)
         self._places: dict[int, CodeLocation] | None = None
-        """Where processes are, once one is stuck."""
+        """Locations of processes in their code; None unless one is stuck."""
         self._places_due = 0.0
         self._alive_due = now
         self._lines = _line_times(limit_s, timing)
