@@ -140,7 +140,7 @@ class EvalCommand(MonitoringConfig, LoadingConfig, ReportingConfig):
     verify: bool = False
     """Have the TPU compiler check the plan before anything is loaded."""
     output: str = "results/eval"
-    """Results folder, the same for all hosts; an interrupted run resumes from it."""
+    """Results folder, the same for all hosts; runs resume from it."""
     precision_study: int | None = None
     """For extraction: score so many windows in bfloat16 and in float32, and compare."""
     dry_run: bool = False

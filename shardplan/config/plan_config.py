@@ -31,10 +31,10 @@ class PlanConfig:
     plan: str | None = None
     """A Plan file written with --json, to use instead of planning again."""
     pin: tuple[str, ...] = ()
-    """Mappings that the plan must have: mlp=model, params.embed=replica+data (stored parameters), position=
-    (replicated), or of one tensor q_proj.weight:kv_head=model,embed=data."""
+    """Required mappings: mlp=model, params.embed=replica+data (stored parameters), position= (replicated), or of one
+    tensor q_proj.weight:kv_head=model,embed=data."""
     forbid: tuple[str, ...] = ()
-    """Shardings that the plan must not have: vocab, params.vocab (as stored), or mlp=replica."""
+    """Forbidden shardings: vocab, params.vocab (as stored), or mlp=replica."""
     step_tokens: str | None = None
     """For batch auto: fewest and most tokens of a step, as 4M-16M; needed to train."""
     given: frozenset[str] = field(default=frozenset(), repr=False, compare=False, metadata={NO_KEY: True})

@@ -48,7 +48,7 @@ class HardwareConfig:
     slice: str = "cpu-8"
     """A TPU slice such as v4-256, v4:4x4x8 (by its torus), 2xv6e-256 (two slices), or cpu-N for virtual CPU devices."""
     host_gib: float | None = None
-    """GiB of host memory per device for activations; default: three quarters of the host's memory."""
+    """Host GiB per device for activations; default: three quarters of the host's memory."""
 
     def __post_init__(self) -> None:
         parse_slice(self.slice)  # raises: a misspelt slice is reported before anything is imported or planned
@@ -128,7 +128,7 @@ class TaskConfig:
     stride_unit: StrideUnit = StrideUnit.TOKENS
     """For extraction: tokens or characters."""
     top_k: int = 40
-    """For extraction: also report probabilities if only the top k tokens are sampled; 0 to leave them out."""
+    """For extraction: also report top-k sampling with this k; 0 to omit it."""
     temperature: float = 1.0
     """For extraction: sampling is from softmax(logits / temperature)."""
     special_tokens: bool | None = None
@@ -232,7 +232,7 @@ class CompilerConfig:
     cache: str | None = "~/.cache/shardplan/verify"
     """Folder that caches verdicts; null for none."""
     memory_only: bool = False
-    """Judge only memory and collectives, which takes seconds; the time of a step is not modelled."""
+    """Judge only memory and collectives, in seconds, without the time of a step."""
 
     def __post_init__(self) -> None:
         for key in ("jobs", "seconds", "gib"):
