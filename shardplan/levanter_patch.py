@@ -63,7 +63,7 @@ def _build_with_names(config: Any, Vocab: Any, *, key: Any) -> Any:
 
 
 def _log_without_gradient(metrics: Any, *, step: int | None = None) -> None:
-    """Log values of a compiled step as Levanter does, and allow that it computes gradients.
+    """Log values of a compiled step as Levanter does, but without gradients through the logged values.
 
     Levanter's Mixtral logs how tokens are routed, and a callback cannot be differentiated.
     """

@@ -71,7 +71,7 @@ def choose_strategy(
 
 
 def _slice_of_mesh(count: int, hardware: str | None) -> Slice:
-    """Return the slice to choose for, and check that it has as many devices as the mesh."""
+    """Return the slice for which the strategy is chosen; it must have as many devices as the mesh."""
     if hardware is None:
         devices = jax.devices()
         # virtual CPU devices are all alike, so that a mesh may have some of them

@@ -159,7 +159,7 @@ class AttentionSharding:
         return math.prod(axis.size // self.shards(axis) for axis in axes)
 
     def spec(self, axes: Iterable[Axis], unsharded: Iterable[Axis]) -> PartitionSpec:
-        """Return the `PartitionSpec` of an array with these axes; those in `unsharded` stay unsharded."""
+        """Return the `PartitionSpec` of an array with these axes; axes in `unsharded` stay unsharded."""
         names = {axis.name for axis in unsharded}
         return PartitionSpec(*(None if a.name in names else self.mesh_axes.get(a.name) or None for a in axes))
 

@@ -99,7 +99,7 @@ def attend_to_blocks(
     parts.check(SUBJECT, block_size)
 
     def arrange(x: NamedArray, *own: Axis) -> jax.Array:
-        """Return an array with the axes batch, position and kv_head, then its own."""
+        """Return the array of `x` with the axes batch, position and kv_head first, then the axes `own`."""
         with_batch = x if x.has_axis(BATCH) else x.broadcast_axis(Batch)
         return with_batch.rearrange((Batch, Pos, KVHeads, *own)).array
 

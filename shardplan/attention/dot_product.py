@@ -294,7 +294,7 @@ def _make_ring(
     pattern: Pattern,
     save_lse: bool,
 ) -> Ring:
-    """Make the ring of a strategy; gathered keys are a ring of one index."""
+    """Make the ring of a strategy; all-gather has a ring of one index, along which nothing travels."""
     mesh_axes, (queries, keys) = sharding.position_mesh_axes, layouts
     # a device has all keys after the all-gather, so that nothing travels along the ring
     if strategy == Strategy.ALL_GATHER:
@@ -320,7 +320,7 @@ def _make_kernel(name: KernelName, config: KernelConfig, positions: HopPositions
 
 
 def _check_splash_mask(mask: MaskSpec) -> None:
-    """Check that the splash kernel supports a mask, which may consist of a static pattern and documents only.
+    """Check that the splash kernel supports a mask: no explicit mask, and a causal offset known while tracing.
 
     Raises:
         ConfigError: it has another part.

@@ -36,13 +36,11 @@ class Method:
     ulysses: int | None = None
     kernel: str = KernelName.BLOCKWISE
     layout: SequenceLayout | None = None
-    """The layout that positions are in; None for the order of the sequence."""
+    """The layout of the positions in the model's inputs; None for the order of the sequence."""
     hardware: str | None = None
     """Name of the slice that the strategy `auto` chooses for; default: the slice of JAX's devices."""
     kinds: tuple[tuple[str, "Method"], ...] = ()
-    """Methods of single kinds of attention, by name (see `shardplan.program.marked.attention_kind`); others use this
-    one.
-    """
+    """The methods of single kinds of attention, by `shardplan.program.marked.attention_kind`, instead of this one."""
 
     def of(self, kind: AttentionKind) -> "Method":
         """Return how a kind of attention is computed."""
@@ -214,7 +212,7 @@ def _is_sparse(node: Any) -> bool:
 
 
 def _make_parallel(attention: Attention, method: Method) -> Attention:
-    """Return a sequence-parallel copy of an attention module; if it is sequence-parallel already, with `method`.
+    """Return a sequence-parallel copy of an attention module; one that is already sequence-parallel gets `method`.
 
     Raises:
         ConfigError: a subclass that does more than Levanter's Attention, or attention with dropout.
@@ -235,6 +233,6 @@ def _make_parallel(attention: Attention, method: Method) -> Attention:
 
 @cache
 def _parallel_class(original: Any) -> Any:
-    """Return a sequence-parallel subclass of a Levanter class, which keeps its projections, norms and tensor names."""
+    """Return a sequence-parallel subclass of a Levanter class, with the same projections, norms and tensor names."""
     name, metaclass = f"SequenceParallel{original.__name__}", type(original)
     return metaclass(name, (SequenceParallelAttention, original), {"__module__": __name__})

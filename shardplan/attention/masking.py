@@ -43,7 +43,7 @@ class MaskSpec:
     """Additional bool mask, true where attention is allowed; it may have any axes of the attention."""
 
     def kernel_pattern(self, layout: SequenceLayout) -> Pattern:
-        """Return the pattern for kernels: without chunks if the layout has documents, whose ids separate them."""
+        """Return the pattern for kernels; chunks are left out if the layout has documents, whose ids separate them."""
         return self.pattern if layout.documents is None else self.pattern.without_chunks()
 
     def arrays(self, axes: AxisRoles, layouts: Sequence[SequenceLayout]) -> Mapping[str, NamedArray]:
@@ -126,7 +126,7 @@ def make_mask_spec(
 
 
 def _structured_mask(mask: AttentionMask | NamedArray | None) -> AttentionMask:
-    """Return the mask of an attention as an `AttentionMask` whose causal offset is None, or a named array.
+    """Return the mask as an `AttentionMask`; its causal offset is None or a named array.
 
     Levanter's own attention accepts offsets that are numbers, and ignores those of masks that are not causal.
 

@@ -24,7 +24,7 @@ class ShardedSequence(eqx.Module):
     tokens: NamedArray
     """Tokens, int32[..., position]."""
     targets: NamedArray
-    """Token that follows each one in the sequence, whichever device has it, int32[..., position]."""
+    """The next token of each token in the sequence, even if another device holds it, int32[..., position]."""
     positions: NamedArray
     """Positions for rotary embeddings, int32[position]; 0 for padding."""
     loss_mask: NamedArray
@@ -34,7 +34,7 @@ class ShardedSequence(eqx.Module):
 
     @property
     def position(self) -> str:
-        """Name of the axis of positions: the last one of the tokens."""
+        """Name of the position axis, the last axis of the tokens."""
         return self.tokens.axes[-1].name
 
 
@@ -67,7 +67,7 @@ def shard_sequence(example: LmExample, layout: SequenceLayout) -> ShardedSequenc
     has_target = hax.named(jnp.asarray((order != PADDING) & (order != length - 1)), position)
 
     def reorder(x: NamedArray) -> NamedArray:
-        """Take every axis of positions, of queries and of keys, in the order of the layout."""
+        """Reorder every position axis of `x` (of tokens, queries or keys) to the order of the layout."""
         known = {axis.name for axis in tokens.axes}
         others = [axis.name for axis in x.axes if axis.name not in known and axis.size == length]
         for name in {position, *others[-1:]} & {axis.name for axis in x.axes}:
@@ -140,7 +140,7 @@ def next_token_losses(
 
 
 def _has_documents(layout: SequenceLayout, segments: NamedArray, position: str) -> bool:
-    """Return whether the layout has the documents of segment ids, so that attention does not need the ids.
+    """Return whether the layout describes the documents of the segment ids, so that attention needs no ids.
 
     Raises:
         ConfigError: the layout has other documents, or cannot be compared because the ids are traced.

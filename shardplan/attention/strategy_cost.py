@@ -25,7 +25,7 @@ from shardplan.program.named_arrays import AxisCopy, Factor, TracedArray
 from shardplan.program.tasks import Task, TaskKind
 
 BATCH, POSITION = "batch", "position"
-"""Names of the logical axes that number tokens in the tasks made here; no mapping from elsewhere refers to them."""
+"""Logical axes of tokens in the tasks of this module; only mappings made here refer to them."""
 
 
 @dataclass(frozen=True)

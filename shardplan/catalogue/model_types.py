@@ -46,7 +46,7 @@ class TypeFacts:
     type: str
     family: str
     about: str
-    """What distinguishes models of this family, in one sentence."""
+    """One sentence on the features that distinguish this family of models."""
     levanter_class: str | None
     """Levanter's configuration class, for training and Levanter's scripts; None if these use the decoder as well."""
     features: tuple[Feature, ...]
@@ -129,7 +129,7 @@ class RecordedKeys(ConfigKeys):
 
 
 def read_keys(hf_config: dict[str, Any]) -> RecordedKeys:
-    """Return the keys of a config.json after its family has read them, with the record of what was read."""
+    """Return the keys of a config.json after its family has read them, with a record of the keys read."""
     keys = RecordedKeys(hf_config)
     FAMILIES[hf_config["model_type"]].read(keys)
     return keys

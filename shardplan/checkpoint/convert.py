@@ -59,7 +59,7 @@ def convert_checkpoint(config: LoadingConfig, to: str, file_format: Format) -> s
 
 
 def _read_config_json(session: Session) -> dict[str, Any]:
-    """Read the config.json that the model is built from; for a model of images and text, the part of its text model."""
+    """Read the config.json that the model is built from; of a multimodal model, only the text model's part."""
     path = session.config.model.config
     text = read_config_file(path) if path is not None else read_bytes(session.folder, CONFIG)
     config_json: dict[str, Any] = json.loads(text or b"")

@@ -85,7 +85,7 @@ class Forecast:
 
 @dataclass(frozen=True)
 class _StoredModel:
-    """The tensors of a checkpoint that a model is made of."""
+    """A model's tensors, as its checkpoint stores them."""
 
     source: str
     program: StateDictProgram

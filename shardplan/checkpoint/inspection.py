@@ -33,9 +33,9 @@ class DescribedModel:
     """The model that a config.json describes."""
 
     type: str
-    """Model type; of a model of images and text, the type of its text model."""
+    """Model type; for a multimodal model, the type of its text model."""
     wrapper: str | None
-    """Model type of the model of images and text that contains the model; None if there is none."""
+    """Model type of the multimodal model that contains the model; None if there is none."""
     family: str | None
     """The decoder's module for this model's family; None for a user's own class."""
     parameters: int
@@ -79,7 +79,7 @@ class Weights:
     tensors: int
     """Number of tensors of the model, as the checkpoint divides it; codes and their scales count as one."""
     coded: int
-    """Number of coded tensors among them."""
+    """Number of coded tensors among the model's tensors."""
     bytes: int
     """Stored bytes of the model's tensors, with scales and zero points."""
     ignored: int
@@ -100,7 +100,7 @@ class Inspection:
     files: Files | None
     """The checkpoint's files; None if the index or the headers cannot be read."""
     quantization: Quantization | None
-    """How config.json says that weights are stored; None for plain numbers."""
+    """How config.json says that weights are stored; None for unquantized weights."""
     model: DescribedModel | None
     """The model; None if config.json cannot be read, or the model is not supported."""
     weights: Weights | None
@@ -126,7 +126,7 @@ class InspectedCheckpoint:
     match: Match | None
 
     def with_problem(self, problem: ShardplanError) -> "InspectedCheckpoint":
-        """Return the same checkpoint with a problem that was found later."""
+        """Return the normal form of a path in an index."""
         return dataclasses.replace(self, facts=dataclasses.replace(self.facts, problem=problem))
 
 
@@ -199,7 +199,7 @@ def _describe_model(model: Model, folder: Folder) -> DescribedModel:
 
 
 def _wrapper_of(model: Model, folder: Folder) -> str | None:
-    """Return the model type of the config.json in a folder if the model is the text model within that type."""
+    """Return the type of the multimodal wrapper whose text model is `model`; None if config.json has no wrapper."""
     values = json.loads(read_bytes(folder, "config.json") or b"{}")
     outer = values.get("model_type") if isinstance(values, dict) else None
     return outer if isinstance(outer, str) and outer != model.type else None

@@ -182,7 +182,7 @@ def _class_without_plan(folder: Folder) -> str | None:
 
 
 def _loadable_dtype(dtype: Any) -> np.dtype | None:
-    """Return the floating-point type that a caller names, if JAX has it; None for None.
+    """Return the numpy type for a floating-point type that a caller gives, if JAX has it; None for None.
 
     Raises:
         ConfigError: it is no floating-point type, or JAX has it only with other settings.
@@ -361,7 +361,7 @@ def _file_versions(checkpoint: tuple[TensorIndex, Match, Adapter | None]) -> dic
 
 
 def _warn(match: Match, compared: list[str], folder: Folder, adapter: Folder | None) -> None:
-    """Log what a load ignores: tensors that the model lacks, mistakes of the index, an adapter that is not named.
+    """Log warnings: mistakes of the index, compared values, ignored tensors, and an adapter that is not applied.
 
     Args:
         compared: the results of comparing values.

@@ -37,7 +37,7 @@ class Match:
     program: StateDictProgram
     """Checkpoint tensors by name, and the arrays that they make up."""
     head: tuple[str, str] | None = None
-    """Names of an output head that the model has no array for, and of the embedding that it must be equal to."""
+    """Names of an output head that the model lacks, and of the embedding that it must be equal to."""
     unneeded: tuple[str, ...] = ()
     """Names of tensors that the model has no use for."""
     second_set: tuple[tuple[Tensor, Tensor], ...] = ()
@@ -49,7 +49,7 @@ class Match:
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     """Name -> tensor of the checkpoint; coded tensors have the names of weights, adapted ones include the changes."""
     adapted: tuple[AdaptedTensor, ...] = ()
-    """Adapted tensors, if the load reads nothing else of the adapter; at least one change must then not be zero."""
+    """Adapted tensors of which at least one change must not be zero; empty if the adapter saves other tensors whole."""
 
     @property
     def needs_values(self) -> bool:
@@ -205,7 +205,7 @@ def check_values(match: Match, tensors: Mapping[str, Tensor], template: Any) -> 
 
 
 def _coded_views(tensors: Mapping[str, Tensor], stored: StoredNames) -> dict[str, View]:
-    """Return name -> view of the codes, for coded tensors whose codes are in another order than the numbers."""
+    """Return name -> view of the codes, for coded tensors whose codes are in another order than the decoded values."""
     views = {}
     for own, name in stored.canonical.items():
         tensor = tensors[own]

@@ -1,4 +1,4 @@
-"""What each command does with its configuration; only `shardplan.__main__` imports commands.
+"""Runs each command with its configuration; only `shardplan.__main__` imports commands.
 
 `shardplan plan diff` is in plan/diff.py: a folder for each command that has others below it, a file for every command.
 """

@@ -24,7 +24,7 @@ from shardplan.plan.workload.token_counts import parse_token_count
 
 
 class OptionSets(StrEnum):
-    """Which sets of compiler options verify compiles with."""
+    """The sets of compiler options that `verify` compiles with."""
 
     PLAN = "plan"
     """The options of the plan."""
@@ -57,15 +57,15 @@ class PlanCommand(ReportingConfig):
     lint: str | None = None
     """A Levanter configuration whose hand-written trainer section is checked and repaired."""
     lint_seconds: int = 60
-    """With lint: seconds after which the search for edits ends, and says so."""
+    """With lint: time limit of the search for edits, in seconds."""
     rank_slices: tuple[str, ...] = ()
     """Slices (v6e-8, 2xv6e-256) to plan for and to rank by tokens/s per chip; a generation (v4, v5p, ..., or all)
     stands for all its named slices."""
     price: tuple[str, ...] = ()
-    """For rank_slices: prices of a chip-hour in any currency, as v6e=2.70; ranks by cost of a step of training, or of a
-    million tokens of anything else."""
+    """For rank_slices: prices of a chip-hour in any currency, as v6e=2.70; ranks by cost: of a training step, for other
+    workloads of a million tokens."""
     token_budget: str | None = None
-    """For rank_slices: tokens of a whole run, as 15T; adds its days, and with price its cost."""
+    """For rank_slices: tokens of a whole run, as 15T; adds the days of the run, and with price its cost."""
     list_slices: bool = False
     """Only print the slices of every generation; needs no model."""
     parameters: bool = False
@@ -140,7 +140,7 @@ class EvalCommand(MonitoringConfig, LoadingConfig, ReportingConfig):
     verify: bool = False
     """Have the TPU compiler check the plan before anything is loaded."""
     output: str = "results/eval"
-    """Results folder, the same for all hosts; a run goes on there."""
+    """Results folder, the same for all hosts; runs resume from it."""
     precision_study: int | None = None
     """For extraction: score so many windows in bfloat16 and in float32, and compare."""
     dry_run: bool = False
@@ -186,7 +186,7 @@ class TrainCommand(WatchConfig, ReportingConfig):
     verify: bool = False
     """Have the TPU compiler check the plan before anything is loaded."""
     output: str = "results/train"
-    """Folder of checkpoints and records, the same for all hosts; a run goes on there."""
+    """Folder of checkpoints and records, the same for all hosts; an interrupted run resumes from it."""
     selection_statistics: bool = False
     """For native sparse attention: measure which blocks are selected, by layer, for the tracker, run.json and
     report."""
@@ -210,7 +210,7 @@ class TrainCommand(WatchConfig, ReportingConfig):
 
     @property
     def facts(self) -> dict[str, str]:
-        """Key -> value of what all processes must have in common, Levanter's keys included."""
+        """Key -> value of the settings that must be equal in all processes, including Levanter's keys."""
         return {**super().facts, **{name: str(value) for name, value in self.levanter.items()}}
 
 
@@ -225,7 +225,7 @@ class LaunchTrainCommand(TrainCommand):
 
 @dataclass(frozen=True)
 class CheckpointCommand(PlanConfig):
-    """Print which process reads what of the checkpoint, and for how long; needs no weights."""
+    """Print the bytes of the checkpoint that each process reads, and how long it takes; needs no weights."""
 
     schedule: bool = False
     """Print the read schedule."""
@@ -234,7 +234,7 @@ class CheckpointCommand(PlanConfig):
 
 
 PLANNING = ("hardware", "mesh", "workload", "pin", "forbid")
-"""Sections and keys any one of which is enough for `checkpoint inspect` to plan."""
+"""Sections and keys; setting any of them makes `checkpoint inspect` plan the load."""
 
 
 @dataclass(frozen=True)
@@ -245,7 +245,7 @@ class InspectCommand(PlanConfig):
     bandwidth: float | None = None
     """GB/s that one process reads; default: the network of a host, if a slice is named."""
     json: str | None = None
-    """Write what is printed as JSON to this path, or to stdout with `-`."""
+    """Write the printed facts as JSON to this path, or to stdout with `-`."""
     takes_ref: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -255,7 +255,7 @@ class InspectCommand(PlanConfig):
 
     @property
     def has_other_model(self) -> bool:
-        """Whether the model may be named in another way; always, because the command itself requires a checkpoint."""
+        """Whether the model may be named elsewhere; always True, because this command itself requires a checkpoint."""
         return True
 
     @property
@@ -300,7 +300,7 @@ class DoctorCommand(CompilingConfig):
 
     @property
     def makes_windows(self) -> bool:
-        """Whether the windows are determined later; always, because nothing is planned here."""
+        """Whether the windows are determined later; always True, because this command plans nothing."""
         return True
 
 

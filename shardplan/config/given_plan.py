@@ -13,7 +13,7 @@ from shardplan.plan.workload.workload import AUTO_BATCH, AUTO_POSITION
 OPEN_VALUES = (None, "auto")
 """Values of configuration keys that leave the choice to the planner."""
 AUTO_VALUES = {("workload.batch", AUTO_BATCH), ("workload.position", AUTO_POSITION)}
-"""Keys, and values of these that do the same."""
+"""(Key, value) pairs in which the value also leaves the choice to the planner."""
 
 
 def load_given_plan[C: PlanConfig](config: C) -> tuple[C, Plan | None]:

@@ -21,7 +21,7 @@ SHARED_KEYS = (
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """A model, a slice, a mesh and a workload to plan for, and what the plan must keep to."""
+    """A model, a slice, a mesh and a workload to plan for, and constraints on the plan."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
@@ -31,10 +31,10 @@ class PlanConfig:
     plan: str | None = None
     """A Plan file written with --json, to use instead of planning again."""
     pin: tuple[str, ...] = ()
-    """What the plan must keep: mlp=model, params.embed=replica+data (stored parameters), position= (replicated), or of
-    one tensor q_proj.weight:kv_head=model,embed=data."""
+    """Required mappings: mlp=model, params.embed=replica+data (stored parameters), position= (replicated), or of one
+    tensor q_proj.weight:kv_head=model,embed=data."""
     forbid: tuple[str, ...] = ()
-    """What the plan must not shard: vocab, params.vocab (as stored), or mlp=replica."""
+    """Forbidden shardings: vocab, params.vocab (as stored), or mlp=replica."""
     step_tokens: str | None = None
     """For batch auto: fewest and most tokens of a step, as 4M-16M; needed to train."""
     given: frozenset[str] = field(default=frozenset(), repr=False, compare=False, metadata={NO_KEY: True})
@@ -83,7 +83,7 @@ class PlanConfig:
 
     @property
     def facts(self) -> dict[str, str]:
-        """Key -> value of what decides which programs run and what is loaded; equal in all processes.
+        """Key -> value of the settings that decide programs and weights, which must be equal in all processes.
 
         Paths may differ between hosts; what they lead to is compared when it is read.
         """
@@ -92,7 +92,7 @@ class PlanConfig:
 
     @property
     def has_other_model(self) -> bool:
-        """Whether the model may be named by a file that is read later."""
+        """Whether another file, read later, may name the model."""
         return False
 
     @property
@@ -103,14 +103,14 @@ class PlanConfig:
 
 @dataclass(frozen=True)
 class CompilingConfig(PlanConfig):
-    """The configuration of planning, and of how the program is compiled."""
+    """The configuration of planning and compiling."""
 
     compiler: CompilerConfig = field(default_factory=CompilerConfig)
 
 
 @dataclass(frozen=True)
 class ReportingConfig(CompilingConfig):
-    """The configuration of planning, and of the page that shows the plan."""
+    """The configuration of planning, and of the report page."""
 
     report: str | None = None
     """Write a page that shows the plan to this path: one HTML file."""
@@ -123,7 +123,7 @@ class ReportingConfig(CompilingConfig):
 
 @dataclass(frozen=True)
 class LoadingConfig(PlanConfig):
-    """The configuration of planning, and of how the checkpoint is loaded."""
+    """The configuration of planning, and of loading the checkpoint."""
 
     checksum: bool = False
     """Compare the checkpoint's files with the checksums of their store."""

@@ -28,7 +28,7 @@ class CompiledProgram(StrEnum):
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Which model."""
+    """The model, its weights and its adapter."""
 
     ref: str = ""
     """Hugging Face checkpoint: folder, org/model@revision, gs://, s3://, az://, https://."""
@@ -43,12 +43,12 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class HardwareConfig:
-    """Where it runs."""
+    """The devices: a slice of TPUs, or virtual CPU devices."""
 
     slice: str = "cpu-8"
     """A TPU slice such as v4-256, v4:4x4x8 (by its torus), 2xv6e-256 (two slices), or cpu-N for virtual CPU devices."""
     host_gib: float | None = None
-    """Host memory for activations, GiB per device; default: three quarters of it."""
+    """Host GiB per device for activations; default: three quarters of the host's memory."""
 
     def __post_init__(self) -> None:
         parse_slice(self.slice)  # raises: a misspelt slice is reported before anything is imported or planned
@@ -82,20 +82,20 @@ else:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """What text is evaluated."""
+    """The texts of an evaluation."""
 
     path: str | None = None
     """Texts, local, gs://, s3://, az:// or https://: .txt (one text); .jsonl, .jsonl.gz, .jsonl.zst or .parquet (a
     `text` in each row, perhaps an `id`); or a folder."""
     max_documents: int | None = None
-    """Evaluate only the first this many texts."""
+    """Maximum number of texts to evaluate, from the first on."""
 
     def __post_init__(self) -> None:
         check_minimum("data.max_documents", self.max_documents, 1)
 
 
 class EvaluationKind(StrEnum):
-    """What is measured."""
+    """The kinds of evaluations."""
 
     LOSS = "loss"
     """The loss of every text."""
@@ -104,7 +104,7 @@ class EvaluationKind(StrEnum):
 
 
 class StrideUnit(StrEnum):
-    """What the stride of windows counts."""
+    """The unit of the stride of windows."""
 
     TOKENS = "tokens"
     """The text is encoded once, and a window starts every `stride` tokens."""
@@ -114,7 +114,7 @@ class StrideUnit(StrEnum):
 
 @dataclass(frozen=True)
 class TaskConfig:
-    """What is measured."""
+    """The kind of the evaluation, and its windows."""
 
     kind: EvaluationKind = EvaluationKind.LOSS
     """loss (of every text), or extraction (how probable its windows are)."""
@@ -123,12 +123,12 @@ class TaskConfig:
     suffix: int = 50
     """For extraction: tokens of a window whose probability is measured."""
     stride: int | None = None
-    """Distance between the starts of two windows. Default: 5 for extraction, and for loss one less than
-    workload.position, with which nothing is computed twice."""
+    """Distance between the starts of two windows. Default: 5 for extraction; for loss workload.position - 1, which
+    computes nothing twice."""
     stride_unit: StrideUnit = StrideUnit.TOKENS
     """For extraction: tokens or characters."""
     top_k: int = 40
-    """For extraction: also if only the top k tokens are sampled; 0 for not."""
+    """For extraction: also report top-k sampling with this k; 0 to omit it."""
     temperature: float = 1.0
     """For extraction: sampling is from softmax(logits / temperature)."""
     special_tokens: bool | None = None
@@ -197,7 +197,7 @@ class DeadlineConfig:
     compiling: float = 3600.0
     """While the program of a step is compiled."""
     step: float | None = None
-    """During a step; default: 30 times what the plan predicts, at least 300."""
+    """During a step; default: 30 times the predicted seconds, at least 300."""
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -232,7 +232,7 @@ class CompilerConfig:
     cache: str | None = "~/.cache/shardplan/verify"
     """Folder that caches verdicts; null for none."""
     memory_only: bool = False
-    """Judge only memory and collectives, within seconds; no time of a step."""
+    """Judge only memory and collectives, in seconds, without the time of a step."""
 
     def __post_init__(self) -> None:
         for key in ("jobs", "seconds", "gib"):
@@ -248,7 +248,7 @@ class LoadConfig:
     strict: bool = False
     """Refuse tensors that the model has no use for; a warning names them otherwise."""
     keep_dtype: bool = False
-    """Keep the fp8 of the checkpoint on the devices."""
+    """Keep weights in fp8 on the devices if the checkpoint stores them so."""
 
     def __post_init__(self) -> None:
         check_minimum("load.gib", self.gib, MIN_LOAD_GIB)
@@ -260,7 +260,7 @@ class Target(StrEnum):
     GCLOUD = "gcloud"
     """A TPU VM, and its hosts through ssh."""
     QUEUED = "queued"
-    """TPU VMs that are queued for, one or several slices."""
+    """Queued resources: TPU VMs that are requested in a queue, of one or several slices."""
     XPK = "xpk"
     """A workload of a Kubernetes cluster (GKE)."""
     SKYPILOT = "skypilot"

@@ -58,7 +58,7 @@ COMPILED_HOP_SECONDS = 1.5e-4
 """Seconds of a hop that do not depend on its size, on other generations: 0.1 to 0.2 ms by the TPU compiler's cycles
 (docs/log.md)."""
 EXCHANGE_SLOWDOWN = 5.0
-"""Time of the all-to-alls between heads and positions, relative to the time by the torus links' bandwidth.
+"""Seconds of the all-to-alls between heads and positions / seconds by the bandwidth of the torus links.
 
 Fitted to the same steps: Ulysses takes as long there as gathering eight times as many bytes. A verdict on a compiled
 program times an all-to-all by the links alone."""
@@ -246,7 +246,7 @@ def _head_sharding(task: Task, assignment: ShardingAssignment) -> HeadSharding:
 
 
 def _sequence_layout(task: Task, assignment: ShardingAssignment) -> SequenceLayout:
-    """Return the layout of the sequence, which has the positions of each device."""
+    """Return the sequence layout: which positions each device has."""
     method, scores = _method(task, assignment), task.scores
     positions = score_positions(scores)
     length = score_length(scores)

@@ -36,7 +36,7 @@ class RoleRow:
 
     name: BufferRole
     meaning: str
-    """What the buffer is."""
+    """Description of the buffer."""
     lifetime: str
     """When the buffer is in memory."""
     bytes: Callable[[LiveBuffer, ShardingAssignment], float]
@@ -95,13 +95,13 @@ def gathered_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
 
 
 def reordered_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
-    """Return the bytes of the copies that an all-gather of a parameter needs, beyond its result, to reorder it."""
+    """Return the bytes of the extra copies in which an all-gathered parameter is reordered."""
     gather = assignment.weight_gather(buffer.array)
     return (gather.copies - 1) * gather.bytes if gather else 0.0
 
 
 def prefetched_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
-    """Return the bytes of a parameter that is gathered early; 0 if its gather must reorder and so waits for its use."""
+    """Return the bytes of a parameter that is gathered early; 0 if its gather must wait because it reorders."""
     gather = assignment.weight_gather(buffer.array) if assignment.quirks.gathers_early else None
     return gather.bytes if gather and gather.copies == 1 else 0.0
 
@@ -161,7 +161,7 @@ def gathered_row_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> fl
 
 
 def held_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
-    """Return the bytes of rows kept for the gradients of experts; 0 if the compiler does not free rows."""
+    """Return the bytes of rows kept for experts' gradients, on compilers that free other rows; else 0."""
     return live_bytes(buffer, assignment) if assignment.quirks.frees_rows else 0.0
 
 

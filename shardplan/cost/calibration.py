@@ -55,8 +55,8 @@ class Calibration:
     """Seconds to copy a layer's expert weights out of the stack of all layers = slicing x bytes read and written / HBM
     bandwidth."""
     kernel_wait: float = 0.5
-    """Fraction of transfers beside expert kernels (of tokens in several parts, and of stored weights) that nothing
-    overlaps."""
+    """Fraction of transfers beside expert kernels (of chunks of tokens, and of stored weights) that the kernels do not
+    hide."""
     quirks: CompilerQuirks = field(default_factory=CompilerQuirks)
     vmem_kib: int | None = None
     """KiB of vector memory (VMEM) that one operation may use, for larger matmul tiles; None for the compiler's

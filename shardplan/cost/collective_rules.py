@@ -182,7 +182,7 @@ def _gradient_sum_traffic(
 
 
 def _partial_sum_axes(task: Task, assignment: ShardingAssignment) -> MeshAxes:
-    """Return the mesh axes along which devices have partial sums of a result, which are added up in this task."""
+    """Return the mesh axes along which this task adds up the devices' partial sums of its result."""
     if not task.reduces_partial_sums:
         return ()
     kept = {
@@ -197,7 +197,7 @@ def _partial_sum_axes(task: Task, assignment: ShardingAssignment) -> MeshAxes:
 
 
 def _flattened_operand_traffic(task: Task, operand: TracedArray, assignment: ShardingAssignment) -> Iterator[Traffic]:
-    """Yield the gather of each flattened dimension of an operand that does not keep its sharding."""
+    """For an operand, yield the gather of each flattened dimension that does not keep its sharding."""
     for dim in operand.dims:
         flat = _flattened_axis(dim, task, assignment)
         axes = assignment.mesh_axes(dim)
@@ -208,7 +208,7 @@ def _flattened_operand_traffic(task: Task, operand: TracedArray, assignment: Sha
 
 
 def _contracts_flattened(task: Task, assignment: ShardingAssignment) -> bool:
-    """Return whether `task` contracts an axis made by flattening several, for which `_flattened_axis` may apply."""
+    """Return whether `task` contracts an axis that other tasks split into several; see `_flattened_axis`."""
     return any(name in assignment.merged_axes for name, _ in task.contracted)
 
 
@@ -220,7 +220,7 @@ def _flattened_axis(dim: Dim, task: Task, assignment: ShardingAssignment) -> str
 
 
 def _keeps_sharding(dim: Dim, flat: str, assignment: ShardingAssignment) -> bool:
-    """Return whether a flattened dimension keeps the sharding of its major axis under the mapping of its own axis.
+    """Return whether the mapping of a flattened axis keeps the sharding that the dimension's major axis has.
 
     It does if no minor axis is sharded, and the flattened axis is mapped to the first of the same mesh axes, or none.
     """
@@ -271,7 +271,7 @@ def _scatter_add_traffic(task: Task, assignment: ShardingAssignment) -> Iterator
 
 
 def _reshard_traffic(task: Task, assignment: ShardingAssignment) -> Iterator[Traffic]:
-    """Yield the gather of an array that is sharded before a shard_map begins or ends, and replicated after it."""
+    """Yield the all-gather of an array that becomes replicated at the start or the end of a shard_map."""
     for before, after in zip(task.operands, task.results, strict=True):
         kept = {axis for axes in assignment.dimension_mesh_axes(after, assignment.compute) for axis in axes}
         # of a flattened dimension, the sharding of its minor axis does not even reach the flattened one

@@ -15,7 +15,7 @@ class Purpose(Enum):
     WEIGHT_GRADIENTS = "gradient of {}"
     PARTIAL_SUMS = "partial sums of {}"
     GROUPED_RESULTS = "result of {}"
-    """The part of a grouped matmul's result that another sharding needs."""
+    """All-gather of a grouped matmul's result, for a use with another sharding."""
     SUMS_OVER_DEVICES = "sums of {}"
     EXCHANGES = "exchange of {}"
     """An all-gather, all-to-all or permutation that the model's own shard_map names."""
@@ -23,7 +23,7 @@ class Purpose(Enum):
     LOOKUPS = "rows of {}"
     LOOKUP_GRADIENTS = "gradient of the lookup"
     FLATTENED_AXES = "{} resharded"
-    """Resharding of a flattened dimension whose axes are sharded otherwise than the axis they are flattened into."""
+    """Resharding of a flattened dimension, because its axes are sharded differently from the axis they flatten into."""
     REPLICATION = "replicated for {}"
     TOKENS_FOR_EXPERTS = "tokens gathered for experts"
     SUMS_OF_EXPERTS = "sums of the outputs of experts"
@@ -42,15 +42,15 @@ class Overlap(Enum):
     NONE = auto()
     """The task waits for the collective."""
     INDEPENDENT = auto()
-    """The collective depends on no other task; it runs behind that part of its task that compilers can overlap."""
+    """The collective depends on no other task, and overlaps with the part of its task that compilers can overlap."""
     REORDERED = auto()
     """As `INDEPENDENT`, but the result is reordered, and the task waits for a part of the collective."""
     LAYER = auto()
-    """The collective depends on no other task and lasts longer than its own, as gathers of expert weights do. It runs
-    behind the part of the layer's compute that compilers can overlap."""
+    """The collective depends on no other task, but lasts longer than its own task, such as a gather of expert weights;
+    it overlaps with the part of the layer's compute that compilers can overlap."""
     KERNELS = auto()
-    """The collective runs behind expert kernels: one part's tokens behind the experts of another, or stored weights.
-    Some compilers overlap little with kernels."""
+    """Expert kernels hide the collective: chunks of tokens travel while other chunks are computed, and stored weights
+    are gathered. Some compilers overlap little with kernels."""
     RING_HOPS = auto()
     """Each execution runs behind the attention to the keys of one hop; the last hop sends nothing."""
 

@@ -46,8 +46,9 @@ ACTIVATION_SLOWDOWN = 2.0
 """Seconds of activation functions in float32 = this x bytes / HBM bandwidth: 1.6 as compiled for v4, 2.2 for v5p
 (Mixtral)."""
 EXCHANGE_COPY, EXCHANGE_FILL, EXCHANGE_PAD = 5.5, 10.0, 11.5
-"""Time around a ragged all-to-all, relative to that of the bytes of its rows at HBM bandwidth: to copy rows to or from
-its layout, to fill a buffer with zeros, and to pad or cut rows; as compiled for v5p (Mixtral, Qwen3, gpt-oss)."""
+"""Seconds of each step around a ragged all-to-all, divided by the seconds of its rows' bytes at HBM bandwidth: to copy
+rows to or from its layout, to fill a buffer with zeros, and to pad or truncate rows; as compiled for v5p (Mixtral,
+Qwen3, gpt-oss)."""
 EXCHANGE_RESHAPES = 2
 """Number of reads and writes of rows that are reshaped; an assumption, as the compiler gives no cycles for it."""
 EXCHANGED_WEIGHT_COPY = 15.0
@@ -185,7 +186,7 @@ class ExpertWork:
 
 
 def work_of(task: Task, assignment: ShardingAssignment) -> ExpertWork:
-    """Return one device's work for the block of experts of a task; for a gradient's task, of its forward block."""
+    """Return one device's work for a task's block of experts in the forward pass, even if the task is its gradient."""
     assert task.experts is not None
     operands = ExpertOperands.of(task)
     return expert_work(task.experts, operands.tokens, operands.up, assignment)
@@ -247,7 +248,7 @@ def expert_work(kind: ExpertKind, x: TracedArray, up: TracedArray, assignment: S
 
 
 def busiest_part(kind: ExpertKind, shards: float) -> float:
-    """Return the rows of the busiest of `shards` devices with different experts, divided by their mean.
+    """Return rows of the busiest device / mean rows of a device, for experts divided among `shards` devices.
 
     Loads of experts are taken to be independent and normal: those of the experts of a device add up, and the largest of
     several sums is that of as many normal numbers.
@@ -262,7 +263,7 @@ def busiest_part(kind: ExpertKind, shards: float) -> float:
 
 
 def kernel_calls(task: Task, work: ExpertWork) -> tuple[KernelCalls, ...]:
-    """Return the kernel calls in all executions of a task: to hidden states, back from them, and for both gradients."""
+    """Return the kernel calls of all executions of a task: up and down projections, or recomputation and gradients."""
     embed, mlp, projections = work.kind.embed, work.mlp, work.kind.matrices - 1
 
     def calls(inner: float, columns: float, times: int, is_matrix_gradient: bool = False) -> KernelCalls:
@@ -280,7 +281,7 @@ def kernel_calls(task: Task, work: ExpertWork) -> tuple[KernelCalls, ...]:
 
 
 def sliced_weight_bytes(task: Task, assignment: ShardingAssignment) -> float:
-    """Return the bytes of weights copied for kernels, over all executions; for gradients also transposed copies."""
+    """Return the bytes of expert weights copied for kernels, over all executions; a gradient also copies transposes."""
     copies = 2 if _is_gradient(task) else 1
     # numbers of kept weights are arrays of one layer already
     stacked = (array for array in ExpertOperands.of(task).weights if not array.is_local)
@@ -318,7 +319,7 @@ def _activation_bytes(work: ExpertWork, is_wide: bool) -> float:
 
 
 def _bias_bytes(work: ExpertWork) -> float:
-    """Return the bytes to look up the biases of every row by its expert, read and written; 0 without biases."""
+    """Return the bytes read and written to look up each row's biases by its expert; 0 without biases."""
     if not work.kind.has_bias:
         return 0.0
     return 2 * work.buffer_rows * ((work.kind.matrices - 1) * work.hidden_bytes + work.row_bytes)
@@ -358,7 +359,7 @@ def elementwise_bytes(task: Task, work: ExpertWork, is_wide: bool) -> float:
 
 
 def expert_traffic(task: Task, assignment: ShardingAssignment) -> Iterator[Traffic]:
-    """Yield the collectives of a block, of its tokens, results and weights, under the compute sharding."""
+    """Yield the collectives of a block of experts, under the compute sharding: of its tokens, results and weights."""
     work, count = work_of(task, assignment), task.executions
     is_gradient = _is_gradient(task)
     size = work.gathered_tokens * work.row_bytes
@@ -396,7 +397,7 @@ def gradient_sum_axes(task: Task, assignment: ShardingAssignment) -> MeshAxes:
 
 
 def expert_buffer_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
-    """Return the bytes of a block's buffers while it runs, beyond its operands and results.
+    """Return the bytes of temporary buffers while a block of experts runs, besides its operands and results.
 
     While an activation is computed, these are gathered tokens, or rows that are sent and received; the rows of the
     device; and its gates and projections up, of which the hidden states take over one. Of several parts of tokens, the
@@ -408,7 +409,7 @@ def expert_buffer_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> f
 
 
 def expert_gradient_buffer_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
-    """Return the bytes of the buffers of a block's gradient while it runs, beyond its operands and results."""
+    """Return the bytes of temporary buffers while a block's gradient runs, besides its operands and results."""
     work = _work_of_buffer(buffer, assignment)
     rows = 2 * (work.transferred_bytes + work.buffer_rows * work.row_bytes)
     return 2 * work.gathered_weight_bytes + rows + 2 * (work.kind.matrices - 1) * work.hidden_buffer
@@ -425,6 +426,6 @@ def _is_gradient(task: Task) -> bool:
 
 
 def products(task: Task) -> int:
-    """Return the number of matmuls in the definition of a block or its gradient."""
+    """Return the number of matmuls of a block of experts or of its gradient, without recomputed ones."""
     assert task.experts is not None
     return 2 * task.experts.matrices if _is_gradient(task) else task.experts.matrices

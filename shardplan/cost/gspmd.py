@@ -171,7 +171,7 @@ def _nonempty(traffic: Iterator[Traffic]) -> tuple[Traffic, ...]:
 
 
 def weight_bytes(task: Task, assignment: ShardingAssignment) -> float:
-    """Return the bytes per device (compute sharding) of the parameters that a matmul uses first, in all executions."""
+    """Return executions x bytes per device (compute sharding) of the parameters that this matmul is first to use."""
     if task.kind != TaskKind.CONTRACTION or task.groups > 1:
         return 0.0
     return task.executions * sum(

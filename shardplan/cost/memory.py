@@ -1,4 +1,4 @@
-"""Bytes per device of a step under a mapping, by part: stored arrays, and the largest point of the program. Pure.
+"""Bytes per device of a step under a mapping, by part: stored arrays, and live buffers at the peak. Pure.
 
 `shardplan.program.walk` finds which buffers are live at a point, and `shardplan.cost.buffer_roles` has their bytes.
 Nothing is measured here; the rules were compared with the TPU compiler's peaks (scripts/bench_planner.py).
@@ -16,7 +16,7 @@ from shardplan.program.tasks import Step
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes per device at the largest point, a field for each `MemoryPart`; all of them are live at that point."""
+    """Bytes per device at the peak of the program, a field for each `MemoryPart`."""
 
     parameters: float = 0.0
     optimizer: float = 0.0
@@ -33,7 +33,7 @@ class Memory:
 
 
 def estimate_memory(step: Step, assignment: ShardingAssignment) -> Memory:
-    """Return the bytes per device at the largest point of the program, by part."""
+    """Return the bytes per device at the peak of the program, by part."""
     return Memory(**max(memory_by_part(step, assignment), key=_total))
 
 
@@ -49,7 +49,7 @@ def point_bytes(point: ProgramPoint, assignment: ShardingAssignment) -> float:
 
 
 def host_bytes(step: Step, assignment: ShardingAssignment) -> float:
-    """Return the bytes of the host's memory that a device uses at the largest point of the program."""
+    """Return the most bytes of host memory that a device uses at any point of the program."""
     return max(sum(count * host_buffer_bytes(buffer, assignment) for buffer, count in point) for point in step.points)
 
 

@@ -270,7 +270,7 @@ def _split_by_tokens(lookup: _Lookup) -> tuple[_Exchange, ...]:
 
 
 def _group_table(lookup: _Lookup) -> tuple[int, ...]:
-    """Return the shards of the table's rows and columns within a group that has different tokens than other groups."""
+    """Return the shards of the table's rows and columns within a group of devices that has the same tokens."""
     return _group((lookup.rows, lookup.columns), lookup.devices, lookup.num_tokens)
 
 
@@ -341,7 +341,7 @@ def _split_by_rows(lookup: _Lookup) -> tuple[_Exchange, ...]:
 
 
 def _group_of_rows(lookup: _Lookup) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the shards of the tokens, and of the result's tokens, within a group that has different table rows.
+    """Return the shards of tokens and of the result's tokens within a group of devices with the same table rows.
 
     Where a group would hold all tokens of one of the two, it has the sharding of the other.
     """

@@ -39,8 +39,8 @@ WAITED_PART = 0.2
 """Fraction of the gathers of parameters along two dimensions that overlap with nothing: the best fit to the steps of
 one program per generation (docs/log.md, factors for libtpu 0.0.48)."""
 KERNEL_PRODUCTS_OF_GRADIENTS = 7 / 4
-"""Matmuls in attention's backward kernels / the four that its gradients need: the queries' kernel has three, the kernel
-for keys and values four, because each recomputes the scores."""
+"""Matmuls that attention's backward kernels run / the four matmuls that its gradients need: the kernel for dq runs
+three, the kernel for dk and dv four, because each recomputes the scores."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def transfer_seconds(traffic: Traffic, placement: MeshPlacement) -> float:
 
 
 def compute_seconds(task: Task, cost: DeviceCost, hardware: Slice, calibration: Calibration) -> float:
-    """Return the seconds of compute and of HBM traffic on a device with the part `cost` of the task."""
+    """Return the seconds of a task's compute and HBM traffic on one device, whose work for the task is `cost`."""
     flops_rate, bandwidth = hardware.generation.flops, hardware.generation.hbm_bandwidth
     memory_seconds = cost.memory_bytes / bandwidth
     match task.kind:
@@ -120,7 +120,7 @@ def _conversion_bytes(task: Task, cost: DeviceCost, calibration: Calibration) ->
 
 
 def task_seconds(task: Task, cost: DeviceCost, placement: MeshPlacement, calibration: Calibration) -> TaskSeconds:
-    """Return the seconds of a task on a device with the part `cost` of it; for a host copy, if nothing hides it."""
+    """Return the compute and exposed seconds of a task on one device with the work `cost`; host copies are exposed."""
     compute = compute_seconds(task, cost, placement.hardware, calibration)
     if not cost.traffic and task.kind != TaskKind.HOST_COPY:
         return TaskSeconds(compute, 0.0)  # as below, but faster: most tasks transfer nothing
@@ -139,7 +139,7 @@ def host_copy_seconds(task: Task, cost: DeviceCost, hardware: Slice) -> float:
 
 
 def seconds_beside(flops: float, hardware: Slice, calibration: Calibration) -> float:
-    """Return the seconds of matmuls with `flops` FLOPs over all devices, behind which transfers can hide."""
+    """Return the seconds of matmuls with `flops` FLOPs over all devices; transfers can hide behind them."""
     return calibration.products * flops / hardware.devices / hardware.generation.flops
 
 
@@ -214,7 +214,7 @@ def _collective_times(
 
 
 def _seconds_behind(times: Iterable[_CollectiveTime]) -> dict[float, float]:
-    """Return hiding seconds of compute -> seconds of the collectives that can run behind them."""
+    """Return seconds of compute -> seconds of the collectives that can overlap with it."""
     behind: defaultdict[float, float] = defaultdict(float)
     for each in times:
         behind[each.hiding] += (1 - each.waited) * each.seconds
@@ -222,7 +222,7 @@ def _seconds_behind(times: Iterable[_CollectiveTime]) -> dict[float, float]:
 
 
 def _not_hidden(behind: Mapping[float, float]) -> dict[float, float]:
-    """Return hiding seconds of compute -> seconds by which the collectives behind them last longer."""
+    """Return seconds of compute -> seconds of the overlapping collectives that it does not hide."""
     return {hiding: max(0.0, seconds - hiding) for hiding, seconds in behind.items()}
 
 

@@ -67,7 +67,7 @@ class ShardingAssignment:
     merged_axes: Mapping[str, Dim]
     """Logical axis -> the axes into which other parts of the program split it."""
     activation_axes: tuple[str, ...]
-    """The logical axes that number tokens: batch and position."""
+    """The logical axes of tokens: batch and position."""
     quirks: CompilerQuirks = CompilerQuirks()
     attention: AttentionPlan = field(default_factory=AttentionPlan)
     """Kind of attention -> how it is computed; see `attention_of`."""
@@ -120,11 +120,11 @@ class ShardingAssignment:
         return self.spans_slice(axes) and not self.quirks.scatters_over_slice
 
     def is_stored_like_a_parameter(self, array: TracedArray) -> bool:
-        """Return whether `array` has the stored sharding between tasks, as parameters, copies and gradients have."""
+        """Return whether `array` is in the stored sharding between tasks, as parameters, copies and gradients are."""
         return is_parameter_like(array, self.activation_axes)
 
     def dimension_mesh_axes(self, array: TracedArray, mapping: AxisMapping | None = None) -> list[MeshAxes]:
-        """Return the mesh axes that shard each dimension, under `mapping` or else in its sharding between tasks."""
+        """Return the mesh axes that shard each dimension of `array`, under `mapping` or else between tasks."""
         if mapping is None:
             mapping = self.params if self.is_stored_like_a_parameter(array) else self.compute
         used: set[str] = set()
@@ -161,7 +161,7 @@ class ShardingAssignment:
         return array.elements * array.itemsize / self.num_shards(array, mapping)
 
     def mesh_axes(self, factors: Dim, mapping: AxisMapping | None = None) -> MeshAxes:
-        """Return the mesh axes to which the logical axes are mapped, by default in `compute`, in the mesh's order."""
+        """Return the mesh axes that shard any of some logical axes under `mapping` (default: `compute`), in order."""
         source = self.compute if mapping is None else mapping
         used: set[str] = set()
         for name, _ in factors:
@@ -190,7 +190,7 @@ class ShardingAssignment:
         return WeightGather(axes, self.bytes(weight, used), copies, dimensions)
 
     def _fills_tiles(self, matrix: TracedArray, axes: MeshAxes) -> bool:
-        """Return whether shards of a stored matrix along `axes` consist of complete tiles, and so lie side by side.
+        """Return whether shards of a stored matrix along `axes` are complete tiles, so that a gather reorders nothing.
 
         An array with more dimensions has a memory layout in which the gathered dimension is not one of the tile's.
         """

@@ -66,7 +66,7 @@ class Architecture(LmConfig):
     logit_soft_cap: float | None = None
     """Bound of the logits, applied as `cap * tanh(logits / cap)`."""
     kept: ByteCodes | None = None
-    """How layer weights are stored if they stay codes on the devices; None if they are loaded as numbers."""
+    """How layer weights are stored if they stay codes on the devices; None if they are decoded at loading."""
     index_topk: int | None = None
     """Positions that the indexer of sparse attention chooses for a query; None for a model without one.
 
@@ -118,7 +118,7 @@ class Architecture(LmConfig):
         return Kernel(self.attn_backend, self.flash_attention_block_size)
 
     def check_length(self, length: int, key: str) -> None:
-        """Check that queries of sequences of this length attend to all positions.
+        """Check that a sequence is not so long that the indexer would leave out positions.
 
         Args:
             key: name of the length, for the message.

@@ -58,7 +58,7 @@ class ConfigKeys:
         self._taken = set[str]()
 
     def take(self, *names: str, default: Any = None) -> Any:
-        """Take some keys, and return the value of the first one that is given and not null, else the default."""
+        """Take keys that mean the same, and return the first value that is given and not null, else the default."""
         self._taken.update(names)
         return next((self.values[name] for name in names if self.values.get(name) is not None), default)
 
@@ -67,7 +67,7 @@ class ConfigKeys:
         return name in self.values and self.values[name] is None
 
     def integer(self, *names: str, default: int | None = None, least: int = 1) -> int:
-        """Take some keys, and return their value, an integer from `least` to `MAX_SIZE`.
+        """Take keys that mean the same, and return their value, an integer from `least` to `MAX_SIZE`.
 
         Raises:
             ConfigError: the value is missing and has no default, or it is anything else.
@@ -99,7 +99,7 @@ class ConfigKeys:
         return self.number(name, default=default)
 
     def number(self, *names: str, default: float | None = None) -> float:
-        """Take some keys, and return their value, a positive number.
+        """Take keys that mean the same, and return their value, a positive number.
 
         Raises:
             ConfigError: the value is missing and has no default, or it is anything else.
@@ -110,7 +110,7 @@ class ConfigKeys:
         return float(value)
 
     def flag(self, *names: str, default: bool) -> bool:
-        """Take some keys, and return their value, true or false.
+        """Take keys that mean the same, and return their value, true or false.
 
         Raises:
             ConfigError: the value is anything else.
@@ -121,7 +121,7 @@ class ConfigKeys:
         return value
 
     def choice[T](self, *names: str, choices: Mapping[str, T], default: str | None = None) -> T:
-        """Take some keys, and return the choice that their value names.
+        """Take keys that mean the same, and return the choice that their value names.
 
         Raises:
             ConfigError: the value is missing and has no default, or it names none of the choices.

@@ -55,7 +55,7 @@ def keep_weights(model: Any, codes: ByteCodes) -> Any:
 
 
 def _has_plain_tensor(rule: Rule, codes: ByteCodes) -> bool:
-    """Return whether config.json says that a tensor of a parameter is stored as plain numbers."""
+    """Return whether config.json says that a tensor of a parameter is stored unquantized."""
     return bool(codes.plain_modules) and any(codes.is_plain(stored.name) for stored in stored_tensors(rule))
 
 

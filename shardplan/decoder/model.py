@@ -291,7 +291,7 @@ class Decoder(ModuleWithStateDictSerialization, LmHeadModel[Architecture]):
 
 
 class _Arrays:
-    """The operations of parameter rules, on arrays."""
+    """The operations of loading rules, on arrays."""
 
     def reshape(self, value: jax.Array, shape: Shape) -> jax.Array:
         return jnp.reshape(value, shape)
@@ -318,7 +318,7 @@ def expected_shapes(model: Decoder) -> dict[str, Shape]:
 
 
 def _stored_shapes(rules: Mapping[str, Rule]) -> dict[str, Shape]:
-    """Return name -> shape of the tensors that rules read."""
+    """Return name -> shape of the tensors that loading rules read."""
     shapes: dict[str, Shape] = {}
     for rule in rules.values():
         shapes.update((stored.name, stored.shape) for stored in stored_tensors(rule))
@@ -326,7 +326,7 @@ def _stored_shapes(rules: Mapping[str, Rule]) -> dict[str, Shape]:
 
 
 def _indices_in_text(mask: AttentionMask, Pos: Axis) -> NamedArray:
-    """Return the index of each token, int32[..., position], in its document, or without documents in the array."""
+    """Return each token's index in its document, int32[..., position]; without documents, in the sequence."""
     return hax.arange(Pos) if mask.segment_ids is None else indices_in_documents(mask.segment_ids[0], Pos)
 
 

@@ -1,4 +1,4 @@
-"""Makes the rules of all parameters of a decoder from the rules that its family has for a single layer.
+"""Makes the loading rules of all parameters of a decoder from its family's rules for a single layer.
 
 The model stacks the parameters of a segment's repetitions along the first axis, so their rules are stacked as well.
 """
@@ -13,7 +13,7 @@ from shardplan.decoder.names import Rule, Stacked
 
 @lru_cache(maxsize=8)  # a model with routed experts has rules of a hundred thousand tensors
 def parameter_rules(config: Architecture, vocab: int) -> Mapping[str, Rule]:
-    """Return the rules of all parameters, by path in the model; a rule gives the parameter's elements in any shape.
+    """Return the loading rules of all parameters, by path in the model; a rule gives the elements in any shape.
 
     >>> from shardplan.decoder.config import DecoderConfig
     >>> from shardplan.model.huggingface.hf_config import read_config

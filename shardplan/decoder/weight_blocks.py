@@ -15,7 +15,7 @@ from shardplan.model.huggingface.quantization import ByteCodes
 
 @dataclass(frozen=True)
 class Blocked:
-    """An array, and the lengths of its blocks that share a scale, which divide its dimensions."""
+    """An array with the lengths, along each dimension, of its blocks that share a scale."""
 
     shape: Shape
     blocks: Shape
@@ -41,7 +41,7 @@ def blocks_of_rule(rule: Rule, codes: ByteCodes, shape: Shape) -> Shape:
 
 
 def _blocks_of_tensor(shape: Shape, codes: ByteCodes) -> Shape:
-    """Return the lengths of a tensor's blocks; a tensor without blocks has rows, which may share a scale."""
+    """Return the lengths of a tensor's blocks; a tensor without blocks counts as blocks of one row."""
     *others, rows, columns = shape
     if codes.block is None:
         return (*[1] * len(others), 1, columns)
@@ -49,7 +49,7 @@ def _blocks_of_tensor(shape: Shape, codes: ByteCodes) -> Shape:
 
 
 class _BlockLengths:
-    """The operations of parameter rules, on lengths of blocks."""
+    """The operations of loading rules, on lengths of blocks."""
 
     def reshape(self, value: Blocked, shape: Shape) -> Blocked:
         blocks: list[int] = []
@@ -81,7 +81,7 @@ BLOCKS = _BlockLengths()
 
 
 def _common(values: Sequence[Blocked]) -> Shape:
-    """Return the largest blocks that divide the blocks of all values."""
+    """Return the largest block lengths that divide the block lengths of all values."""
     return tuple(math.gcd(*lengths) for lengths in zip(*(value.blocks for value in values), strict=True))
 
 
@@ -99,7 +99,7 @@ def _runs(old: Shape, new: Shape) -> list[tuple[slice, slice]]:
 
 
 def _flat_length(shape: Shape, blocks: Shape) -> int:
-    """Return how many elements in row-major order, starting at any multiple of this number, share a scale."""
+    """Return the length of row-major runs, each starting at a multiple of the length, whose elements share a scale."""
     length = 1
     for n, block in zip(reversed(shape), reversed(blocks), strict=True):
         length *= block

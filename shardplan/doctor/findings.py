@@ -37,11 +37,11 @@ class HostFinding:
 
     level: Level
     measured: str
-    """What was found, on one line; an error message of `shardplan.errors` has its remedy at the end."""
+    """Result of the check, on one line; an error message of `shardplan.errors` has its remedy at the end."""
     required: str = ""
-    """What a run needs; empty if `measured` says it."""
+    """Requirement of a run; empty if `measured` says it."""
     remedy: str = ""
-    """What to do about a warning or error; empty if `measured` says it."""
+    """Remedy of a warning or error; empty if `measured` says it."""
 
 
 HostFindings = dict[Check, list[HostFinding]]

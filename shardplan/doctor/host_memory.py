@@ -9,7 +9,7 @@ VERSION_2 = "0::"
 
 
 def available_bytes() -> tuple[int, str]:
-    """Return the bytes that this process can still allocate, and what limits them if not the host's memory."""
+    """Return the bytes that this process can still allocate, and the control group that limits them, if one does."""
     (line,) = (line for line in MEMINFO.read_text().splitlines() if line.startswith("MemAvailable:"))
     available, source = int(line.split()[1]) * 1024, ""
     for group in _control_groups():

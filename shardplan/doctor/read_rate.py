@@ -30,7 +30,7 @@ def measure_reads(files: Sequence[File], hardware: Slice | None) -> str:
 
 
 def _offsets(file: File, count: int) -> list[int]:
-    """Return the first bytes of the samples, spread over a file."""
+    """Return the byte offsets of the samples, spread over a file."""
     last = max(0, file.size - SAMPLE_BYTES)
     return sorted({last * i // max(1, count - 1) for i in range(count)}) if file.size else []
 

@@ -49,7 +49,7 @@ LATE = {
 }
 """Check -> the remedy if it takes too long."""
 SLOW = (Check.IMPORTS, Check.PLAN)
-"""Checks that import large packages, which may take long on a busy host or the first time without meaning much."""
+"""Checks that import large packages, so that exceeding the time limit need not mean a fault."""
 FATAL_FLAG = "leave out of XLA_FLAGS what JAX does not know; options of libtpu belong in LIBTPU_INIT_ARGS"
 ENDED = {Check.IMPORTS: FATAL_FLAG, Check.DEVICES: FATAL_FLAG, Check.PLAN: FATAL_FLAG}
 """Check -> the remedy if its process ends."""

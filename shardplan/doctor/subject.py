@@ -13,7 +13,7 @@ from shardplan.runtime.environment import ProcessVariables, read_process_variabl
 
 @dataclass(frozen=True)
 class HostSubject:
-    """A configuration and the environment of this process, with what follows from them."""
+    """A configuration and the environment of this process, and the facts that follow from them."""
 
     config: DoctorCommand
     """The configuration, with the model, slice and workload of the Plan that it names."""

@@ -73,7 +73,7 @@ def open_inputs(config: EvalCommand) -> "TextStore":
 
 
 def check_evaluation(config: EvalCommand) -> None:
-    """Check that a configuration names what an evaluation needs.
+    """Check that a configuration names the texts, weights and output folder that an evaluation needs.
 
     >>> check_evaluation(load_command(EvalCommand, [], {"model": "llama-3.1-8b"}, "evaluate"))
     Traceback (most recent call last):

@@ -61,7 +61,7 @@ logger = logging.getLogger(__name__)
 
 MONITORING = MonitoringConfig()
 NOUNS = {"texts": "text", "checkpoint": "the checkpoint's file", "adapter": "the adapter's file"}
-"""Determinant -> noun for the thing of which it has a digest."""
+"""Input that consists of several texts or files -> noun for one of them in messages."""
 MAX_NAMED = 1000
 """Maximum number of texts, or of checkpoint files, that processes compare one by one."""
 
@@ -201,7 +201,7 @@ def _read_tokenizer(name: str, folder: Folder) -> tuple[bytes, SpecialTokens]:
 
 
 def _determinants(session: Session, store: TextStore, tokenizer: bytes) -> dict[str, Any]:
-    """Return the determinants of the results that every task has."""
+    """Return the inputs and types on which the results of every task depend."""
     workload = session.plan.workload
     tensors = read_tensor_index(session.folder).tensors
     files = {tensor.file_name: tensor.file.version for tensor in tensors.values()}
@@ -216,7 +216,7 @@ def _determinants(session: Session, store: TextStore, tokenizer: bytes) -> dict[
 
 
 def _digests(determinants: Mapping[str, Any]) -> dict[str, str]:
-    """Return digests of each text, of each file of the checkpoint, and of all other determinants.
+    """Return digests of each text, of each file of the checkpoint, and of each other input or setting.
 
     Of more than `MAX_NAMED` texts or files it is one digest of all: every process sends them.
     """

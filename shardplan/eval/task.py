@@ -18,7 +18,7 @@ from shardplan.plan.workload.workload import Workload
 
 
 class EvaluationTask[W: Windows](Protocol):
-    """The interface of a task: what it measures of the texts."""
+    """The interface of an evaluation task, such as the loss or the extraction of texts."""
 
     @property
     def config(self) -> TaskConfig:
@@ -38,10 +38,10 @@ class EvaluationTask[W: Windows](Protocol):
 
     @property
     def shard_windows(self) -> int:
-        """Number of windows in a shard: as many steps as have at most this number, but at least one step."""
+        """Upper bound on the windows of a shard, which has as many complete steps as fit, but at least one."""
 
     def determinants(self, plan: Plan) -> dict[str, Any]:
-        """Return what determines the results besides texts, tokenizer, weights and types."""
+        """Return the settings that determine the results, besides texts, tokenizer, weights and types."""
 
     def check_workload(self, workload: Workload) -> None:
         """Check that a workload suits this task.

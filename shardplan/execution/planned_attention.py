@@ -25,12 +25,12 @@ from shardplan.program.marked.marked_attention import kind_of_call
 DECIDED_BY_PLAN = (
     "use_flash", "attn_backend", "flash_block_size", "block", "strategy", "ulysses", "kernel", "hardware",
 )  # fmt: skip
-"""Arguments by which a call chooses how attention is computed, which the plan overrides; other arguments are kept."""
+"""Arguments that select an attention implementation in a call; the plan overrides them and keeps the others."""
 
 
 @contextmanager
 def planned_attention(model: Model, plan: Plan) -> Iterator[None]:
-    """Compute the attention calls of a model by the methods of a plan, unless its modules have been replaced for that.
+    """Compute the attention calls of a model by the methods of a plan, unless its attention modules already do so.
 
     Where the plan does not shard positions, a model of your own computes its attention itself.
 

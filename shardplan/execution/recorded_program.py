@@ -1,4 +1,4 @@
-"""A program that also returns to which experts its tokens were routed."""
+"""A program that also returns the experts to which its tokens were routed."""
 
 from dataclasses import replace
 from typing import Any, NamedTuple

@@ -37,7 +37,7 @@ class RoutedCall:
     x: NamedArray
     """Tokens, {..., embed}."""
     chosen: NamedArray
-    """Numbers of each token's experts, int32{..., k}."""
+    """Indices of each token's experts, int32{..., k}."""
     routing_weights: NamedArray
     """Factors of the experts' outputs, float32{..., k}."""
     weights: ExpertWeights[NamedArray]
@@ -115,7 +115,7 @@ def routed_mlp(
 def compute_routed_mlp(
     call: RoutedCall, method: ExpertMethod | None = None, generation: Generation | None = None
 ) -> NamedArray:
-    """Compute a call of `routed_mlp` on the devices of the mesh; raises what `routed_mlp` raises.
+    """Compute a call of `routed_mlp` on the devices of the mesh; raises the errors of `routed_mlp`.
 
     Args:
         method: default: that of the call.
@@ -155,7 +155,7 @@ _replacement: ContextVar[Callable[[RoutedCall], NamedArray]] = ContextVar("route
 
 @contextmanager
 def replace_routed_mlp(compute: Callable[[RoutedCall], NamedArray]) -> Iterator[None]:
-    """Replace the computation of `routed_mlp` by `compute`: traces mark the calls, and plans choose their method.
+    """Replace the computation of `routed_mlp` by `compute` within the context, as traces and plans do.
 
     Args:
         compute: takes a call, and returns its result with the axes of `RoutedCall.x`.
@@ -168,12 +168,12 @@ def replace_routed_mlp(compute: Callable[[RoutedCall], NamedArray]) -> Iterator[
 
 
 class DeviceInputs[Leaf](NamedTuple):
-    """The arrays of a block, a device's shards of them, or their specs."""
+    """The arrays of a block of experts, a device's shards of them, or their specs."""
 
     x: Leaf
     """Tokens, [..., embed]."""
     chosen: Leaf
-    """Numbers of each token's experts, int32[..., k]."""
+    """Indices of each token's experts, int32[..., k]."""
     routing_weights: Leaf
     """Factors of the experts' outputs, float32[..., k]."""
     weights: ExpertWeights[Leaf]
@@ -254,7 +254,7 @@ class DeviceProgram:
         return group.reduce(sums)
 
     def _first_expert(self, weights: LocalWeights) -> int | Array:
-        """Return the number of this device's first expert."""
+        """Return the index of this device's first expert."""
         return jax.lax.axis_index(self.expert_axes) * len(weights.up) if self.expert_axes else 0
 
     def _with_bias_once(self, weights: LocalWeights) -> LocalWeights:

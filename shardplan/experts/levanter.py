@@ -31,7 +31,7 @@ SCORES = "expert_score"
 """Name of the axis of experts in the router's results."""
 
 Result = tuple[NamedArray, dict[str, NamedArray]]
-"""The result of one of Levanter's blocks: outputs, and the statistics and losses of its routing."""
+"""The result of one of Levanter's blocks of experts: outputs, and the statistics and losses of its routing."""
 
 
 @runtime_checkable
@@ -49,7 +49,7 @@ class Choice(NamedTuple):
     weights: NamedArray
     """Scores of the chosen experts, {..., k}."""
     chosen: NamedArray
-    """Numbers of the chosen experts, int32{..., k}."""
+    """Indices of the chosen experts, int32{..., k}."""
 
 
 @dataclass(frozen=True)
@@ -94,11 +94,11 @@ PARALLEL_CLASSES: dict[Any, Any] = {
     MixtralSparseMoeBlock: ExpertParallelMixtral,
     Qwen3MoeSparseMoeBlock: ExpertParallelQwen3Moe,
 }
-"""Levanter's class of blocks -> shardplan's class that replaces it."""
+"""Levanter's class of expert blocks -> shardplan's class that replaces it."""
 
 
 LEVANTERS_CALLS: dict[Any, Any] = {original: original.__call__ for original in PARALLEL_CLASSES}
-"""Levanter's class of blocks -> the forward method of this class."""
+"""Levanter's class of expert blocks -> its forward method."""
 
 
 def with_expert_parallel(module: Any, method: ExpertMethod | HasExpertMethod) -> Any:
@@ -186,7 +186,7 @@ def replace_blocks(module: Any, method: ExpertMethod | None) -> Any:
 
 
 def restore_blocks(module: Any) -> Any:
-    """Replace shardplan's blocks in a model by Levanter's own.
+    """Replace shardplan's blocks of experts in a model by Levanter's own.
 
     >>> from levanter.models.mixtral import MixtralConfig
     >>> block = eqx.filter_eval_shape(MixtralSparseMoeBlock.init, MixtralConfig(), key=jax.random.PRNGKey(0))
@@ -234,7 +234,7 @@ def _has_method(block: Any) -> bool:
 
 
 def _why_not_replaceable(block: Any) -> str | None:
-    """Return the reason why one of Levanter's blocks cannot be replaced, with a remedy; None if it can."""
+    """Return the reason why one of Levanter's blocks of experts cannot be replaced, with a remedy; else None."""
     if type(block) not in PARALLEL_CLASSES and not _has_method(block):
         return (
             f"{type(block).__name__} is a subclass of Levanter's block of experts and may do more; use Levanter's "
@@ -338,7 +338,7 @@ def _unmapped(axis: str) -> Iterator[None]:
 
 
 def _mark_unsharded(array: NamedArray, axis: str) -> NamedArray:
-    """Mark an array for traces as not sharded along a logical axis by any mapping."""
+    """Mark for traces that no mapping shards a logical axis of an array."""
     if axis not in {each.name for each in array.axes}:
         return array
     return NamedArray(checkpoint_name(array.array, UNSHARDED + axis), array.axes)

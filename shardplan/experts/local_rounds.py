@@ -18,7 +18,7 @@ from shardplan.experts.statistics.recording import record_rounds, records_rounds
 from shardplan.experts.tiles import BUFFER_MULTIPLE
 
 OVERFLOW_ROWS = 4 * BUFFER_MULTIPLE
-"""Number of rows in rounds after the first, which are empty while experts get about equally many rows."""
+"""Number of rows in each round after the first; these rounds are empty while experts get about equally many rows."""
 
 
 @dataclass(frozen=True)

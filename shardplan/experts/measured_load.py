@@ -9,8 +9,8 @@ from statistics import NormalDist, fmean
 
 EXPERTS = 64
 EXCESS_WITH_AUXILIARY_LOSS, EXCESS_WITH_CORRECTION = (0.72, 0.52), (0.04, 0.04)
-"""Rows of the busiest expert over the mean, less 1, of routers that a loss balances, and of those whose correction of
-scores does (`shardplan.decoder.parts.mlp.router`)."""
+"""(Rows of the busiest expert / mean rows) - 1, for routers balanced by an auxiliary loss, and by corrections of scores
+(`shardplan.decoder.parts.mlp.router`)."""
 
 
 def largest_of_normals(count: float) -> float:

@@ -9,8 +9,8 @@ OVERFLOW_SCOPE = "overflow_rounds"
 """Named scope of the loop over the rounds for rows that did not fit in the buffers; usually it has no rounds."""
 
 UNSHARDED = "shardplan_unsharded_"
-"""Prefix of names (`checkpoint_name`) of arrays that no mapping shards along one axis, whose name follows: a Levanter
-router has the experts' axis without following their sharding."""
+"""Prefix of names (`checkpoint_name`); the rest of the name is a logical axis of the array that no mapping shards, such
+as the experts' axis in a Levanter router."""
 
 
 class ExpertStrategy(StrEnum):

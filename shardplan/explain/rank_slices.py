@@ -88,7 +88,7 @@ class RankedSlice:
 
 @dataclass(frozen=True)
 class SliceRanking(Displayed):
-    """Slices ranked for a workload, and those on which no plan fits."""
+    """Slices ranked for a workload, and the slices on which no plan fits."""
 
     ranked: list[RankedSlice]
     """Slices on which a plan fits, best first: first those with a price, by cost per token; then the others, by tokens

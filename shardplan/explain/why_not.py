@@ -1,4 +1,4 @@
-"""Explains why a plan does not make a choice: the cost of the best plan that does, or what rules it out."""
+"""Explains why a plan does not make a choice: the cost of the best plan with the choice, or the obstacle to it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -33,7 +33,7 @@ class WhyNot(Displayed):
     plan: Plan | None
     """The best plan that makes the choice; None if none fits."""
     obstacle: str
-    """What rules the choice out, or speaks against it besides its time; empty if nothing does."""
+    """Obstacle to the choice, or argument against it other than time; empty if there is none."""
     replaced_pins: list[str]
     """The user's pins that the choice replaces."""
     seconds: dict[str, float]

@@ -33,14 +33,14 @@ from enum import StrEnum
 
 
 class Wraparound(StrEnum):
-    """Which slices of a generation have torus dimensions that are rings, not lines."""
+    """Which torus dimensions of a generation's slices are rings rather than lines."""
 
     CUBES = "cubes"
-    """In all dimensions of tori that are made of 4x4x4 cubes."""
+    """All torus dimensions are rings if the torus is made of 4x4x4 cubes."""
     SIDE = "side"
-    """In the dimensions of any torus that are as long as the pod's."""
+    """A torus dimension is a ring if it is as long as the pod's."""
     POD = "pod"
-    """In the full pod only."""
+    """Only the dimensions of the full pod are rings."""
 
 
 @dataclass(frozen=True)

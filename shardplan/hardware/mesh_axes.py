@@ -18,13 +18,13 @@ from itertools import combinations, permutations
 
 
 class TensorUse(Enum):
-    """Whether a mesh axis shards logical axes other than batch and position in computations."""
+    """How a mesh axis may shard logical axes other than batch and position in computations."""
 
     NONE = "none"
     OWN = "own"
-    """Shards them alone, or together with other mesh axes."""
+    """The mesh axis may shard a logical axis alone, or together with other mesh axes."""
     BEHIND = "behind"
-    """Shards them only as the minor axis after a mesh axis of kind `OWN`."""
+    """The mesh axis may shard a logical axis only as the minor axis, after a mesh axis of kind `OWN`."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def _orders(axes: Sequence[str]) -> Iterator[tuple[str, ...]]:
 
 
 def _tensor_choices(own: Sequence[str], behind: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """Yield the empty choice, and every subset of `own`, alone and before each subset of `behind`."""
+    """Yield the empty choice, and every subset of `own` followed by every subset of `behind`, including none."""
     yield ()
     for size in range(1, len(own) + 1):
         for axes in combinations(own, size):

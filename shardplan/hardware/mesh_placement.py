@@ -167,7 +167,7 @@ class MeshPlacement:
     def _compute_collective_cost(
         self, kind: CollectiveKind, mesh_axes: tuple[str, ...], within_slice: bool
     ) -> TransferCost:
-        """Compute the result of `collective_cost`, which caches it; see there for the parts."""
+        """Compute the result of `collective_cost`, without its cache."""
         group_size = math.prod(self.mesh[axis] for axis in mesh_axes)
         group_slices = math.prod(self.slices_by_axis[axis] for axis in mesh_axes)
         if within_slice:
@@ -218,7 +218,7 @@ class MeshPlacement:
         return self.hardware.generation.devices_per_chip / self.hardware.generation.network_bandwidth
 
     def _compute_permute_cost(self, pairs: Iterable[tuple[int, int]]) -> TransferCost:
-        """Compute the result of `permute_cost`, which caches it; messages within and between slices overlap."""
+        """Compute the result of `permute_cost`, without its cache; messages within and between slices overlap."""
         coordinates = self.coordinates()
         within: dict[int, list[tuple[Coordinates, Coordinates]]] = defaultdict(list)
         crossing: Counter[tuple[int, Coordinates]] = Counter()
@@ -267,7 +267,7 @@ def place_mesh(hardware: Slice, mesh: Mapping[str, int]) -> MeshPlacement:
 
 @lru_cache(maxsize=4096)
 def _place_mesh(hardware: Slice, sizes: tuple[tuple[str, int], ...]) -> MeshPlacement:
-    """Place a mesh axis by axis, keeping the factors with the fastest all-gather; `place_mesh` with a cache."""
+    """Place a mesh axis by axis, keeping the factors with the fastest all-gather; cached for `place_mesh`."""
     mesh = dict(sizes)
     if hardware.is_cpu:
         bandwidth = hardware.generation.link_bandwidth

@@ -15,7 +15,7 @@ NAME = re.compile(
 
 
 def _cloud_spellings() -> dict[str, str]:
-    """Return Google Cloud's names for generations, where they differ from shardplan's -> the generation."""
+    """Return Google Cloud's name of a generation -> shardplan's name, where the two differ."""
     spellings = {}
     for name, row in GENERATIONS.items():
         if row.cloud is not None and row.cloud.type != name:
@@ -32,7 +32,7 @@ def _generation_spellings() -> dict[str, str]:
 
 
 CLOUD_SPELLINGS = _cloud_spellings()
-"""Google Cloud's names for generations, where they differ, which slice names may contain -> the generation."""
+"""Google Cloud's name of a generation -> shardplan's name, where the two differ; slice names may use either."""
 GENERATION_SPELLINGS = _generation_spellings()
 """Name by Google Cloud, JAX or users, without separators -> name of the generation; `v5` may be v5e or v5p."""
 _SEPARATORS = r"[\s\-_:/.,]*"

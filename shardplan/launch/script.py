@@ -1,4 +1,4 @@
-"""Writes the script or manifest of a launcher from a job; each argument is quoted for where it stands."""
+"""Writes the script or manifest of a launcher from a job, quoting each argument as its place requires."""
 
 import json
 import shlex

@@ -11,7 +11,7 @@ ON_TPU_VMS = (Target.GCLOUD, Target.QUEUED, Target.SKYPILOT)
 """Launchers that start TPU VMs."""
 ON_GOOGLE_CLOUD = (*ON_TPU_VMS, Target.XPK)
 MULTISLICE = (Target.QUEUED, Target.XPK)
-"""Launchers that start several slices as one job, and pass this to the processes."""
+"""Launchers that can start several slices as one job."""
 REQUIRED = {
     Target.GCLOUD: {"zone": "the zone of the slice, such as us-east5-b"},
     Target.QUEUED: {"zone": "the zone of the slice, such as us-east5-b"},

@@ -40,11 +40,11 @@ PROFILER_KEYS = {
 }  # fmt: skip
 """Key of the old trainer section -> key of the section `profiler`."""
 PER_DEVICE_KEYS = ("per_device_eval_parallelism", "per_device_parallelism")
-"""Keys of the trainer section for sequences per device, then and now."""
+"""Keys of the trainer section for sequences per device, in levanter 1.2 and today."""
 FLAT_KEYS = (*FLAT_MESH_KEYS, *PROFILER_KEYS, "ray")
 """Keys that only the old trainer section has."""
 OLD_POSITION_KEY, POSITION_KEY = "seq_len", "max_seq_len"
-"""Key of the model section for the number of positions, then and now."""
+"""Key of the model section for the number of positions, in levanter 1.2 and today."""
 SOURCE_KEYS = ("id", "name", "stream", "splits", "train_urls", "validation_urls")
 """Keys of the old data section that locate the texts of a data set; they are keys of a `source` now."""
 DATA_KEYS = (*SOURCE_KEYS, "configs", "format", "tags")

@@ -35,7 +35,7 @@ class ParsedMesh:
 
 
 class MeshSizeError(CorrectableError):
-    """The sizes of the mesh axes do not multiply to the number of devices; with `nearest` at `key` they would."""
+    """The sizes of the mesh axes do not multiply to the number of devices; they would with `nearest` at `key`."""
 
 
 def parse_mesh_section(section: SectionReader, devices: int, slices: int) -> ParsedMesh:

@@ -16,7 +16,7 @@ POSITION_KEYS = ("max_seq_len", "seq_len")
 
 
 SIZE_KEYS = ("hidden_dim", "intermediate_dim", "num_layers", "num_heads", "num_kv_heads")
-"""Keys for the architecture, with the names that Levanter's model configurations have for these attributes."""
+"""Keys of the model section for the architecture, named as in Levanter's model configurations."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def _blocks(value: dict[str, Any]) -> int | None:
 
 
 def _policy_kind(value: dict[str, Any]) -> str:
-    """Return the kind of a gradient checkpointing policy that lists what is kept.
+    """Return the kind of a gradient checkpointing policy that lists the kept activations.
 
     Raises:
         ConfigError: it has two kinds at once.

@@ -31,7 +31,7 @@ class LevanterProgram:
     """Name of the program's module in `levanter.main`."""
     config_class: str
     kind: str
-    """The kind of workload that predicts the program."""
+    """The kind of workload by which shardplan predicts the program's time and memory."""
     keys: frozenset[str]
     """Sections and keys at the top of the program's file, in any version."""
     length_keys: tuple[str, ...] = ()

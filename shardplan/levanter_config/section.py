@@ -21,7 +21,7 @@ class MappingEntry:
 
 
 class CorrectableError(ConfigError):
-    """A value that Levanter rejects, and that it would accept with `nearest` at `key`."""
+    """A value that Levanter rejects; at `key`, it would accept `nearest` instead."""
 
     def __init__(self, message: str, key: str, nearest: Any) -> None:
         super().__init__(message)

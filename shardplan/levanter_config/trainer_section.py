@@ -69,10 +69,10 @@ DTYPE_ROLES = {"p": "p", "params": "p", "c": "c", "compute": "c", "o": "o", "out
 
 @dataclass(frozen=True)
 class BatchStage:
-    """One stage of a schedule of batches."""
+    """One stage of a schedule of batch sizes."""
 
     start: int
-    """The first training step with this batch."""
+    """The first training step with this batch size."""
     size: int
     """Sequences per step."""
 
@@ -84,9 +84,9 @@ class TrainerSection:
     mesh: dict[str, int]
     """Mesh axis (replica, data, model) -> size, major to minor; the product is the number of devices."""
     compute_mapping: AxisLists
-    """Compute sharding of activations and of parameters in use; a logical axis that is absent is replicated."""
+    """Sharding of activations, and of parameters in use; a logical axis that is absent is replicated."""
     param_mapping: AxisLists
-    """Parameter sharding of stored parameters; a logical axis that is absent is replicated."""
+    """Sharding of stored parameters; a logical axis that is absent is replicated."""
     batch: int | None
     """Sequences per step, the largest number of a schedule; None if the file omits it."""
     param_dtype: str
@@ -105,7 +105,7 @@ class TrainerSection:
     param_entries: tuple[MappingEntry, ...]
     """Entries that make up `param_mapping`; of several for one logical axis the last one wins."""
     stages: tuple[BatchStage, ...] = ()
-    """The stages of a schedule of batches; empty for one batch size."""
+    """The stages of a schedule of batch sizes; empty for one batch size."""
     allows_padding: bool = False
     """Whether Levanter's data loader pads a batch that is not a multiple of the batch shards."""
     eval_batch: int | None = None
@@ -181,7 +181,7 @@ def _batch(trainer: SectionReader, shards: int) -> int | None:
 
 
 def _stages(trainer: SectionReader) -> list[BatchStage]:
-    """Read the stages of a schedule of batches; none if the file has one batch size."""
+    """Read the stages of a schedule of batch sizes; none if the file has one batch size."""
     value = trainer.values.get("train_batch_size")
     if not isinstance(value, list):
         return []

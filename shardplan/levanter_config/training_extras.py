@@ -1,4 +1,4 @@
-"""Reads what a configuration trains or keeps besides all parameters with Adam: adapters, averages, reference models.
+"""Reads how a training differs from training all parameters with Adam: adapters, averages, reference models.
 
 Each of these changes what is in memory during a training step.
 """
@@ -44,7 +44,7 @@ class TrainingExtras:
 
 
 def parse_extras(sections: Mapping[str, Any], program: LevanterProgram) -> TrainingExtras:
-    """Read from the sections what a file for `program` trains; nothing special if the program does not train.
+    """Read how a file's training differs from training all parameters with Adam; no difference if it does not train.
 
     >>> from shardplan.levanter_config.programs import PROGRAMS
     >>> parse_extras({"trainer": {"model_averaging": {"type": "ema"}}}, PROGRAMS[0]).averages

@@ -43,7 +43,7 @@ def mesh_keys(
     across = dict(zip(mesh, slices_by_axis(slices, mesh), strict=True))
     within = {axis: size // across[axis] for axis, size in mesh.items()}
     levanter_axes = {axis: [axis] for axis in mesh}
-    """Return Levanter's mesh axes for a mesh axis of a plan: two axes where it crosses slices."""
+    """Mesh axis of a plan -> Levanter's mesh axes for it; two if it crosses slices."""
     for axis, dcn in DCN_AXES.items():
         if across[axis] > 1:
             levanter_axes[axis] = [dcn, axis] if within[axis] > 1 else [dcn]

@@ -19,7 +19,7 @@ from shardplan.lint.findings import Finding, FindingKind, Severity
 RENAME_CUTOFF = 0.75
 """Least similarity (`difflib.SequenceMatcher.ratio`) at which an unknown name counts as misspelt."""
 MAX_CORRECTIONS_PER_KEY = 2
-"""Maximum number of corrections of a key: `data` first becomes a divisor of the devices, then what other axes leave."""
+"""Maximum number of corrections of a key; the size of `data` may need two, the second one for the other axes."""
 
 
 def parse_nearest(
@@ -151,7 +151,7 @@ class _Section:
 
 
 def _sections(trainer: dict[Any, Any], also_valid: Sequence[str]) -> Iterator[_Section]:
-    """Yield the sections with a fixed set of keys; each is read after the keys of the one before are corrected."""
+    """Yield the sections with a fixed set of keys, one by one: a section is corrected before the next is read."""
     yield _Section((), trainer, (*TRAINER_KEYS, *also_valid))
     mesh = trainer.get("mesh")
     if isinstance(mesh, dict):

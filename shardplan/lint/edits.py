@@ -73,7 +73,7 @@ DEFAULTS = {
 
 
 def explain_lines(lines: Sequence[str]) -> list[str]:
-    """Complete diff lines that have no counterpart by the default that is replaced, or that then applies.
+    """Add Levanter's default to diff lines without a counterpart: the default before or after the change.
 
     >>> explain_lines(["+trainer.per_device_parallelism: 2"])
     ["+trainer.per_device_parallelism: 2 (instead of Levanter's default, -1)"]

@@ -44,7 +44,7 @@ class LintTarget:
     model_section: ModelSection = NO_MODEL_SECTION
     """Content of the `model` section of the Levanter configuration."""
     extras: TrainingExtras = NO_EXTRAS
-    """What the file trains besides all parameters with Adam."""
+    """How the file's training differs from training all parameters with Adam."""
 
     @property
     def is_optimizer_given(self) -> bool:
@@ -82,7 +82,7 @@ def target_of(
     extras: TrainingExtras = NO_EXTRAS,
     model: Model | None = None,
 ) -> LintTarget:
-    """Build the model of `config`, and override its workload by `model_section`.
+    """Build the model of `config`, and override the workload by the values of `model_section`.
 
     Args:
         model: the model, if it is not that of `config`.
@@ -132,7 +132,7 @@ def lint_trainer(trainer: Mapping[str, Any], target: LintTarget) -> LintResult:
 
 
 def assumptions(result: LintResult, target: LintTarget) -> list[str]:
-    """List what the prediction takes from shardplan's configuration because the Levanter configuration omits it."""
+    """List the settings that the prediction takes from shardplan's configuration, because Levanter's omits them."""
     work, model_section = result.subject.workload, target.model_section
     assumed = []
     section = result.subject.section

@@ -33,7 +33,7 @@ class Review(Displayed):
     lint: LintResult
     """The result of the lint, including findings on the other sections of the file."""
     assumed: list[str]
-    """What the prediction takes from shardplan's configuration because the file omits it."""
+    """Settings that the prediction takes from shardplan's configuration, because the file omits them."""
     repair: Repair | None
     """The smallest edit that leaves no error; None if there is no error, or no such edit was found."""
     best: Plan | None
@@ -45,7 +45,7 @@ class Review(Displayed):
 
 
 def review(path: str, config: PlanConfig, report: Callable[[str], None] = lambda _: None) -> Review:
-    """Lint the Levanter configuration `path` for the model, slice and workload of `config`, and search for better ones.
+    """Lint the Levanter configuration `path`, and search for its smallest repair and for the best plan.
 
     Args:
         report: called with what is done next, for it takes up to a minute.
@@ -125,7 +125,7 @@ def _with_corrections(repair: Repair | None, prepared: PreparedFile) -> Repair |
 
 
 def _fastest_plan(best: Plan, repair: Repair | None, plan_batch: Callable[[int], Plan]) -> Plan:
-    """Return the fastest plan per sequence of `best`, the best plan for the repair's batch, and the repair.
+    """Return the fastest plan per sequence: `best`, the best plan for the repair's batch, or the repair itself.
 
     The repair may have another batch than the file, or sharding that no plan has.
     """
@@ -140,7 +140,7 @@ def _fastest_plan(best: Plan, repair: Repair | None, plan_batch: Callable[[int],
 
 
 def _with_findings(result: LintResult, prepared: PreparedFile) -> LintResult:
-    """Add the file's findings to the trainer section's, errors first; on the same key, the trainer section's counts."""
+    """Add the file's findings to the trainer section's, errors first, except on keys with errors in the section."""
     known = {finding.where for finding in result.errors}
     added = [finding for finding in prepared.findings if finding.where not in known]
     findings = sorted((*added, *result.findings), key=lambda finding: finding.severity != Severity.ERROR)

@@ -31,7 +31,7 @@ class SearchLimit:
         self.seconds = seconds
         self._deadline = time.monotonic() + seconds
         self.has_stopped = False
-        """Whether the search was stopped by it."""
+        """Whether this limit has stopped the search."""
 
     def stops(self) -> bool:
         """Return whether the time is over, so that the calling search ends."""
@@ -123,7 +123,7 @@ def _lint_edits(
 
 
 def _choose(start: LintResult, results: list[LintResult]) -> LintResult:
-    """Return the result with fewest new warnings; of these the fastest; of equally fast ones, with least memory."""
+    """Return the best result: fewest new warnings, then fewest seconds per sequence, then least memory."""
     warnings = [_new_warnings(start, result) for result in results]
     results = [result for result, count in zip(results, warnings, strict=True) if count == min(warnings)]
     tied = min(map(result_seconds, results)) * (1 + TIME_RESOLUTION)
@@ -163,7 +163,7 @@ def _identity(trainer: Mapping[str, Any]) -> str:
 
 
 def _distance(state: LintResult, usable: float) -> tuple[int, float]:
-    """Distance from done: the number of errors, counting too much memory as one, then the bytes."""
+    """Sort key for the distance to a repair: (number of errors, counting too much memory as one, bytes)."""
     # a path to a repair may lead through sections without a prediction, such as a duplicate mesh axis, of which the
     # stored bytes decide: by the number of errors alone it is not found (docs/log.md)
     needed = state.needed_bytes

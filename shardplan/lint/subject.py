@@ -130,7 +130,7 @@ class Subject:
         return total
 
     def not_sharded_over(self, parameters: Iterable[Parameter], mesh_axes: Iterable[str]) -> list[Parameter]:
-        """Return the parameters of `parameters` whose storage no axis of `mesh_axes` shards."""
+        """Return the `parameters` that no axis of `mesh_axes` shards in storage."""
         excluded = set(mesh_axes)
         return [p for p in parameters if not any(excluded & set(self.params.get(axis, ())) for axis in p.axes)]
 
@@ -159,4 +159,4 @@ class Subject:
         return f"trainer.mesh.axes.{mesh_axis}"
 
     mapping_keys = ("trainer.mesh.shared_mapping", "trainer.mesh.param_mapping")
-    """Return the keys of the mapping for both shardings, and of the mapping for parameter sharding alone."""
+    """Keys of the mapping for both shardings, and of the mapping for parameter sharding alone."""

@@ -1,1 +1,1 @@
-"""What a run with devices records of itself, and how it notices that it is not as planned."""
+"""Records the environment, memory and time of a run, and compares its arrays, memory and speed with the plan."""

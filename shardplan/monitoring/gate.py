@@ -7,7 +7,7 @@ from shardplan.plan.plan import Plan
 WARM_UP_STEPS = 10
 """Number of steps before a run is judged."""
 TPU_FACTOR = 0.3
-"""Least measured / planned rate on TPUs; plans for CPUs only rank, so that their times are no measure."""
+"""Least measured / planned rate on TPUs; plans for CPUs predict an order, not times."""
 
 
 def least_ratio(config: GateConfig, is_cpu: bool) -> float | None:

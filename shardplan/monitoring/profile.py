@@ -9,7 +9,7 @@ from shardplan.errors import ConfigError, one_line
 logger = logging.getLogger(__name__)
 
 FIRST_STEP, STEPS = 3, 3
-"""Steps before the trace begins, and those that it has."""
+"""Number of steps before the trace begins, and number of traced steps."""
 
 
 class StepProfile:

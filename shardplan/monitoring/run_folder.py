@@ -1,4 +1,4 @@
-"""The output folder of a run: `run.json` lists what determines the run, and another run is refused there."""
+"""The output folder of a run: `run.json` lists the inputs and settings of the results, and other runs are refused."""
 
 import hashlib
 import json
@@ -15,7 +15,7 @@ from shardplan.storage.writing import PARTIAL_SUFFIX, OutputFolder
 
 RUN = "run.json"
 DIGESTS = ("texts", "checkpoint", "adapter")
-"""Determinants that consist of a digest or version for each of several files."""
+"""Keys of run.json whose values hold a digest or version for each of several texts or files."""
 DIGEST = re.compile("[0-9a-f]{64}")
 SHOWN = 5
 """Maximum number of names in a message."""
@@ -25,7 +25,7 @@ class RunFolder:
     """The output folder of one run."""
 
     records: ClassVar[tuple[str, ...]] = ()
-    """Elements of `run.json` that the run adds and that determine no result."""
+    """Elements that the run adds to `run.json` and on which no result depends."""
     prepared: ClassVar[tuple[str, ...]] = ()
     """Files that may be in the folder before the first run."""
 
@@ -36,7 +36,7 @@ class RunFolder:
         """Absolute path, or URL."""
 
     def claim(self, determinants: Mapping[str, Any]) -> None:
-        """Claim the folder for a run: it must be empty, or hold an earlier run with the same determinants.
+        """Claim the folder for a run: it must be empty, or hold an earlier run with equal inputs and settings.
 
         Incomplete files, which a run that was killed left behind, are removed.
 
@@ -102,7 +102,7 @@ def differing_names(known: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
 
 
 def _difference(name: str, known: Any, wanted: Any) -> str:
-    """Describe how a determinant differs from an earlier run's; digests are not shown."""
+    """Describe how an input or setting differs from the earlier run's; digests are not shown."""
     if isinstance(known, dict) and isinstance(wanted, dict):
         values = [*known.values(), *wanted.values()]
         if name in DIGESTS or all(_is_digest(value) for value in values):

@@ -36,7 +36,7 @@ from shardplan.runtime.processes.watch.stacks import process_stacks
 logger = logging.getLogger(__name__)
 
 TOO_SLOW = 2
-"""Answer of a process, asked whether to stop, that finds the run too slow; a process told to stop answers 1."""
+"""Answer of a process in `goes_on` if it finds the run too slow; 1 means that it was asked to stop, 0 neither."""
 GOODPUT_S = 60.0
 """Seconds between two updates of goodput.json."""
 
@@ -64,7 +64,7 @@ class RunMonitor:
         self._stages: dict[str, MemoryUse] = {}
         self._written = time.monotonic()
         self._slowness: str | None = None
-        """Why the run is to be stopped, as process 0 has judged it and the others learn in `goes_on`."""
+        """Why the run is too slow and must stop: process 0 judges this, the other processes receive it in `goes_on`."""
         self.is_stopped = False
         """Whether all processes have stopped the run before its end."""
         self.too_slow: str | None = None

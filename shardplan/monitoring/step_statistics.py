@@ -12,7 +12,7 @@ MIN_DEADLINE_S, DEADLINE_FACTOR = 300.0, 30.0
 
 
 def step_deadline(predicted_s: float) -> float:
-    """Return the seconds without the results of a step after which a run counts as stuck.
+    """Return the seconds without a finished step after which a run counts as stuck.
 
     Args:
         predicted_s: seconds that a step takes by the plan.
@@ -80,7 +80,7 @@ class StepTimer:
         """Begin with no step."""
         self._statistics = statistics
         self._previous: float | None = None
-        """When the results of the step before came."""
+        """Time at which the results of the previous step came; None before the first step."""
         self._stalls = 0
 
     def start(self) -> None:

@@ -1,4 +1,4 @@
-"""The Plan and what it is made of: mappings, pins, workload, mesh axes. Imports no JAX; search/ makes plans."""
+"""The Plan and its parts: mappings, pins, workload, mesh axes. Imports no JAX; search/ makes plans."""
 
 from shardplan.plan.plan import Plan
 

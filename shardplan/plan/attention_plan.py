@@ -58,9 +58,9 @@ class AttentionPlan:
 
     strategy: Strategy = Strategy.NONE
     ulysses: int = 1
-    """Number of devices that reshard heads to positions."""
+    """Ulysses degree: number of devices in a group that exchange heads for positions."""
     ring: int = 1
-    """Number of ring positions; `ulysses` x `ring` is the number of shards of the positions."""
+    """Number of ring indices; `ulysses` x `ring` is the number of shards of the positions."""
     layout: SequenceOrder = SequenceOrder.CONTIGUOUS
     """The order of positions; see `shardplan.positions.sequence_layout`."""
     kernel: KernelName | SparseKernel = KernelName.BLOCKWISE
@@ -109,7 +109,7 @@ class AttentionPlan:
 
     @property
     def runs_in_levanter(self) -> bool:
-        """Whether Levanter's programs can compute it: Levanter's attention, or sparse attention in sequence order."""
+        """Whether Levanter's programs can compute this attention: Levanter's own, or sparse attention in text order."""
         return all(
             method.strategy == Strategy.NONE
             or (isinstance(method.kernel, SparseKernel) and method.layout == SequenceOrder.CONTIGUOUS)

@@ -32,7 +32,7 @@ class SpecChange:
     """Mesh axes of each dimension before the change; None if the first plan has no such parameter."""
     after: Spec | None
     bytes_before: int
-    """Bytes per device of all these parameters together."""
+    """Bytes per device of all these parameters together, before the change."""
     bytes_after: int
     parameters: list[str]
 

@@ -20,7 +20,7 @@ from shardplan.plan.mapping import MeshAxes, MeshShape
 from shardplan.plan.workload.workload import BATCH_AXIS
 
 STORED, MESH = "params.", "mesh."
-"""Prefixes of a rule for stored parameters, and of one for the mesh; a rule without one is for computations."""
+"""Prefix of rules for stored parameters, and prefix of rules for the mesh; rules without one are for computations."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Rule:
 
     @property
     def subject(self) -> tuple[str, bool]:
-        """The logical axis and the mapping that the rule constrains; at most one pin may constrain the same."""
+        """The logical axis and the mapping that the rule constrains; two pins must not have equal subjects."""
         return self.axis, self.is_stored
 
     def excludes(self, mesh_axes: MeshAxes) -> bool:
@@ -153,7 +153,7 @@ def parse_pin(text: str, axes: ModelAxes, key: str = "pin") -> list[Rule | MeshS
 
 
 def _parse(key: str, text: str, axes: ModelAxes) -> list[Rule | MeshSize]:
-    """Return the rules of one text, except rules for axes of a tensor that the text does not name."""
+    """Return the rules that one text states: for a logical axis, a mesh axis, or the axes of a tensor."""
     tensor, separator, rest = text.partition(":")
     if not separator:
         return [_parse_size(key, text) if text.startswith(MESH) else _parse_rule(key, text, axes)]

@@ -64,7 +64,7 @@ def value_kind(value: Any) -> str:
 
 
 def checksum(values: Any) -> str:
-    """Return a checksum of JSON values that is the same for 1 and 1.0, which other programs exchange.
+    """Return a checksum of JSON values that treats 1 and 1.0 as equal, because other programs may swap them.
 
     >>> checksum({"batch": 8}) == checksum({"batch": 8.0}) != checksum({"batch": 9})
     True

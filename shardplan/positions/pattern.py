@@ -22,7 +22,7 @@ class PositionRun:
     count: Any
     step: Any = 1
     document: Any = 0
-    """Number of the document; with chunked attention, of the chunk of a document."""
+    """Index of the document; with chunked attention, of the chunk of a document."""
 
     @property
     def last(self) -> Any:
@@ -97,7 +97,7 @@ class Pattern:
         return allowed
 
     def allows_block(self, q_min: Any, q_max: Any, k_min: Any, k_max: Any) -> tuple[Any, Any]:
-        """Return whether all pairs, and whether any pairs, of queries and keys in two ranges of positions are allowed.
+        """Return (all pairs are allowed, any pair is allowed) for queries and keys in two ranges of positions.
 
         Where ranges reach over several chunks, no pair may be allowed although the second result is true.
 
@@ -172,7 +172,7 @@ def position_runs(positions: np.ndarray, documents: np.ndarray | None = None, st
 
 
 def _compare_differences(q_min: Any, q_max: Any, k_min: Any, k_max: Any, low: Any, high: Any) -> tuple[Any, Any]:
-    """Return whether all, and whether any, differences of two ranges of positions lie in [low, high]; None is open."""
+    """Return (all, any): whether differences between two ranges of positions lie in [low, high]; None is no bound."""
     min_difference, max_difference = q_min - k_max, q_max - k_min  # of query minus key
     first = min_difference if low is None else np.maximum(min_difference, low)
     last = max_difference if high is None else np.minimum(max_difference, high)

@@ -1,4 +1,4 @@
-"""The order in which a sequence is sharded over a ring of devices, and the work that a mask leaves. Pure arithmetic.
+"""The order in which positions are sharded over a ring of devices, and each device's unmasked work. Pure arithmetic.
 
 | order | positions of ring index r, of R |
 |---|---|
@@ -23,7 +23,7 @@ KERNEL_BLOCK = 512
 MAX_SEQUENCE_BLOCKS = 256
 """Maximum number of blocks into which a sequence is divided to count its work; longer sequences get larger blocks."""
 CACHED_LAYOUTS, CACHED_RESULTS = 64, 4096
-"""Layouts whose positions are kept, and whose small results are: every packing of documents has a layout of its own."""
+"""Maximum numbers of cached positions of layouts and of small results; each packing of documents is a new layout."""
 MAX_RUN_PAIRS = 2**20
 """Maximum number of pairs of runs that are compared at once; each pair takes about a hundred bytes."""
 
@@ -173,7 +173,7 @@ def count_blocks(queries: SequenceLayout, keys: SequenceLayout, pattern: Pattern
 
 @lru_cache(maxsize=CACHED_RESULTS)
 def attended_fraction(layout: SequenceLayout, pattern: Pattern, gathers: bool) -> float:
-    """Return the fraction of its query x key blocks that a kernel computes on the device with most of them.
+    """Return the fraction of query x key blocks that a kernel computes, on the device where it is largest.
 
     Args:
         gathers: whether each device holds all keys at once; otherwise the keys pass around the ring, and every hop

@@ -1,4 +1,4 @@
-"""The compute of a layer behind which transfers can hide: of expert weights, and copies to and from the host.
+"""Finds the compute of a layer that can hide transfers: of expert weights, and of copies to and from the host.
 
 Tasks with equally many executions in the same pass belong to the same kind of layer; where a loop's body has several
 such layers, each has its part.
@@ -18,7 +18,7 @@ from shardplan.program.tasks import Task, TaskKind
 
 MATMULS = (TaskKind.CONTRACTION, TaskKind.ATTENTION)
 CARRIED = -1
-"""Instead of a result of a matmul: the iteration before has computed it."""
+"""Stands for the last matmul before a copy, if an earlier iteration of the loop has computed the copied value."""
 
 
 class PlacedTask(NamedTuple):
@@ -26,16 +26,16 @@ class PlacedTask(NamedTuple):
 
     task: Task
     loop: int | None
-    """First result of the loop whose body contains the task; None outside of loops."""
+    """Identifier of the loop whose body contains the task (index of its first result); None outside of loops."""
 
 
 class CopyWindow(NamedTuple):
     """The matmuls in a loop behind which copies to or from the host can hide."""
 
     loop: int
-    """First result of the loop."""
+    """Identifier of the loop: the index of its first result."""
     flops: float
-    """FLOPs of these matmuls per step, over all devices."""
+    """FLOPs of the matmuls per step, over all devices."""
 
 
 def with_layer_flops(tasks: Iterable[Task]) -> tuple[Task, ...]:
@@ -61,7 +61,7 @@ class MatmulsBefore:
 
     def __init__(self, loop: int | None) -> None:
         self.loop = loop
-        """The first result of the loop; None for operations outside of loops, whose copies nothing hides."""
+        """Identifier of the loop (index of its first result); None outside of loops, where nothing hides copies."""
         self._matmuls: list[tuple[int, int]] = []
         """(result of a matmul, index of its task). Values are numbered in the order in which they were traced."""
         self._last_of_copy: dict[int, int] = {}

@@ -48,7 +48,7 @@ class LiveBuffer:
     role: BufferRole
     array: TracedArray
     related_arrays: tuple[TracedArray, ...] = ()
-    """For a lookup result, its table; for keys or values, the attention output, in the matmul that reads scores."""
+    """For a lookup's result, its table; for keys or values in the matmul that reads scores, the attention output."""
     is_read_by_grouped_matmuls: bool = False
     """Whether only grouped matmuls consume the array, directly or through elementwise operations.
 

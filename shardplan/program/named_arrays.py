@@ -34,7 +34,7 @@ class AxisPart:
 
 @dataclass(frozen=True)
 class UnshardedAxis:
-    """A logical axis of an array that does not follow its mapping, such as the experts in a Levanter router."""
+    """A logical axis that no mapping shards in one particular array, such as the experts' axis in a Levanter router."""
 
     of: "AxisName"
 
@@ -61,9 +61,9 @@ class TracedArray:
     itemsize: int
     """Bytes per element."""
     weight: str | None = None
-    """Path of the parameter of which the value is the array, a cast, a scaled copy or a slice; else None."""
+    """Path of the parameter, if the value is its array, or a cast, scaled copy or slice of it; else None."""
     is_local: bool = False
-    """Whether it is a device's own part of an array in a `shard_map`, which has the compute sharding."""
+    """Whether the value is one device's part of an array in a `shard_map`, and so has the compute sharding."""
     is_on_host: bool = False
     """Whether the value is in the memory of the device's host."""
 
@@ -86,7 +86,7 @@ class TracedArray:
 
     @cached_property
     def logical_axes(self) -> tuple[str, ...]:
-        """Names in `axes` that a mapping may have, which excludes `AxisCopy` and similar names."""
+        """Names in `axes` that a mapping may have, without `AxisCopy` and similar names."""
         return tuple(name for name in self.axes if isinstance(name, str))
 
     @cached_property
@@ -113,7 +113,7 @@ def mapped(name: AxisName | None, mapping: AxisMapping) -> MeshAxes:
 
 
 def is_parameter_like(array: TracedArray, activation_axes: tuple[str, ...]) -> bool:
-    """Return whether an array is a parameter, its copy or its gradient: its axes have names, and none numbers tokens.
+    """Return whether an array is a parameter, its copy or its gradient: its axes have names, and no token axes.
 
     Args:
         activation_axes: the logical axes that number tokens.
@@ -184,7 +184,7 @@ def mark_repeated_axes(dims: Sequence[Dim]) -> tuple[Dim, ...]:
 
 @lru_cache(maxsize=4096)
 def score_positions(array: TracedArray) -> frozenset[AxisName]:
-    """Return the position names that occur twice, for queries and keys, in an attention's scores; else empty."""
+    """Return the position axes of attention scores: names that occur twice, for queries and for keys; else empty."""
     names = set(array.axes)
     return frozenset(name for name in names if isinstance(name, AxisCopy) or AxisCopy(name) in names)
 
@@ -238,7 +238,7 @@ def reshape_factors(
 
 
 def _join_minor_part(before: Sequence[Factor], factor: Factor) -> list[Factor]:
-    """Append `factor` to a list of at most one factor, or join it with the factor of which it is the minor part."""
+    """Append `factor` to a list of at most one factor; join the two if `factor` is the other's minor part."""
     (name, size), (major, count) = factor, before[0] if before else (None, 1)
     part = name
     while isinstance(part, AxisPart):

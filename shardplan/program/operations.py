@@ -12,7 +12,7 @@ from shardplan.program.marked.expert_kind import ExpertKind
 from shardplan.program.named_arrays import Dim, TracedArray
 
 BACKWARD_SCOPE, REMATERIALIZED_SCOPE = "transpose(", "rematted_computation"
-"""JAX's named scopes of the backward pass, and of what `jax.checkpoint` computes again in it."""
+"""JAX's named scopes of the backward pass, and of recomputation by `jax.checkpoint` in it."""
 
 
 class OperationKind(StrEnum):
@@ -62,14 +62,14 @@ class Operation:
     contracted: Dim = ()
     """For a contraction, the axes summed over; for a selection, the axes selected along."""
     batched: Dim = ()
-    """For a contraction: the batch axes, which number independent matmuls."""
+    """For a contraction: the batch axes, which index independent matmuls."""
     groups: int = 1
     """For a contraction: number of matrices in the second operand of a grouped matmul (`ragged_dot`), one of which
     multiplies each row of the first operand."""
     collective: CollectiveKind | None = None
     """For a collective: its kind."""
     mesh_axes: MeshAxes = ()
-    """For a collective: the mesh axes that it is over."""
+    """For a collective: its mesh axes."""
     is_local: bool = False
     """Whether each device computes the operation on its own part of the operands alone, in a `shard_map`."""
     experts: ExpertKind | None = None
@@ -102,7 +102,7 @@ def all_operations(operations: Iterable[Operation]) -> Iterator[Operation]:
 
 
 def stacked_axes(operations: Iterable[Operation], arrays: Sequence[TracedArray]) -> Iterator[str]:
-    """Yield the logical axes of which a loop takes one element per iteration, such as the axis of stacked layers."""
+    """Yield the logical axes that loops slice, one element per iteration, such as the axis of stacked layers."""
     for operation in operations:
         for stacked, each in operation.slices:
             yield from {*arrays[stacked].logical_axes} - {*arrays[each].logical_axes}

@@ -138,7 +138,7 @@ def _kept_activations(model: Model, workload: Workload, with_host: bool) -> Kept
 
 @lru_cache(maxsize=32)
 def _training_step(model: Model, workload: Workload) -> Step:
-    """Return the step of training, traced with another batch."""
+    """Return the step of training under the policy of `workload`, if possible derived from the default policy."""
     policy = workload.checkpoint_policy
     trace = _training_trace(model, replace(workload, gradient_checkpointing=DEFAULT), selects_again=True)
     if not is_rewritable(trace, policy):
@@ -209,7 +209,7 @@ def _check_blocks(blocks: int | None, template: Any) -> None:
 
 
 def _check_names(kept: Sequence[str], known: Collection[str]) -> None:
-    """Check that activations of a traced program have the names by which gradient checkpointing keeps them.
+    """Check that activations of a traced program have the names that gradient checkpointing refers to.
 
     Raises:
         ConfigError: none has such a name.

@@ -42,7 +42,7 @@ class TaskKind(StrEnum):
     BLOCK_ATTENTION = "attention to given blocks"
     """A call of `attend_to_blocks`, or its gradient."""
     CONVERSION = "conversion"
-    """The conversion of a weight kept as stored: its codes are gathered, and each device computes its numbers."""
+    """The decoding of a weight kept as stored: its codes are gathered, and each device decodes them."""
     HOST_COPY = "host copy"
     """A copy between the memories of a device and of its host."""
     ELEMENTWISE = "elementwise"
@@ -59,26 +59,26 @@ class Task:
     contracted: Dim
     """Axes that a matmul sums over, or along which a selection selects."""
     batched: Dim
-    """Batch axes, which number independent matmuls."""
+    """Batch axes, which index independent matmuls."""
     groups: int
     """Number of matrices of a grouped matmul; 1 for every other task."""
     executions: int
     """Number of executions per step."""
     first_used_weights: tuple[str, ...]
-    """Paths of the parameters that this task is the first in the loop's body to use, among matmuls and changes of
-    sharding; a gather for it serves the rest of the body too."""
+    """Paths of the parameters that no earlier matmul or change of sharding in the loop's body uses; the task's gather
+    of them serves the rest of the body."""
     reduces_partial_sums: bool
     """For a matmul: whether partial sums in its result are added up over devices here, rather than after the results of
     later matmuls are added."""
     routed: frozenset[TracedArray]
     """Operands and results, except a lookup's, that only grouped matmuls consume, directly or through elementwise work;
-    they have the stored sharding of parameters, in which grouped matmuls use these."""
+    they are sharded like stored parameters, because grouped matmuls use parameters in that sharding."""
     is_backward: bool
     """Whether the task belongs to the backward pass, recomputation of the forward pass excluded."""
     collective: CollectiveKind | None
     """For a collective: its kind."""
     mesh_axes: MeshAxes
-    """For a collective: the mesh axes that it is over."""
+    """For a collective: its mesh axes."""
     label: str
     """Path of the first parameter among the operands, or else the named scopes of the operation."""
     is_on_parameters: bool = False
@@ -92,8 +92,8 @@ class Task:
     attention: AttentionKind | None = None
     """For a matmul of attention and a call of Native Sparse Attention: its kind of attention."""
     is_in_gradient_kernels: bool = False
-    """For a recomputed matmul of attention: whether only gradients need it, because the attention's result is kept, so
-    that the gradients' kernels compute it."""
+    """For a recomputed attention matmul: whether gradient kernels compute it, because the attention's result is kept
+    and only gradients need the matmul."""
     experts: ExpertKind | None = None
     """For a block of routed experts, and for its gradient: its kind."""
     blocks: BlockAttentionKind | None = None
@@ -102,8 +102,8 @@ class Task:
     """For a block of routed experts and its gradient: FLOPs of its layer's other matmuls in one execution, over all
     devices. For a host copy in a loop: FLOPs of the matmuls in the loop's body that hide it."""
     loop: int | None = None
-    """For a host copy: the first result of the loop whose body contains it; None outside of loops. Copies of one loop
-    run one after the other."""
+    """For a host copy: identifier of the loop whose body contains it (index of the loop's first result); None outside
+    of loops. Copies of one loop run one after the other."""
 
     @property
     def is_to_host(self) -> bool:
@@ -117,7 +117,7 @@ class Task:
 
     @cached_property
     def arrays_of_experts(self) -> frozenset[TracedArray]:
-        """Operands and results in the stored sharding of the experts' parameters: `routed`, and these parameters."""
+        """Operands and results in the stored sharding of the experts' parameters: `routed` and these parameters."""
         if self.groups == 1:
             return self.routed
         gradients = self.results if all(array.weight is None for array in self.operands) else ()
@@ -184,7 +184,7 @@ class Task:
 
     @cached_property
     def axes_of_one_operand(self) -> frozenset[str]:
-        """For attention: the logical axes that keys and scores do not share, and positions.
+        """For attention: all logical axes except the ones that keys and scores share; position axes are included.
 
         Levanter's kernel takes none of them sharded.
         """
@@ -204,7 +204,7 @@ class Task:
 
     @property
     def computes_kv_gradients(self) -> bool:
-        """For attention: whether the result is a gradient of keys or values, which sums over queries."""
+        """For attention: whether the result is a gradient of keys or values, and so sums over queries."""
         return sums_over_queries(self.contracted, self.results[0])
 
 
@@ -233,11 +233,11 @@ class Step:
     unnamed: dict[str, int]
     """Primitive -> number of its results that could not be named."""
     resized_axes: frozenset[str] = frozenset()
-    """Logical axes of which slices are taken."""
+    """Logical axes along which slices are taken."""
     stacked_axes: frozenset[str] = frozenset()
-    """Logical axes of which a loop takes one index at a time, such as the axis of stacked layers."""
+    """Logical axes that a loop slices, one index per iteration, such as the axis of stacked layers."""
     approximations: dict[str, int] = field(default_factory=dict)
-    """Text on what is counted instead of work that the jaxpr does not determine -> number of occurrences."""
+    """Note on an assumed cost, for work that the jaxpr does not determine -> number of occurrences."""
     unpriced: dict[str, int] = field(default_factory=dict)
     """Primitive without a rule, counted as elementwise work by its bytes -> number of occurrences."""
     parameters: tuple[TracedArray, ...] = ()
@@ -245,7 +245,7 @@ class Step:
     state: tuple[TracedArray, ...] = ()
     """Arrays stored besides the parameters, such as an optimizer's moments."""
     activation_axes: tuple[str, ...] = ()
-    """The logical axes that number tokens: batch and position."""
+    """The logical axes of tokens: batch and position."""
     vocab: str = ""
     """The logical axis of logits."""
     point_labels: tuple[PointLabel, ...] = ()
@@ -287,7 +287,7 @@ class Step:
 
     @cached_property
     def expert_axes(self) -> frozenset[str]:
-        """Logical axes of parameters that number experts, of which each token is routed to a few."""
+        """Logical axes of parameters that index experts, among which tokens are routed."""
         names = set[str]()
         for task, array in self.weight_matmuls:
             if task.groups == 1:

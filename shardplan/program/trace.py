@@ -33,7 +33,7 @@ from shardplan.runtime.private_jax import scan_counts
 EXCHANGES = (
     "slices, sorts and scans along batch or positions, of which the exchange along a sharded axis is not counted"
 )
-"""Text in a plan on a program that moves elements of activations along batch or positions."""
+"""Note in plans of programs that move elements of activations along batch or positions."""
 
 
 class ArrayClass(StrEnum):
@@ -83,9 +83,9 @@ class Trace:
     unpriced: Counter[str]
     """Primitive without counted FLOPs, bytes and collectives -> number of occurrences."""
     resized_axes: frozenset[str]
-    """Logical axes of which slices are taken."""
+    """Logical axes along which slices are taken."""
     input_axes: tuple[str, ...]
-    """The logical axes of the program's inputs, which number tokens: batch and positions."""
+    """The logical axes of the program's inputs, which are tokens: batch and positions."""
     approximations: Counter[str]
     """Text of `Primitive.approximation`, or `EXCHANGES` -> number of occurrences."""
 
@@ -145,7 +145,7 @@ class _Tracer:
         self.tables: list[tuple[int, tuple[Dim, ...]]] = []
         """Indices of each lookup, and the dimensions of its table."""
         self.summed = set[int]()
-        """Results of collectives, which every device has as they are."""
+        """Results of collectives; every device has all of such a result, whatever it is added to."""
         self.approximations: Counter[str] = Counter()
 
     def add_value(self, array: TracedArray) -> int:
@@ -221,7 +221,7 @@ class _Tracer:
     def trace_shard_map(
         self, equation: Any, body: Any, operands: list[int], out: list[Operation], label: str
     ) -> list[int]:
-        """Append a shard_map: the changes of sharding at its start and end, and what each device computes in it.
+        """Append a shard_map: the changes of sharding at its start and end, and the operations of one device.
 
         That is marked as local where it has matmuls. Grouped ones have rules of their own for parameters and sums
         (`shardplan.cost.gspmd`).

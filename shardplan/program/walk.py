@@ -103,12 +103,12 @@ class _Sequence:
     ) -> None:
         self.fusion, self.arrays, self.tasks, self.executions = fusion, fusion.arrays, tasks, executions
         self.loop = loop
-        """The first result of the loop whose body this is; None for the program."""
+        """Identifier of the loop whose body this is (index of its first result); None for the program."""
         self.stored = stored
-        """Values that take no memory of their own: arguments, what is written over them, and what is made for that."""
+        """Values without own buffers: arguments, results written over them, and values made from stored state."""
         self.first_weights = first_weights
-        """Parameter without its path -> the first one of this shape and type, which stands for all of them in points:
-        the layers of an unrolled model have the same ones."""
+        """Parameter without its path -> the first parameter of this shape and type, which stands for all of them in
+        program points: the layers of an unrolled model have equal ones."""
         loops = [operation.kind == OperationKind.LOOP for operation in fusion.operations]
         self.loops_before = [0, *itertools.accumulate(loops)]
         """Operation -> number of loops before it."""
@@ -126,7 +126,7 @@ class _Sequence:
         self.hoisted = frozenset[int]()
         """Values of a loop's body that are computed before the loop, and are in memory throughout."""
         self.outer_executions = executions
-        """How often what is computed before the loop is executed."""
+        """Number of executions of the operations that are computed before the loop."""
         self.matmuls_before = MatmulsBefore(loop)
 
     def run(self, carried: Set[int], outside: Counter[LiveBuffer]) -> list[PlacedPoint]:

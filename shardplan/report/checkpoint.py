@@ -19,7 +19,7 @@ from shardplan.report.text import LABEL_WIDTH, make_table, print_fact, print_fir
 
 
 def print_inspection(found: Inspection, load: PlannedLoad | None, out: Console) -> None:
-    """Print the facts of a checkpoint, without its problem, which the command raises.
+    """Print the facts of a checkpoint, except its problem, which the command raises as an error.
 
     Args:
         load: what devices hold and how long a load takes; None if neither is known.

@@ -14,7 +14,7 @@ LEVEL_WIDTH = max(map(len, Level)) + 2
 
 
 def print_findings(host: str, findings: HostFindings, out: Console) -> None:
-    """Print the number of findings of each level, then each finding with what is required and what to do."""
+    """Print the number of findings of each level, then each finding with its requirement and remedy."""
     counts = Counter(finding.level for each in findings.values() for finding in each)
     verdict = ", ".join(_count_text(counts[level], level) for level in reversed(Level) if counts[level])
     worst = worst_level(findings)

@@ -5,7 +5,7 @@ from typing import Any
 
 
 def experts_line(section: Mapping[str, Any]) -> str:
-    """Return the line on its experts that an evaluation prints.
+    """Return the line that an evaluation prints about its experts.
 
     >>> layers = [{"layer": 17, "load_max_over_mean": 1.43, "overflow_rows": 0, "further_rounds": 0}]
     >>> experts_line({"windows": 8, "all_windows": 8, "layers": layers})

@@ -52,7 +52,7 @@ def print_fact(label: str, text: str, out: Console) -> None:
 
 
 def make_table(title: str, texts: Sequence[str], numbers: Sequence[str] = (), *, is_narrow: bool = False) -> Table:
-    """Make an empty table, of which only the first column wraps, at spaces.
+    """Make an empty table whose first column wraps at spaces; other columns do not wrap.
 
     Args:
         texts: the titles of the columns of text.
@@ -93,7 +93,7 @@ def print_first_fitting(tables: Iterable[Table], out: Console) -> None:
 
 
 def with_path_ends(build: Callable[[list[str]], Table], paths: Sequence[str]) -> Iterator[Table]:
-    """Yield a table with complete paths, then with ever fewer of their last components; paths stay distinct.
+    """Yield a table with complete paths, then tables with ever shorter ends of the paths, which stay distinct.
 
     Args:
         build: makes the table from the paths to show, in the order of `paths`.

@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import Any
 
 UNUSED = ("levanter", "datasets", "transformers.models")
-"""Packages from whose `__init__` shardplan uses nothing.
+"""Packages whose submodules shardplan uses, but nothing from their `__init__`.
 
 They import trainers, trackers and readers of data sets; that of `transformers.models` reads the sources of all models.
 """
@@ -25,7 +25,7 @@ class _DeferredPackage(ModuleType):
 
 
 class _ExecutedPackage(ModuleType):
-    """A package whose `__init__` ran late; looks up names in the module in `sys.modules`, which may be another."""
+    """A package whose `__init__` ran late; it takes names from the module that replaced it in `sys.modules`."""
 
     def __getattr__(self, name: str) -> Any:
         in_its_place = sys.modules[self.__name__]
@@ -35,7 +35,7 @@ class _ExecutedPackage(ModuleType):
 
 
 def defer_unused_packages() -> None:
-    """Defer the slow `__init__` of packages of which shardplan uses only submodules."""
+    """Defer the slow `__init__` of packages if shardplan uses only their submodules."""
     for name in UNUSED:
         defer_package(name)
 

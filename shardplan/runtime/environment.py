@@ -23,7 +23,7 @@ class ProcessVariables:
     """Host and port of process 0; None if JAX has to find the others, or if this is the only process."""
     count: int
     index: int
-    """Number of this process within the run."""
+    """Index of this process within the run."""
 
 
 def compute_on_cpu() -> None:
@@ -39,7 +39,7 @@ def compute_on_cpu() -> None:
 
 
 def check_environment() -> None:
-    """Check the variable that JAX itself reads when it is imported, and would refuse with a traceback.
+    """Check JAX_NUM_CPU_DEVICES, for which JAX itself would raise an error with a traceback when it is imported.
 
     Raises:
         ConfigError: it is not a number.

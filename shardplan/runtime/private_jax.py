@@ -138,7 +138,7 @@ def start_coordination_service(port: int, count: int) -> Any:
 
 
 def reached_preemption_sync_point(number: int) -> bool:
-    """Return whether all processes must stop at this point, which all number alike; False if JAX does not watch."""
+    """Return whether all processes must stop at the sync point `number`; False if JAX does not watch for preemption."""
     manager = distributed.global_state.preemption_sync_manager
     return manager is not None and bool(manager.reached_sync_point(number))
 

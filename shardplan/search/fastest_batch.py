@@ -80,7 +80,7 @@ def _empty_range_text(text: str | None, position: int, tokens: TokenRange, devic
 
 
 def batches(devices: int, position: int, tokens: TokenRange = ANY_TOKENS) -> Iterator[int]:
-    """Yield the batches to consider, in order: powers of two, and these times the odd part of the slice's size.
+    """Yield the batches to consider, ascending: powers of two, also times the odd part of the number of devices.
 
     With a floor, three times these are considered as well, so that a range whose end is twice its beginning has one.
     Without a floor, a batch of one sequence is considered even if it exceeds the ceiling.

@@ -251,7 +251,7 @@ def _caveats(ranked: RankedCandidate) -> Iterator[Caveat]:
 
 
 def _host_reasons(candidate: Candidate, cost: StepCost) -> Iterator[str]:
-    """Yield reasons on what a step keeps in host memory, if anything."""
+    """Yield the reason that describes the activations kept in host memory; nothing if there are none."""
     if cost.host_copy_seconds:
         size = host_bytes(candidate.space.step, candidate.assignment)
         yield describe_host_copies(size, cost.host_copy_seconds, cost.exposed_host_copy_seconds)

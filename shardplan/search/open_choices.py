@@ -24,7 +24,7 @@ and to read than to compute."""
 AUTO_CHECKPOINTING = (DEFAULT, "nested", "recompute", "save_all")
 """Kinds tried for `auto` if the options for activations are not known."""
 HOST_CHECKPOINTING = ("offload_carries",)
-"""Kinds tried then on TPUs as well, which move activations to the memory of the host."""
+"""Additional kinds tried on TPUs beside `AUTO_CHECKPOINTING`; they move activations to host memory."""
 
 
 class OpenNumber(NamedTuple):
@@ -43,7 +43,7 @@ def _microbatches(workload: Workload, hardware: Slice, vocab: int) -> Sequence[i
 
 
 def _logit_blocks(workload: Workload, hardware: Slice, vocab: int) -> Sequence[int | None]:
-    """Return the number that bounds a device's logits; a larger one would only read the head's weights more often.
+    """Return the least number of blocks that bounds a device's logits; more blocks only read the head's weights again.
 
     An evaluation may have all logits at once as well, which takes more memory, and no time for a loop.
     """
@@ -64,10 +64,10 @@ class WorkloadVariant(NamedTuple):
     numbers: tuple[int, ...]
     """Values of `OPEN_NUMBERS`; 1 if the workload has no such parts."""
     keeps_open: bool
-    """Whether the search chooses what becomes of activations, beyond the configuration's policy."""
+    """Whether the search chooses which activations are kept, offloaded or recomputed, beyond the given policy."""
 
     def is_multiple_of(self, numbers: tuple[int, ...]) -> bool:
-        """Return whether every number of this variant is a multiple of the one in `numbers`."""
+        """Return whether each number of this variant is a multiple of its counterpart in `numbers`."""
         return all(own % other == 0 for own, other in zip(self.numbers, numbers, strict=True))
 
 

@@ -350,7 +350,7 @@ def describe_unknown_axis(axis: str, known: Iterable[str]) -> str:
 
 
 def describe_trace(step: Step) -> list[str]:
-    """Describe what the trace of the step could not follow, and what it simplified.
+    """Describe the parts of the step that its trace could not follow or simplified.
 
     >>> describe_trace(Step((), (), {}, {}, approximations={"choices between branches, counted as the last branch": 2}))
     ['2 choices between branches, counted as the last branch']

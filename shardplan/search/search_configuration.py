@@ -43,7 +43,7 @@ RELAXATIONS: tuple[dict[str, Any], ...] = (
 
 @dataclass(frozen=True)
 class RankedCandidate:
-    """A candidate, and the configuration for which it is."""
+    """A candidate, and its configuration."""
 
     config: PlanConfig
     """The configuration, with nothing left open."""
@@ -58,7 +58,7 @@ class SearchResult:
     """Candidates, the fastest first; if nothing fits, only the candidate with the smallest peak memory."""
     fits: bool
     is_exhaustive: bool
-    """Whether bounds justify everything that was left out; False if multiples of a too slow number were skipped."""
+    """Whether bounds prove that no skipped candidate is better; False if multiples of a slow number were skipped."""
     statistics: SearchStatistics
     seconds: float
     """Seconds of the search, without tracing."""
@@ -148,7 +148,7 @@ def _has_options(config: PlanConfig, model: Model) -> bool:
 
 
 def _with_chosen_policy(model: Model, config: PlanConfig, candidate: Candidate) -> RankedCandidate:
-    """Return a candidate in the space of the policy that it chooses, if its space leaves the policy open.
+    """Return a candidate in the space of its chosen checkpointing policy, if its own space leaves the policy open.
 
     It takes the same time and memory there: options about activations add up (`tests/unit/test_kept_activations.py`).
     """

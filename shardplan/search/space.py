@@ -63,8 +63,8 @@ MINOR_PART = 0.01
 """Fraction of a model's parameter bytes below which an axis's parameters count as small."""
 
 MAX_KERNEL_WAIT = 0.5
-"""Waited fraction of token transfers above which tokens are gathered all at once, because kernels for parts of the
-tokens take longer than the remaining overlap gains."""
+"""Tokens are gathered all at once, rather than in chunks, if more than this fraction of their transfers is exposed:
+kernels for chunks then take longer than overlap gains."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Space:
 
     @cached_property
     def keeping(self) -> Keeping:
-        """The combinations of `options`, and what hides host copies."""
+        """The combinations of `options`, and the matmuls that hide host copies."""
         loops, flops = tuple(zip(*self.copy_windows, strict=True)) or ((), ())
         saved = [option.saved_flops for option in self.options]
         beside = seconds_beside(1.0, self.hardware, self.calibration)

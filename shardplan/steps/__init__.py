@@ -1,1 +1,1 @@
-"""The steps of workloads: what is traced to be priced, compiled to be judged, and run. One module for each kind."""
+"""The steps of workloads: functions that are traced for the cost model, compiled and run; one module per kind."""

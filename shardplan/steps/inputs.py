@@ -11,7 +11,7 @@ from shardplan.model.registry import Model
 from shardplan.plan.workload.workload import BATCH_AXIS, Workload
 
 MICROBATCH = "microbatch"
-"""Logical axis that numbers microbatches, never sharded; primed if the model has an axis of this name."""
+"""Logical axis of microbatches, never sharded; primed if the model has an axis of this name."""
 
 
 def token_axes(model: Model, workload: Workload) -> tuple[Axis, ...]:

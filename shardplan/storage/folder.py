@@ -1,4 +1,4 @@
-"""The interface of folders of files, and what all kinds of storage share."""
+"""The interface of folders of files, and code that all kinds of storage share."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -13,7 +13,7 @@ from shardplan.storage.folder import File, ReadTuning, changed_error, truncated_
 LOCAL = ReadTuning(4 * 2**20, 2 * (os.cpu_count() or 1))
 """Tuning such that data stays in a core's cache until it is copied, and some threads read while others copy."""
 SAMPLES, SAMPLE_BYTES = 16, 4096
-"""Number and size of the samples whose hash is a file's version: copies on several hosts differ in their times."""
+"""Number and size of the samples whose hash is a file's version; modification times differ between copies on hosts."""
 
 
 class LocalFile:

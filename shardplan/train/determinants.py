@@ -1,4 +1,4 @@
-"""The determinants of a training's losses; a run resumes in an output folder only if all are equal.
+"""The inputs and settings that determine a training's losses; a run resumes in a folder only if all are equal.
 
 The mesh and the number of microbatches are no part: a run may go on on another slice, with another plan.
 """
@@ -19,7 +19,7 @@ from shardplan.train.selection import METHODS, SELECTION
 PLAN_FILE, LEVANTER_FILE, SUMMARY = "plan.json", "levanter.yaml", "summary.json"
 SETTINGS = ("z_loss_weight", "adapter", "initialize_from_checkpoint_path", "initialize_model_from_checkpoint_path")
 TRAINER_SETTINGS = ("num_train_steps", "quantization", "model_averaging", "initialize_from")
-"""Keys of the trainer section that change losses; the number of steps does by the learning rate."""
+"""Keys of the trainer section that change losses; the number of steps does so through the learning rate."""
 
 
 class TrainingFolder(RunFolder):
@@ -49,7 +49,7 @@ class TrainingFolder(RunFolder):
 def training_determinants(
     config: TrainCommand, plan: Plan, training: TrainingModel, sections: Mapping[str, Any], files: TrainingFiles
 ) -> dict[str, Any]:
-    """Return what determines the losses, by name.
+    """Return the inputs and settings that determine the losses, by name.
 
     Args:
         sections: the content of levanter.yaml.

@@ -220,7 +220,7 @@ def _data_section(config: TrainCommand, plan: Plan, model: Model, files: Trainin
 
 
 def _merge(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a section with the given values in place of its defaults; a given section with a `type` replaces one."""
+    """Merge given values into the defaults of a section; a given subsection with a `type` replaces the default one."""
     merged = dict(defaults)
     for name, value in given.items():
         before = merged.get(name)

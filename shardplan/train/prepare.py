@@ -117,7 +117,7 @@ def with_planned_optimizer(config: TrainCommand) -> TrainCommand:
 
 
 def training_extras(config: TrainCommand) -> TrainingExtras:
-    """Return what is trained besides all parameters with Adam."""
+    """Return how the configured training differs from training all parameters with Adam."""
     return parse_extras(nested_sections(config.levanter), TRAIN_LM)
 
 

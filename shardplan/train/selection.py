@@ -27,7 +27,7 @@ OF_LAYER, OF_BLOCK = re.compile(r"layer_(\d+)/(\w+)"), re.compile(r"block_(\d+)_
 
 
 def selected_methods(model: Any, plan: Plan) -> dict[str, list[int]]:
-    """Return method of attention to selected blocks -> its layers; empty for other models.
+    """Return method of the selected branch -> layers that use it; empty for models without Native Sparse Attention.
 
     Raises:
         ConfigError: a layer uses another method than the plan has.
@@ -64,7 +64,7 @@ def describe_methods(methods: Mapping[str, list[int]], num_layers: int) -> str:
 
 
 def model_figures(metrics: Mapping[str, jax.Array]) -> dict[str, float]:
-    """Return the figures of all layers together from a step's metrics; empty if there are none."""
+    """Return, from a step's metrics, the figures over all layers; empty if there are none."""
     names = [name.removeprefix(PREFIX) for name in metrics if name.startswith(PREFIX)]
     arrays = {name: metrics[PREFIX + name] for name in names if "/" not in name}
     return {name: float(value) for name, value in jax.device_get(arrays).items()}

@@ -110,7 +110,7 @@ class PlannedTrainer(Trainer):
 
 
 class _WatchedProgram:
-    """A program whose first run, which compiles it, is watched as a separate phase."""
+    """A program whose first run is watched as a separate phase, because it compiles the program."""
 
     def __init__(self, program: Any, watch: TrainingWatch):
         self._program, self._watch = program, watch

@@ -54,16 +54,16 @@ class TrainingWatch:
         self._advance: Advance | None = None
         self._has_compiled = False
         self._other_seconds = 0.0
-        """Time that is not that of steps: of compiling, evaluating and saving."""
+        """Seconds of work other than steps: compiling, evaluating and saving."""
         self.is_stopped = False
         """Whether all processes have stopped the training before its end."""
         self.last_loss: float | None = None
         self.last_step = 0
         """Number of steps of the whole training that are done."""
         self.metrics: Mapping[str, jax.Array] = {}
-        """What the loss function of the last step returned beside the loss, still on the devices."""
+        """Metrics that the loss function of the last step returned beside the loss, still on the devices."""
         self.selected_methods: dict[str, list[int]] = {}
-        """How layers with Native Sparse Attention attend to selected blocks: method -> numbers of layers."""
+        """How layers with Native Sparse Attention attend to selected blocks: method -> indices of layers."""
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
@@ -153,7 +153,7 @@ class EventTimes(Callback[Any]):
     """Measures, from Levanter's events, how long devices compute and wait; watches evaluations."""
 
     def __init__(self, watch: TrainingWatch):
-        """Add the times to the statistics of `watch`."""
+        """Add the measured times to the statistics of `watch`."""
         self._watch = watch
         self._began: float | None = None
         self._ended: float | None = None

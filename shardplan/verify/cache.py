@@ -27,14 +27,14 @@ SEQUENCE_CODE = (
     "attention/**/*", "positions/*", "model/attention/chunked_mask", "model/attention/mask_pattern",
     "program/marked/attention_kind", "program/marked/marked_attention",
 )  # fmt: skip
-"""Additional modules if the plan shards positions, and always for the decoder."""
+"""Modules that also make the program if the plan shards positions, and always for the decoder."""
 DECODER_CODE = (
     "decoder/**/*", "model/dtypes/*", "model/gradient_checkpointing/kept_selection", "model/huggingface/kept_codes",
     "model/huggingface/quantization", "model/huggingface/read_quantization",
 )  # fmt: skip
-"""Additional modules for the decoder."""
+"""Modules that also make the program of the decoder."""
 EXPERT_CODE = ("experts/**/*", "model/axis_sharding")
-"""Additional modules if the plan has a method of experts, and always for the decoder."""
+"""Modules that also make the program if the plan has a method of experts, and always for the decoder."""
 FACTS_CODE = (
     "cost/**/*", "decoder/**/*", "experts/**/*", "model/**/*", "positions/*", "program/**/*", "steps/*",
     "verify/model_facts",

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Numbers of the model and the workload that the compiled program does not contain."""
+    """Facts about the model and the workload that the compiled program does not contain."""
 
     flops: float
     """FLOPs that the model needs for one step over all devices; 0 for the assembly of a loaded model."""
@@ -34,7 +34,7 @@ class ModelFacts:
 
     @classmethod
     def load(cls, path: Path) -> "ModelFacts | None":
-        """Read what `save` wrote; None if the file is missing or damaged."""
+        """Read the facts that `save` wrote; None if the file is missing or damaged."""
         try:
             return cls(**json.loads(path.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError):

@@ -43,7 +43,7 @@ class LiveBytes:
     """The bytes in HBM while some instructions run."""
 
     op: str
-    """Operation of the traced program to which the first of these instructions belongs."""
+    """Operation of the traced program from which the first instruction at this point comes."""
     bytes: int
     """Bytes per device, padding excluded."""
 

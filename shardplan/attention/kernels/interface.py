@@ -41,7 +41,7 @@ class Hop(NamedTuple):
     """Mask inputs of one ring hop: one shard of queries, and the keys of one ring index."""
 
     query_shard: Array
-    """Index of the shard whose positions the queries have, int32[]."""
+    """Index of the shard of the sequence that the queries belong to, int32[]."""
     distance: int
     """Number of ring indices between the queries' device and the device that the keys came from."""
     queries: MaskInputs

@@ -128,7 +128,7 @@ class SplashKernel:
         return self._map_batch(attend, (self._scale(q), k, v), hop)
 
     def _has_keys_for_all(self, hop: Hop) -> bool:
-        """Return whether every query is known to attend to a key, already while tracing."""
+        """Return whether it is certain, while tracing, that every query attends to some key."""
         return self._includes_own_keys and hop.queries.segments is None
 
     @cached_property
@@ -159,7 +159,7 @@ class SplashKernel:
         return [SplashKernel(self.config, replace(self.positions, queries=chunk)) for chunk in chunks]
 
     def _split(self, hop: Hop, *arrays: Array) -> Iterator[tuple[Any, ...]]:
-        """Yield each of `_chunks` with the hop of its queries, and its queries' part of arrays [B, N, G, S, ...]."""
+        """Yield each kernel of `_chunks` with its queries' part of the hop and of arrays [B, N, G, S, ...]."""
         indices = np.split(np.arange(self.positions.queries.shape[1]), len(self._chunks))
         for chunk, index in zip(self._chunks, indices, strict=True):
             part = slice(index[0], index[-1] + 1)
@@ -197,7 +197,7 @@ class SplashKernel:
         return jax.lax.cond((info.block_mask != EMPTY).any(), run, skip)
 
     def _may_share_documents(self, queries: Array, keys: Array) -> Array:
-        """Return whether any sequence may have one document in both blocks, bool[q block, k block].
+        """Return which pairs of blocks may share a document in some sequence, bool[q block, k block].
 
         Args:
             queries: document ids int32[B or 1, S]; keys: document ids int32[B or 1, T].

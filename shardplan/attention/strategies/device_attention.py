@@ -25,7 +25,7 @@ class DeviceAttention:
     position_mesh_axes: tuple[str, ...]
     """Mesh axes that shard positions, major to minor."""
     gathers_keys: bool
-    """Whether keys and values are all-gathered first; otherwise a ring sends them round (one index for Ulysses)."""
+    """Whether keys and values are all-gathered first; otherwise they pass around a ring (of one index for Ulysses)."""
     ring: Ring
     query_layout: SequenceLayout
 

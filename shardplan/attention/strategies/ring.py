@@ -70,7 +70,7 @@ class DeviceMask(NamedTuple):
     """Mask inputs of one device at the first hop, after the collectives that precede attention."""
 
     query_shard: Array
-    """Index of the shard whose positions the queries have, int32[]."""
+    """Index of the shard of the sequence that the queries belong to, int32[]."""
     queries: MaskInputs
     key_segments: Array | None
     """Document ids of the device's keys, int32[B or 1, T]."""
@@ -169,7 +169,7 @@ def _hop_steps(ring: Ring) -> list[tuple[int, int]]:
 
 
 def _finish_hop(ring: Ring, tree: Any) -> Any:
-    """Return `tree` behind a barrier, so that the compiler finishes all of it before anything that depends on it.
+    """Return `tree` behind a barrier: the compiler finishes all of it before operations that depend on it.
 
     Without this barrier the compiler may combine all hops at the end, with the output of every hop in memory. After an
     only hop it would write in float32 what can be cast first.
@@ -178,7 +178,7 @@ def _finish_hop(ring: Ring, tree: Any) -> Any:
 
 
 def _make_hop(ring: Ring, distance: int, mask: DeviceMask, key_segments: Array | None) -> Hop:
-    """Return the mask inputs of the hop whose keys, with these document ids, come from `distance` ring indices back."""
+    """Return the mask inputs of the hop in which keys from `distance` ring indices back arrive."""
     source = (ring.index() - distance) % ring.size
     explicit = mask.explicit
     if explicit is not None:

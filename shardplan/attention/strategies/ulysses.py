@@ -1,4 +1,4 @@
-"""The Ulysses strategy: all-to-alls exchange a shard of the sequence with all heads for all positions of a few heads.
+"""The Ulysses strategy: an all-to-all gives each device all positions of some heads; another one undoes it.
 
 Runs inside `jax.shard_map`; DeepSpeed-Ulysses, https://arxiv.org/abs/2309.14509. `shardplan.positions.heads` says which
 device gets which heads.

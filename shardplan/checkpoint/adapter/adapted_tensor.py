@@ -12,17 +12,17 @@ from shardplan.checkpoint.mapping.pieces import StridedPiece
 from shardplan.checkpoint.mapping.views import Shape, View, row_major_strides
 
 Digits = tuple[Shape, Shape]
-"""For each dimension of codes: how many rows, and how many columns, of the numbers one step along it moves."""
+"""(Row steps, column steps): how far one step along each dimension of the codes moves in the matrix."""
 
 
 class AdaptedTensor(ComputedTensor, frozen=True, gc=False, kw_only=True):
-    """A matrix of a checkpoint, stored as numbers or as codes, plus its change by an adapter."""
+    """A matrix of a checkpoint, stored as plain values or as codes, plus its change by an adapter."""
 
     base: Tensor
     """The matrix without the adapter."""
     factors: Factors
     digits: Digits | None = None
-    """Row and column steps of each dimension of the codes; None if the numbers are in the order of the codes."""
+    """Row and column steps of each dimension of the codes; None if the values are in the order of the codes."""
 
     @property
     def dims(self) -> Shape:
@@ -31,20 +31,20 @@ class AdaptedTensor(ComputedTensor, frozen=True, gc=False, kw_only=True):
 
     @property
     def all_bytes(self) -> int:
-        """Bytes of the base with its scales and other parts; both adapter matrices are read once for all of it."""
+        """Bytes of the base tensor and its parts; the adapter's matrices, which are read only once, do not count."""
         return self.base.all_bytes
 
     @property
     def value_dtype(self) -> np.dtype:
-        """Type of the base matrix's numbers, for models that keep the checkpoint's types."""
+        """Type of the base matrix's values, for models that keep the checkpoint's types."""
         return self.base.value_dtype
 
     def view(self, name: str) -> View | None:
-        """Return the numbers as a view of the elements of a tensor `name`; None if both are in the same order."""
+        """Return the values as a view of the elements of a tensor `name`; None if both are in the same order."""
         return self.base.view(name) if isinstance(self.base, ComputedTensor) else None
 
     def number_slabs(self, stored: np.ndarray, piece: StridedPiece) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
-        """Yield the numbers of a piece in slabs.
+        """Yield the values of a piece in slabs.
 
         Raises:
             CheckpointError: a matrix of the adapter, or a scale of a coded base, cannot be read or is damaged.
@@ -57,7 +57,7 @@ class AdaptedTensor(ComputedTensor, frozen=True, gc=False, kw_only=True):
             yield part, numbers
 
     def _base_slabs(self, stored: np.ndarray, piece: StridedPiece) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
-        """Yield the numbers of a piece without the adapter, in float32."""
+        """Yield the values of a piece without the adapter, in float32."""
         if isinstance(self.base, ComputedTensor):
             yield from self.base.number_slabs(stored, piece)
             return
@@ -111,7 +111,7 @@ def find_digits(layout: View, dims: Shape) -> Digits:
 
 
 def _index_of(layout: View, element: int) -> tuple[int, int]:
-    """Return the index of the number whose code is element `element` of the stored codes."""
+    """Return the (row, column) of the value whose stored code is element `element`."""
     for piece in layout.pieces:
         low, high = piece.span
         if not low <= element < high:

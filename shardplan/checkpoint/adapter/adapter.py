@@ -1,4 +1,4 @@
-"""Reads an adapter as PEFT has saved it: its configuration, and which of its tensors belong together.
+"""Reads an adapter as PEFT has saved it: its configuration, and the matrices that belong to each weight.
 
 | tensors of a module, after `base_model.model.` | what they are |
 |---|---|
@@ -31,7 +31,7 @@ FILES = WeightFiles(SINGLE, f"{SINGLE}.index.json")
 PREFIX = "base_model.model."
 """Prefix that PEFT puts before the tensor names of the model that it adapts."""
 PART_OF_RUN = "adapter/"
-"""Prefix of the paths of an adapter's files where they are compared together with the checkpoint's files."""
+"""Prefix of an adapter's files where they are compared together with the checkpoint's files."""
 MATRIX = re.compile(r"(.+)\.lora_(embedding_)?([AB])(\.default)?(\.weight)?")
 WHOLE = re.compile(r"(.+?)(\.base_layer|\.modules_to_save(\.default)?)?\.([^.]+)")
 FOREIGN: Mapping[str, str] = {
@@ -43,7 +43,7 @@ FOREIGN: Mapping[str, str] = {
 }
 """Part of the name of a refused tensor -> what the tensor belongs to; the first entry that matches counts."""
 CACHE_PARTS = 8
-"""Divisor of the host memory of a load that gives the most memory for cached matrices."""
+"""Cached matrices may take 1 / `CACHE_PARTS` of the host memory of a load."""
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,7 @@ class AdapterConfig:
     """Adapted modules: the ends of their names, or a regular expression for a name."""
     excluded: str | tuple[str, ...]
     layers: tuple[int, ...]
-    """Numbers of the adapted layers; empty for all layers."""
+    """Indices of the adapted layers; empty for all layers."""
     layer_lists: tuple[str, ...]
     """Regular expressions for the names of the lists of layers; empty for any list."""
     saved_modules: tuple[str, ...]
@@ -131,7 +131,7 @@ def _by_pattern[T](patterns: Mapping[str, T], module: str, default: T) -> T:
 
 
 def _is_named(module: str, names: str | tuple[str, ...]) -> bool:
-    """Return whether a module's name ends with one of these ends, or matches the regular expression."""
+    """Return whether a module's name ends with one of `names`, or matches the regular expression."""
     if isinstance(names, str):
         return re.fullmatch(names, module) is not None
     return any(module == name or module.endswith(f".{name}") for name in names)

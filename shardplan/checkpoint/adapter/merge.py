@@ -1,4 +1,4 @@
-"""Finds the tensors of a checkpoint that an adapter changes, and checks that it is an adapter of this model.
+"""Finds the tensors of a checkpoint that an adapter changes, and checks that the adapter belongs to the model.
 
 Shapes alone do not show it: an adapter of a model with fewer layers fits the first layers of a model with more. So
 every tensor of the adapter must have a place in the model, and every module that its configuration names its tensors.
@@ -19,7 +19,7 @@ from shardplan.checkpoint.mapping.views import Shape
 from shardplan.errors import CheckpointError, ConfigError
 
 EXPERTS = ".experts."
-"""Part of the names of routed experts; transformers 5 has no linear layers for them, which older versions have."""
+"""Part of the names of routed experts, which are linear layers only in versions of transformers before 5."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def _check_shape(adapter: Adapter, name: str, shape: Shape, expected: Shape, whe
 
 
 def _check_complete(adapter: Adapter, names: StoredNames, expected: Mapping[str, Shape]) -> None:
-    """Check that every tensor is present that was trained according to adapter_config.json.
+    """Check that the adapter has every tensor that was trained according to adapter_config.json.
 
     Raises:
         CheckpointError: one is.
@@ -194,7 +194,7 @@ def _kinds(names: Iterable[str]) -> set[str]:
 
 
 def _digits(base: Tensor, known: dict[tuple[Shape, Shape], Digits]) -> Digits | None:
-    """Return the row and column steps of a matrix's codes; None if the numbers are in the order of the codes.
+    """Return the row and column steps of a matrix's codes; None if the values are in the order of the codes.
 
     Args:
         known: those of other matrices by dimensions, because a checkpoint has its codes in one order.

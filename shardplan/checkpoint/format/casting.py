@@ -16,7 +16,7 @@ from shardplan.plan.workload.dtypes import DTYPE_SYNONYMS, DTYPES
 
 
 def float_dtype(function: str, dtype: Any) -> np.dtype | None:
-    """Return the floating-point type that a caller names: a name such as bf16, a type, or None for None.
+    """Return the numpy type for a floating-point type, given as a name such as bf16 or as a type; None for None.
 
     >>> float_dtype("load_pretrained", "bf16")
     dtype(bfloat16)

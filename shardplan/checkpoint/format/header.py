@@ -48,7 +48,7 @@ class Tensor(Struct, frozen=True, gc=False):  # made in a tenth of a dataclass's
     shape: Shape
     dtype: np.dtype
     path: str = ""
-    """Path of the tensor's file in the checkpoint's folder; empty if it is the last part of the file's name."""
+    """Path of the tensor's file in the checkpoint's folder; if empty, the last part of the file's name."""
     is_listed: bool = True
     """Whether the index lists the tensor in this file, or there is no index."""
 
@@ -64,7 +64,7 @@ class Tensor(Struct, frozen=True, gc=False):  # made in a tenth of a dataclass's
 
     @property
     def all_bytes(self) -> int:
-        """Bytes of the tensor, including scales and other parts that its numbers need."""
+        """Bytes of the tensor, including scales and other parts that its values need."""
         return self.nbytes
 
     @property
@@ -74,7 +74,7 @@ class Tensor(Struct, frozen=True, gc=False):  # made in a tenth of a dataclass's
 
     @property
     def value_dtype(self) -> np.dtype:
-        """Type of the tensor's numbers."""
+        """Type of the tensor's values."""
         return self.dtype
 
 

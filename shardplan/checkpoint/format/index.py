@@ -44,9 +44,9 @@ WITHOUT_HEAD = (
     "it was saved from the base model, without the output head: save it from the class for causal language models, or "
     'set "tie_word_embeddings": true in its config.json if the embedding is the head'
 )
-"""What to do where nothing but the output head is missing."""
+"""Advice for a checkpoint that lacks only the output head."""
 SHOWN = 3
-"""Most names of tensors in a message."""
+"""Maximum number of tensors that a message names."""
 CONCURRENT_FILES = 64
 """Number of files that are opened at the same time; each takes two requests to a remote store, for size and header."""
 
@@ -58,7 +58,7 @@ class TensorIndex:
     tensors: Mapping[str, Tensor]
     """Tensor name -> tensor."""
     single: Mapping[str, Tensor] = field(default_factory=dict)
-    """Tensors of a `model.safetensors` outside of the index; those in no file of the index are in `tensors` too."""
+    """Tensors of `model.safetensors` if the index does not name it; `tensors` includes those that no other file has."""
     missing_files: tuple[str, ...] = ()
     """Files that the index names and the folder lacks."""
     absent: tuple[str, ...] = ()
@@ -169,7 +169,7 @@ def _choose_tensors(
 
 
 def missing_files_text(index: TensorIndex, where: str) -> str:
-    """Return the message for files that the index names and that do not exist.
+    """Return the message for files that are in the index but do not exist.
 
     >>> from types import SimpleNamespace
     >>> stored = {"embed": SimpleNamespace(file_name="model-00001-of-00002.safetensors")}
@@ -186,7 +186,7 @@ def missing_files_text(index: TensorIndex, where: str) -> str:
 
 
 def _no_weights_text(folder: Folder, files: WeightFiles) -> str:
-    """Return the message for a folder that has no safetensors files with names that are read."""
+    """Return the message for a folder without safetensors files of known names."""
     kind = describe_folder(folder.ref, folder)
     text = f"{folder.ref} has neither {files.index} nor {files.single}"
     return f"{text}: {kind}" if kind else f"{text}; is it a safetensors checkpoint?"

@@ -109,7 +109,7 @@ def _rope_keys(own: dict[str, Any], config: Any) -> dict[str, Any]:
 
 
 def _with_legacy_rope_keys(values: dict[str, Any]) -> dict[str, Any]:
-    """Add the older keys of rotary embeddings for `rope_parameters`, which Levanter does not read."""
+    """Add the older keys of rotary embeddings, because Levanter does not read `rope_parameters`."""
     rope = values.get("rope_parameters")
     if not isinstance(rope, dict) or "rope_theta" not in rope:
         return values

@@ -39,7 +39,7 @@ def find_repository(converter: Any, upload_to_hf: bool | str | RepoRef | None) -
 
 
 def make_repository(repository: RepoRef, token: Any) -> None:
-    """Make a private repository on the hub, unless it exists; done before the weights are written, which takes long."""
+    """Make a private repository on the hub, unless it exists; called before the weights are written."""
 
     def make() -> None:
         if processes.process_index != 0:

@@ -57,7 +57,7 @@ def find_blocks(view: View, scales: Mapping[str, Scales]) -> Shape | None:
 
 
 def _codes_of_pieces(part: PieceGroup, scales: Mapping[str, Scales]) -> Iterator[tuple[int, Scales]]:
-    """Yield, for each piece, its first code and the layout of its tensor's scales, which determine its scales."""
+    """Yield the first code of each piece, and the layout of its tensor's scales."""
     return zip(part.offsets.tolist(), map(scales.__getitem__, part.tensors), strict=True)
 
 
@@ -117,7 +117,7 @@ def _first_of_divided_blocks(view: View, blocks: Shape) -> View:
 
 
 def view_of_scales(view: View, scales: Mapping[str, Scales], max_pieces: float = math.inf) -> View | None:
-    """Return a view of the scale of every code in a view of codes; it names the tensors of codes.
+    """Return a view with the scale of every code in a view of codes; its pieces have the names of the codes' tensors.
 
     >>> from shardplan.checkpoint.mapping.views import tensor_view
     >>> scales = view_of_scales(tensor_view("w", (256, 128)), {"w": Scales((256, 128), (128, 128), (1, 1))})
@@ -192,7 +192,7 @@ def _moves(shape: Shape, strides: Shape, tensor: Shape) -> dict[int, tuple[int, 
 
 
 def _groups(start: int, along: Mapping[int, int], shape: Shape) -> np.ndarray:
-    """Return the index of every element along one dimension of a tensor, with an array dimension for each move."""
+    """Return each element's index along one tensor dimension, in an array with a dimension per entry of `along`."""
     index = np.full([1] * len(along), start)
     for place, (i, step) in enumerate(along.items()):
         index = index + _along(np.arange(shape[i]) * step, place, len(along))

@@ -37,7 +37,7 @@ class StoredNames:
     prefixed: Mapping[str, str]
     """Expected name -> the name that the checkpoint has, or would have, for the tensor."""
     canonical: Mapping[str, str]
-    """Name in the checkpoint -> the name by which the model would call the tensor."""
+    """Name in the checkpoint -> the model's own name for the tensor."""
     head_module: str
     """The module in which the checkpoint has, or would have, its output head."""
     head: str | None

@@ -91,7 +91,7 @@ class PieceGroup(NamedTuple):
             yield StridedPiece(tuple(start), self.shape, tensor, offset, self.strides, self.scale)
 
     def take(self, indices: np.ndarray) -> "PieceGroup":
-        """Return the pieces with the given numbers."""
+        """Return the pieces with the given indices."""
         tensors = tuple([self.tensors[i] for i in indices.tolist()])
         return self._replace(tensors=tensors, starts=self.starts[indices], offsets=self.offsets[indices])
 

@@ -42,7 +42,7 @@ class StateDictProgram:
     views: Mapping[str, View]
     """Array path in the model (as in `shardplan.model.inspect`) -> view of the tensor elements that make it up."""
     constants: Mapping[str, float] = field(default_factory=dict)
-    """Name -> value of scalars stored beside the tensors, which the model uses as constants."""
+    """Name -> value of the scalars that a checkpoint stores and the model uses as constants."""
 
     def rename(self, names: Mapping[str, str]) -> "StateDictProgram":
         """Return the program with renamed tensors.
@@ -75,7 +75,7 @@ def expected_tensors(template: Any) -> dict[str, Shape]:
 
 
 def dispensable_tensors(template: Any) -> tuple[str, ...]:
-    """Return parts of the names of tensors that blocks of the model have but the model can do without."""
+    """Return name parts of layer tensors that the model does not need; empty for Levanter's models."""
     return family_of(template.settings).dispensable if isinstance(template, Decoder) else ()
 
 
@@ -174,7 +174,7 @@ def _decoder_program(
 
 
 class _Views:
-    """The operations on views that a decoder's rules use."""
+    """The operations on views that a decoder's loading rules use."""
 
     def reshape(self, value: View, shape: Shape) -> View:
         return value.reshape(shape)

@@ -10,7 +10,7 @@ BASE_MODELS = {"gpt2": ("transformer", "wte.weight")}
 """Model type -> (prefix that transformers writes before the base model's names and Levanter does not, a name without
 prefix that only the base model has)."""
 MLP_OF_EXPERTS, MIXTRAL_MLP = ".mlp.", ".block_sparse_moe."
-"""Part of the names of Mixtral's experts in memory, which marin-levanter writes, and in the files of transformers."""
+"""Part of the names of Mixtral's experts: as marin-levanter writes it, and as transformers' files have it."""
 
 
 def trace_type_names(template: Any, model_type: object) -> StateDictProgram:
@@ -56,7 +56,7 @@ def _separate_experts(tensors: Mapping[str, Shape]) -> dict[str, Shape]:
 
 
 def _add_prefix(name: str, prefix: str) -> str:
-    """Add the prefix to the name of a tensor of the base model; the output head is beside the base model."""
+    """Add the prefix to the name of a base model's tensor; the output head is outside of the base model."""
     return name if name.startswith("lm_head.") else f"{prefix}.{name}"
 
 

@@ -21,7 +21,7 @@ QUANTISATION_SUFFIXES = (
 )  # fmt: skip
 """Endings of tensors that quantisers save beside or instead of weights: scales, zero points, packed numbers."""
 MASKED_BIAS = ".masked_bias"
-"""Ending of a saved constant, the score of masked pairs; beside it, `bias` is a causal mask."""
+"""Ending of the name of a saved constant, the score of masked pairs; the `bias` beside it is a causal mask."""
 BUFFER_SUFFIXES = (".rotary_emb.inv_freq", ".attn.bias", MASKED_BIAS)
 """Endings of constants that older versions of transformers saved and that every implementation computes anew."""
 ADAPTER_PARTS = frozenset({"lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "base_layer"})
@@ -142,7 +142,7 @@ def kinds_text(names: Sequence[str]) -> str:
 
 
 def _kinds(names: Sequence[str], depth: int) -> dict[str, list[str]]:
-    """Return kind -> its tensors, where both consist of at most the first `depth` parts of names."""
+    """Return kind -> names of this kind; names keep their first `depth` parts, and kinds have N for numbers."""
     kinds: defaultdict[str, list[str]] = defaultdict(list)
     for name in names:
         parts = name.split(".")

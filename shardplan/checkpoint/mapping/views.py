@@ -80,7 +80,7 @@ class View:
 
     @cached_property
     def _orders(self) -> list[dict[int, tuple[np.ndarray, np.ndarray]]]:
-        """For each of `parts`: dimension along which its pieces have different starts -> their order.
+        """For each of `parts`: dimension along which its pieces start at different indices -> the pieces' order.
 
         The order is numbers of the pieces, and their first indices along the dimension.
         """

@@ -56,7 +56,7 @@ from shardplan.storage.writing import OutputFolder
 MAX_UNWRITTEN_TENSORS = 2
 """Maximum number of tensors of one process that are gathered and not yet written."""
 SLOWEST_BYTES_PER_S = 20e6
-"""Bytes per second that a process writes with tensorstore, at least; a slower process counts as stuck."""
+"""Least bytes per second that a process writes with tensorstore; a slower process counts as stuck."""
 
 
 @dataclass(frozen=True)
@@ -234,7 +234,7 @@ def _make_output_tensors(model: Any, program: StateDictProgram, dtype: Any = Non
 def _write_files(
     target: OutputFolder, files: Mapping[str, list[str]], tensors: Mapping[str, OutputTensor], processes: ProcessGroup
 ) -> None:
-    """Write one file per process at a time: all processes together gather a tensor of each of these files in turn."""
+    """Write the files, one per process at a time; all processes gather each tensor of these files together."""
     names = [*files]
     with (
         shared_progress(sum(tensor.nbytes for tensor in tensors.values()), "saving", BYTES) as progress,

@@ -28,7 +28,7 @@ ORBAX_STEP = "0"
 PLAN = "plan.json"
 """Name of the Plan file beside an Orbax checkpoint."""
 OWN_STORES: Mapping[Format, tuple[str, ...]] = {Format.LEVANTER: ("gs", "s3"), Format.ORBAX: ("gs",)}
-"""Object stores that the library which writes the format supports: JAX for Levanter, and Orbax."""
+"""Format -> object stores that its library supports for writing: JAX for Levanter's format, Orbax for its own."""
 COMPLETE_FILES: Mapping[Format, tuple[str, ...]] = {
     Format.HF: (CONFIG, INDEX, SINGLE, LEVANTER_METADATA),
     Format.LEVANTER: (CONFIG, INDEX, SINGLE, LEVANTER_METADATA),
@@ -202,7 +202,7 @@ def list_checkpoint_files(folder: OutputFolder) -> list[str]:
 
 
 def _is_within(name: str, marked: Iterable[str]) -> bool:
-    """Return whether a file or folder is one of `marked`, or lies in a folder of them."""
+    """Return whether a file or folder is one of `marked`, or lies inside one of them."""
     return any(f"{name}/".startswith(f"{entry.rstrip('/')}/") for entry in marked)
 
 

@@ -1,4 +1,4 @@
-"""Loads arrays as codes and scales, which the devices that hold the shards decode to numbers.
+"""Loads arrays as codes and scales, which the devices that hold the shards decode.
 
 Codes are a byte each on the way through host memory, to the devices and between processes, half of what numbers are in
 bfloat16. The scales of an array are an array of their own, loaded before it and sharded alike. Where one process fills
@@ -22,12 +22,12 @@ from shardplan.checkpoint.transfer.request import ArrayRequest, CodeBlocks
 from shardplan.model.dtypes.kept_weights import CODES, SCALES
 
 MIN_BLOCK = 16
-"""Fewest codes per scale of an array that is sent as codes: while it loads, its float32 scales then take at most 1/8 of
-the bytes of its numbers in bfloat16."""
+"""An array is sent as codes if at least this many codes share a scale: its float32 scales then take at most 1/8 of the
+bytes of its bfloat16 values."""
 MAX_PIECES = 4096
 """Maximum number of pieces that an array of scales has beyond the pieces of its codes; each piece is a read."""
 NUMBERS = (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16))
-"""Types that a device can decode to: both hold all numbers as finite values."""
+"""Types that a device can decode to: both hold all decoded values as finite numbers."""
 
 
 def with_codes(
@@ -84,7 +84,7 @@ def codes_view(view: View) -> View:
 
 
 def scales_view(view: View, scales: Mapping[str, Scales], max_pieces: float = math.inf) -> View | None:
-    """Return a view of the scales of a view's codes; None if a piece has too many, or all have more than `max_pieces`.
+    """Return a view of the scales of a view's codes; None if it has too many pieces (for a piece of codes, or in all).
 
     >>> from shardplan.checkpoint.mapping.views import tensor_view
     >>> scales = scales_view(tensor_view("w", (256, 128)), {"w": Scales((256, 128), (128, 128), (1, 1))})

@@ -74,7 +74,7 @@ def plan_load(
 
 
 def sends_codes(mesh: DeviceMesh, zero_copy: bool) -> bool:
-    """Return whether codes are decoded on the devices: not if one process reads into the shards of CPU devices.
+    """Return whether devices decode the codes; False if a single process reads directly into shards in host memory.
 
     >>> one, two = (DeviceMesh((("data", 2),), processes) for processes in ((0, 0), (0, 1)))
     >>> sends_codes(one, zero_copy=True), sends_codes(two, zero_copy=True), sends_codes(one, zero_copy=False)

@@ -13,15 +13,15 @@ from shardplan.plan.mapping import MeshAxes
 
 @dataclass(frozen=True)
 class CodeBlocks:
-    """Decoding of codes in blocks: number = (code - zero point) * scale of the block."""
+    """Decoding of codes in blocks: value = (code - zero point) * scale of the block."""
 
     dtype: np.dtype
     """Type of a code."""
     zero_point: float
     scales: str
-    """Path of the array of scales, each of whose dimensions divides the array's."""
+    """Path of the array of scales; each of its dimensions divides the array's dimension."""
     value_bytes: int
-    """Bytes of a number."""
+    """Bytes of a decoded value."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class ArrayRequest:
 
 
 def stored_dtypes(tensors: Mapping[str, Tensor]) -> dict[str, np.dtype]:
-    """Return name -> type, for the tensors of a checkpoint that store numbers rather than codes.
+    """Return name -> type, for the tensors of a checkpoint that store plain values rather than codes.
 
     >>> stored_dtypes({"norm": Tensor(None, 64, (8,), np.dtype(np.float16))})
     {'norm': dtype('float16')}

@@ -38,11 +38,11 @@ MAX_IMBALANCE = 1.1
 """Largest ratio, most bytes of a process / mean bytes, at which reads count as even."""
 
 MAX_SAMPLES = 32
-"""Maximum number of processes that are examined to estimate what all read with a strategy."""
+"""Maximum number of processes that are examined to estimate the reads of all processes with a strategy."""
 SMALL_SAMPLES = 4
 """Number of processes that are examined for a small array, in place of all."""
 ROUNDING = 1e-6
-"""Relative difference by which sums in another order may exceed a bound."""
+"""Relative tolerance by which a sum may exceed its bound, because terms are added in another order."""
 SMALL_PART = 0.01
 """Fraction of all bytes that the small arrays have together."""
 
@@ -148,7 +148,7 @@ def exchange_strategies(shape: Shape, spec: Sequence[MeshAxes], mesh: DeviceMesh
 def read_by_process(
     schedule: Schedule, requests: Mapping[str, ArrayRequest], sources: Mapping[str, TensorSource]
 ) -> dict[int, ReadVolume]:
-    """Return what each process reads in all transfers.
+    """Return the bytes and the number of byte ranges that each process reads in all transfers.
 
     >>> from shardplan.checkpoint.mapping.views import tensor_view
     >>> mesh = DeviceMesh((("data", 2),), processes=(0, 1))
@@ -191,7 +191,7 @@ def read_by_process(
 def _relative_pieces(
     transfer: Transfer, view: View, sources: Mapping[str, TensorSource], mesh: DeviceMesh
 ) -> tuple[object, ...]:
-    """Describe the pieces that all devices read in a transfer, by their distances in the array and in each file.
+    """Describe the pieces that all devices read in a transfer by their relative positions in the array and in files.
 
     Transfers with equal descriptions, strategies and shapes read equally many bytes and ranges.
     """
@@ -268,7 +268,7 @@ class _ReadCost(NamedTuple):
 def _cheapest(
     choices: Sequence[Sequence[Transfer]], array: _StoredArray, mesh: DeviceMesh, speeds: Speeds
 ) -> Sequence[Transfer]:
-    """Return the choice of an array's transfers with the lowest cost; the first of equal costs."""
+    """Return the transfers with the lowest cost among `choices`; of equal costs, the first."""
     # a cost looks at the reads of a fleet's processes, a bound does not: most choices are excluded by their bound
     bounds = [_lower_bound(transfers, array, mesh, speeds) for transfers in choices]
     best: tuple[_ReadCost, int] | None = None
@@ -282,7 +282,7 @@ def _cheapest(
 
 
 def _lower_bound(transfers: Sequence[Transfer], array: _StoredArray, mesh: DeviceMesh, speeds: Speeds) -> _ReadCost:
-    """Return a lower bound of the cost, without examining what processes read.
+    """Return a lower bound of the cost, without examining the reads of processes.
 
     A process reads no less than each of its devices. `ROUNDING` keeps a bound below the cost that it is a bound of.
     """
@@ -297,12 +297,12 @@ def _lower_bound(transfers: Sequence[Transfer], array: _StoredArray, mesh: Devic
 
 
 def _repetitions(first: Transfer) -> float:
-    """Return the number of transfers of the first one's shape that an array needs."""
+    """Return how many transfers of the shape of `first` the array needs."""
     return math.prod(first.local_shape) / max(1, math.prod(first.shape))
 
 
 def _cost(transfers: Sequence[Transfer], array: _StoredArray, mesh: DeviceMesh, speeds: Speeds) -> _ReadCost:
-    """Estimate the cost of all transfers of an array from the first one."""
+    """Estimate the cost of all transfers of an array, extrapolated from the first transfer."""
     first = transfers[0]
     times = _repetitions(first)
 

@@ -122,7 +122,7 @@ class _ArrayStream:
         self.plan = plan_load(requests, tensors, self.device_mesh, budget, self.zero_copy)
 
     def describe(self) -> dict[str, str]:
-        """Return name -> text or digest of what all processes must have in common to enter the same collectives."""
+        """Return name -> text or digest of each setting that must be equal in all processes for their collectives."""
         plan = self.plan
         values = {
             "the mesh": [self.device_mesh.axes, self.device_mesh.processes],

@@ -116,7 +116,7 @@ class ReadStrategy:
 
     @property
     def row_rank(self) -> int:
-        """Number of leading dimensions that number the rows; the dimensions after them make up a row."""
+        """Number of leading dimensions that index the rows; the dimensions after them make up a row."""
         return self.all_to_all[0][0] if self.all_to_all else len(self.local)
 
 
@@ -155,7 +155,7 @@ class Transfer:
         return tuple(n // parts.get(d, 1) for d, n in enumerate(self.shape))
 
     def rows_per_device(self, mesh: DeviceMesh) -> int:
-        """Return the most rows that a device reads."""
+        """Return the largest number of rows that a device reads."""
         return -(-self.rows // mesh.count(self.strategy.row_axes))
 
     def boxes(self, mesh: DeviceMesh, device: int) -> list[tuple[Box, int]]:

@@ -32,7 +32,7 @@ def print_script(
     target: Target, argv: Sequence[str], config: LaunchCommand | LaunchTrainCommand, settings: LaunchConfig,
     output: str, inputs: Mapping[str, str],
 ) -> None:  # fmt: skip
-    """Print the script that starts, on every host, the command that `config` extends.
+    """Print the script that runs the command of `config`, `eval` or `train`, on every host.
 
     Args:
         argv: the arguments of the launching command; what is not its own is passed on.

@@ -46,9 +46,9 @@ class Cycles(NamedTuple):
     step: float
     """Cycles of a step, whose size the module's docstring gives."""
     other: float
-    """Additional cycles of each other unit: a tile, a tile in a range of keys, a chunk of a tile or a grid step."""
+    """Additional cycles per tile, key range of a tile, chunk of a tile, or grid step, whichever the kernel counts."""
     tile: float = 0.0
-    """Additional cycles of a tile, if the other units are its chunks."""
+    """Additional cycles per tile, if `other` counts chunks of tiles."""
 
 
 SELECTED, SELECTED_GRADIENTS = Cycles(688, 407), Cycles(712, 360)
@@ -56,15 +56,15 @@ COMPRESSED, IMPORTANCE = Cycles(1218, 130, 300), Cycles(760, 110, 515)
 COMPRESSED_GRADIENTS = Cycles(674, 204)
 WINDOW, WINDOW_DQ, WINDOW_DKV = Cycles(364, 55), Cycles(419, 103), Cycles(473, 290)
 TILE_ROWS, SELECTED_KEYS, GRADIENT_KEYS = 128, 1024, 512
-"""Rows of a step of the selected branch and of gradients, and keys of each."""
+"""Size of one step: TILE_ROWS rows, with SELECTED_KEYS keys in the selected branch and GRADIENT_KEYS in gradients."""
 DENSE_ROWS, COMPRESSED_KEYS = 512, 512
-"""Rows of a step of the window branch and the compressed branch, forward, and keys of the latter."""
+"""Size of one forward step: DENSE_ROWS rows in the window and compressed branch, COMPRESSED_KEYS keys in the latter."""
 GRADIENT_PRODUCTS = 3, 2
 """Number of gradient matmuls with the channels of keys (scores, dq, dk) and with those of values (weights, dv)."""
 INT32_BYTES = 4
 TABLE_PASSES = 130
-"""Number of passes over the tables of tiles to make them, by the compiler's cycles for v5p at 8K tokens without sorts
-(docs/benchmarks/sparse_attention.md)."""
+"""Number of passes over the tables of tiles while these are made, sorts excluded, by the compiler's cycles for v5p at
+8K tokens (docs/benchmarks/sparse_attention.md)."""
 HBM_EFFICIENCY = 0.8
 """Fraction of the peak HBM bandwidth that copies by kernels reach; an assumption."""
 NEW_BLOCKS = 0.07
@@ -136,7 +136,7 @@ def selected_stages(work: SelectedWork, union: float, is_gradient: bool) -> Iter
 
 
 def selected_ranges(work: SelectedWork) -> int:
-    """Return the ranges of keys of the gradients of the selected branch."""
+    """Return the number of ranges into which the kernel for gradients of the selected branch divides the keys."""
     block = work.config.selection_block
     return key_ranges(work.core_memory, work.parts.length, block, work.channels, work.itemsize)
 
@@ -219,7 +219,7 @@ def window_stages(work: SparseWork, is_gradient: bool) -> Iterator[Stage]:
 
 
 def kernel_bytes(work: SparseWork, is_gradient: bool) -> float:
-    """Return the bytes that all kernels need beside keys, outputs and importance.
+    """Return the bytes that all kernels need besides keys, outputs and importance.
 
     The kernels of compressed blocks and of windows need log-sum-exp and keys as that of the selected branch does.
     """
@@ -229,7 +229,7 @@ def kernel_bytes(work: SparseWork, is_gradient: bool) -> float:
 
 
 def selected_kernel_bytes(work: SelectedWork, is_gradient: bool) -> float:
-    """Return the bytes that the kernel of the selected branch needs beside keys and outputs.
+    """Return the bytes that the kernel of the selected branch needs besides keys and outputs.
 
     These are the tables of tiles, as long as the largest possible union; log-sum-exp, and for gradients sums beside it;
     keys and values in the type of queries, whose gradients count as theirs; and dq in float32, if it is a sum of
@@ -248,7 +248,7 @@ def _log_sum_bytes(work: SelectedWork, is_gradient: bool) -> float:
 
 
 def _table_bytes(work: SelectedWork) -> float:
-    """Return the bytes of the tables of tiles: a number and member bits per block of the largest possible union."""
+    """Return the bytes of the tables of tiles: an index and member bits per block of the largest possible union."""
     tiles = selected_tiles(work)
     union = min(work.config.selection_blocks(work.parts.length), tiles.queries * work.config.selected)
     return 2 * INT32_BYTES * work.heads * tiles.per_sequence * union

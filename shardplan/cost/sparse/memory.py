@@ -11,8 +11,8 @@ from shardplan.program.live_buffers import BufferRole, LiveBuffer
 from shardplan.program.marked.marked_sparse import BRANCHES
 
 KEPT_OF_GRADIENT = 3
-"""Arrays that a gradient holds for each array that the forward pass keeps until it adds the branches: the array
-computed again, its gradient, and the sum's gradient. Outputs of branches, which the gradient reads, have the latter
+"""Arrays that a gradient holds per array that the forward pass keeps until the branches are added: the recomputed
+array, its gradient, and the gradient of the sum. For outputs of branches, which the gradient reads, it holds the last
 two."""
 
 
@@ -64,7 +64,7 @@ def _chunk_bytes(work: SelectedWork, keys: float, is_gradient: bool) -> float:
 
 
 def _gathered_bytes(work: SelectedWork) -> float:
-    """Return the bytes of rows gathered for a chunk of queries, in float32 and in a narrower type of queries."""
+    """Return the bytes of rows gathered for a chunk of queries, in float32, and in the queries' type if narrower."""
     assert work.method is not SparseKernel.KERNEL
     match work.method:
         case SparseKernel.GATHERED_BLOCKS:

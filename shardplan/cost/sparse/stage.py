@@ -6,9 +6,9 @@ from typing import NamedTuple
 from shardplan.hardware import GENERATIONS, Generation
 
 SCHEDULED = GENERATIONS["v5p"]
-"""The generation for which the compiler's schedules gave the cycles of kernels."""
+"""The TPU generation whose compiler schedules gave the kernels' cycles."""
 SCHEDULED_CORES = 2
-"""Number of cores in a device of this generation, which share the tiles of a kernel."""
+"""Number of cores that share a kernel's tiles in a device of the generation `SCHEDULED`."""
 
 
 class StageName(StrEnum):

@@ -37,8 +37,8 @@ from shardplan.program.named_arrays import size_of
 from shardplan.program.tasks import Task
 
 COMPRESSED_PASSES, SELECTED_PASSES, CHOICE_PASSES = 12.5, 7.5, 17.0
-"""Number of times that float32 scores, or the importance of blocks, go through HBM in a forward pass: as the compiler's
-cycles for v5p have it, 8K to 64K tokens, 64 heads, 4 groups (docs/log.md)."""
+"""Number of times that float32 scores, or the importance of blocks, pass through HBM in a forward pass, by the
+compiler's cycles for v5p with 8K to 64K tokens, 64 heads and 4 groups (docs/log.md)."""
 GATHERED_PASSES = 2
 """Number of times that gathered rows go through HBM, in float32 and in the queries' type: written and read."""
 GRADIENT_PASSES = 2.0
@@ -110,7 +110,7 @@ def _choice_stage(work: SparseWork) -> Stage:
 
 
 def _attention_stage(name: StageName, work: SelectedWork, keys: float, passes: float) -> Stage:
-    """Return the stage of the attention of every query to `keys` keys that are not gathered for each query."""
+    """Return the stage in which every query attends to `keys` keys that are shared, not gathered per query."""
     scores = work.rows * work.config.heads_per_group * keys
     return Stage(name, 2 * scores * work.channels, passes * FLOAT32_BYTES * scores)
 

@@ -115,6 +115,6 @@ def parameter_gradients(task: Task) -> tuple[TracedArray, ...]:
 
 
 def can_shard_positions(config: BlockSizes, length: int, devices: int, order: SequenceOrder) -> bool:
-    """Return whether devices can share the positions of a sequence, without a selection block on two of them."""
+    """Return whether positions can be sharded in this order without dividing a selection block among devices."""
     parts = PositionParts(length, devices, order)
     return order in ORDERS and length % (devices * parts.parts_per_device * config.selection_block) == 0

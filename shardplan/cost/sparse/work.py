@@ -97,7 +97,7 @@ class SelectedWork:
 
     @cached_property
     def selected_keys(self) -> int:
-        """Number of keys per query in the selected branch, masked ones included; a kernel chooses them per tile."""
+        """Number of keys per query in the selected branch without kernels, masked ones included."""
         assert self.method is not SparseKernel.KERNEL
         match self.method:
             case SparseKernel.GATHERED_BLOCKS:

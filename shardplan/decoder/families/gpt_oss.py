@@ -62,7 +62,7 @@ def _read_experts(keys: ConfigKeys) -> ExpertsConfig:
 
 
 def layer_rules(config: Architecture, layer: LayerConfig, index: int) -> Rules:
-    """Return the rules of a layer, by path of the parameter in the layer.
+    """Return the rules that make a layer's parameters from checkpoint tensors, by path in the layer.
 
     >>> from shardplan.decoder.config import DecoderConfig
     >>> from shardplan.model.huggingface.hf_config import read_config
@@ -86,7 +86,7 @@ def layer_rules(config: Architecture, layer: LayerConfig, index: int) -> Rules:
 
 
 def _in_turns(name: str, shape: tuple[int, ...], size: int, suffix: str = "") -> Rules:
-    """Return the rules of gates and up projections whose elements alternate in the last dimension of a tensor.
+    """Return the loading rules of gate and up projections that alternate in the last dimension of a tensor.
 
     Args:
         shape: the shape of the tensor without its last dimension.

@@ -91,7 +91,7 @@ def _each_layer(keys: ConfigKeys, names: tuple[str, ...], default: int) -> list[
 
 
 def v1_layer_rules(config: Architecture, layer: LayerConfig, index: int) -> Rules:
-    """Return the rules of a layer of Hunyuan-A13B, by path of the parameter in the layer.
+    """Return the rules that make parameters of a Hunyuan-A13B layer from checkpoint tensors, by path in the layer.
 
     >>> from shardplan.decoder.config import DecoderConfig
     >>> from shardplan.model.huggingface.hf_config import read_config

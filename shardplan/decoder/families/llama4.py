@@ -95,7 +95,7 @@ def _read_chunks(keys: ConfigKeys, rotated: list[bool]) -> list[int | None]:
 
 
 def _read_moe_layers(keys: ConfigKeys) -> list[int]:
-    """Read the numbers of the layers that have experts."""
+    """Read the indices of the layers that have experts."""
     count, period = keys.integer("num_hidden_layers"), keys.integer("interleave_moe_layer_step", default=1)
     given = keys.take("moe_layers", default=list(range(period - 1, count, period)))
     if not isinstance(given, list) or not all(type(each) is int and 0 <= each < count for each in given):
@@ -119,7 +119,7 @@ def _read_experts(keys: ConfigKeys, activation: str) -> ExpertsConfig:
 
 
 def layer_rules(config: Architecture, layer: LayerConfig, index: int) -> Rules:
-    """Return the rules of a layer, by path of the parameter in the layer.
+    """Return the rules that make a layer's parameters from checkpoint tensors, by path in the layer.
 
     >>> from shardplan.decoder.config import DecoderConfig
     >>> from shardplan.model.huggingface.hf_config import read_config
@@ -143,7 +143,7 @@ def layer_rules(config: Architecture, layer: LayerConfig, index: int) -> Rules:
 
 
 def _expert_rules(mlp: ExpertsConfig, name: str, embed: int) -> Rules:
-    """Return the rules of experts in two shared tensors, stored inputs first, with gates before up projections."""
+    """Return the loading rules of experts in two shared tensors, stored inputs first, gates before up projections."""
     experts, size = mlp.router.experts, mlp.size
     both = StoredTensor(f"{name}.experts.gate_up_proj", (experts, embed, 2 * size))
     found: Rules = {

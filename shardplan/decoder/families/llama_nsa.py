@@ -71,7 +71,7 @@ def read(keys: ConfigKeys) -> dict[str, Any]:
 
 
 def layer_rules(config: Architecture, layer: LayerConfig, index: int) -> Rules:
-    """Return the rules of a layer, by path of the parameter in the layer.
+    """Return the rules that make a layer's parameters from checkpoint tensors, by path in the layer.
 
     >>> from shardplan.decoder.config import DecoderConfig
     >>> from shardplan.model.huggingface.hf_config import read_config
@@ -88,7 +88,7 @@ def layer_rules(config: Architecture, layer: LayerConfig, index: int) -> Rules:
 
 
 def _rule(name: str, parameter: SparseParameter, at: str, embed: int) -> StoredTensor | Transposed:
-    """Return the rule of a parameter of attention.
+    """Return the rule that makes a parameter of attention from a checkpoint tensor.
 
     Projections are stored as {outputs, inputs}, like those of other models. Parameters of the compression, which each
     group has its own of, are stored as they are.

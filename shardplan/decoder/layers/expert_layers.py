@@ -1,4 +1,4 @@
-"""Numbers the layers of a decoder that have routed experts, and maps them to their records and metrics."""
+"""Assigns indices to the layers of a decoder that have routed experts, and maps them to records and metrics."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +19,7 @@ REDUCTIONS = {
 
 
 def expert_layers(segments: Sequence[Segment]) -> list[list[range]]:
-    """Return the numbers of layers with experts: one range per segment and layer of the segment's block.
+    """Return the indices of layers with experts: one range per segment and layer of the segment's block.
 
     >>> from shardplan.decoder.config import DecoderConfig
     >>> from shardplan.model.huggingface.hf_config import read_config
@@ -56,7 +56,7 @@ def has_corrections(segments: Sequence[Segment]) -> bool:
 
 
 def records_by_layer(segments: Sequence[Segment], records: Sequence[Sequence[LayerRecord]]) -> dict[int, LayerRecord]:
-    """Return number of each layer with experts -> its record.
+    """Return index of each layer with experts -> its record.
 
     >>> import numpy as np
     >>> from shardplan.decoder.config import DecoderConfig

@@ -1,4 +1,4 @@
-"""Runs a loop over layers whose records, if a recording is active, become outputs of the loop.
+"""Runs a loop over layers; while a recording is active, the layers' records become outputs of the loop.
 
 What is computed within a loop can leave it only as one of its outputs. Each repetition of a block of layers is recorded
 by itself, and the loop stacks the records, also if it computes the block again for gradients.

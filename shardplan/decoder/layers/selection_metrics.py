@@ -50,7 +50,7 @@ def selection_metrics(segments: Sequence[Segment], records: Sequence[Sequence[Se
 def _figures_by_layer(
     segments: Sequence[Segment], records: Sequence[Sequence[SelectionSums]]
 ) -> dict[int, dict[str, jax.Array]]:
-    """Return number of each layer with Native Sparse Attention -> its figures."""
+    """Return index of each layer with Native Sparse Attention -> its figures."""
     config = next(sparse_attentions(segments)).sizes  # config.json gives all layers the same
     by_layer = {}
     of_segments = number_layers(segments, lambda layer: isinstance(layer.attention, SparseAttention))

@@ -51,7 +51,7 @@ def position_order(segments: Sequence[Segment]) -> SequenceOrder | None:
 
 
 def methods_by_layer(segments: Sequence[Segment]) -> dict[int, SelectedMethod]:
-    """Return number of each layer with Native Sparse Attention -> the method that attends to its selected blocks.
+    """Return index of each layer with Native Sparse Attention -> the method that attends to its selected blocks.
 
     >>> from shardplan.decoder.config import DecoderConfig
     >>> from shardplan.model.huggingface.hf_config import read_config

@@ -29,7 +29,7 @@ class Segment:
 
 
 def number_layers(segments: Sequence[Segment], is_meant: Callable[[LayerConfig], bool]) -> list[list[range]]:
-    """Return the numbers of selected layers: one range per segment and selected layer of its block.
+    """Return the indices of selected layers: one range per segment and selected layer of its block.
 
     >>> segments = [Segment(("dense",), 2), Segment(("windowed", "dense"), 3)]
     >>> number_layers(segments, lambda layer: layer == "dense")
@@ -61,7 +61,7 @@ def divide_layers(layers: Sequence[LayerConfig]) -> tuple[Segment, ...]:
 def _divisions(
     layers: Sequence[LayerConfig], kinds: Sequence[int], best: Sequence[tuple[Segment, ...]]
 ) -> Iterator[tuple[Segment, ...]]:
-    """Yield divisions of the first `len(kinds)` layers: each possible last segment after the best division of the rest.
+    """Yield divisions of the first `len(kinds)` layers: the best division of a beginning, then one last segment.
 
     Args:
         kinds: a number for each layer, the same for equal layers.
@@ -79,5 +79,5 @@ def _divisions(
 
 
 def _cost(segments: Sequence[Segment]) -> tuple[int, int]:
-    """Return the number of layers in all blocks, which are traced, and the number of segments."""
+    """Return the number of layers in all blocks (only these are traced), and the number of segments."""
     return sum(len(segment.layers) for segment in segments), len(segments)

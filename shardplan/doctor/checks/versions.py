@@ -20,7 +20,7 @@ REQUIRING = {OWN: ("", "verify"), "jax": ("", "tpu"), **dict.fromkeys(LEVANTER_P
 OPTIONAL = "libtpu"
 """Package that only TPUs and verify require; the check of devices reports whether it is missing."""
 RANGED_BY_LEVANTER = "transformers"
-"""Package that shardplan requires without a range, because Levanter gives one."""
+"""Package that shardplan requires without a version range, because Levanter's requirement has one."""
 SAME_MODULES = (("haliax", "marin-haliax"), ("levanter", "marin-levanter"))
 """Pairs of packages that overwrite each other's modules."""
 

@@ -16,7 +16,7 @@ from shardplan.model.registry import Model
 from shardplan.runtime.devices import is_first_process
 
 LayerRecords = dict[int, LayerRecord]
-"""Number of a layer with experts -> its record."""
+"""Index of a layer with experts -> its record."""
 
 
 def check_has_experts(model: Model) -> None:

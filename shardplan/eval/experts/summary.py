@@ -7,7 +7,7 @@ from shardplan.experts.statistics.layer_record import LayerRecord, layer_figures
 
 
 def describe_experts(records: Mapping[int, LayerRecord], windows: int, all_windows: int) -> dict[str, Any]:
-    """Return the section `experts`: numbers of windows, and the number, counts and figures of each layer.
+    """Return the section `experts`: numbers of windows, and the index, counts and figures of each layer.
 
     The figures are those of `shardplan.experts.statistics.layer_record.layer_figures`.
 

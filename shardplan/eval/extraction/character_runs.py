@@ -48,7 +48,7 @@ def range_maximum(first: np.ndarray, last: np.ndarray, values: np.ndarray, size:
 
 
 class RunStream:
-    """Turns windows into the runs of a text, in order and without gaps, while windows are added."""
+    """Turns windows, as they are added, into the runs of characters of a text, in order and without gaps."""
 
     def __init__(self) -> None:
         self._at = 0

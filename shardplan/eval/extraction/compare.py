@@ -26,7 +26,7 @@ class Comparison:
     texts: dict[str, list[dict[str, Any]]]
     """Text -> the text's summary in each run."""
     total: list[dict[str, Any]]
-    """Summary of all these texts together, in each run."""
+    """Summary of all compared texts together, in each run."""
     matched: MatchedTexts
     """Which texts can be compared."""
     thresholds: list[float]

@@ -29,7 +29,7 @@ COLUMNS = ("text", "start", "end", "log_prob")
 """Columns of a run's windows that pages need."""
 NO_PLOTS = f"no plots: they need matplotlib, which is not installed: {INSTALL_PLOTS}, and run the same command again"
 PAGE_CHARACTERS = 4_000_000
-"""Characters of a text that has a page, at most; a browser needs seconds for that many."""
+"""Maximum number of characters of a text with a page; a browser needs seconds for so many."""
 
 
 def write_pictures(

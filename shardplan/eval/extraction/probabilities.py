@@ -75,7 +75,7 @@ class Coverage:
         return {f"{t:g}": float(part) for t, part in zip(THRESHOLDS, covered, strict=True)}
 
     def curve_counts(self) -> np.ndarray:
-        """Return the characters whose largest log p_z is at least each of `CURVE_LOG_THRESHOLDS`, int64[threshold]."""
+        """Return the number of characters with a largest log p_z of at least each of `CURVE_LOG_THRESHOLDS`."""
         return self._curve_counts.at_least()
 
     def _count(self, runs: CharacterRuns) -> None:
@@ -92,7 +92,7 @@ class _Counts:
     """The number of characters whose value is at least each of several limits."""
 
     def __init__(self, limits: np.ndarray):
-        """Begin to count at `limits`, float64[limit], in increasing order."""
+        """Begin with no characters; `limits` are float64[limit], in increasing order."""
         self._limits = limits
         self._counts = np.zeros(len(limits) + 1, np.int64)
 
@@ -101,7 +101,7 @@ class _Counts:
         np.add.at(self._counts, np.searchsorted(self._limits, values, side="right"), lengths)
 
     def at_least(self) -> np.ndarray:
-        """Return the number of characters at each limit, int64[limit]."""
+        """Return, for each limit, the number of characters whose value is at least the limit, int64[limit]."""
         total: np.ndarray = self._counts[::-1].cumsum()[-2::-1]
         return total
 
@@ -120,7 +120,7 @@ class TextSummary:
         self._windows, self._greedy, self._sum, self._max = 0, 0, 0.0, -np.inf
         self._at, self._top_at = np.zeros(len(THRESHOLDS), int), np.zeros(len(THRESHOLDS), int)
         self.histogram = np.zeros(LOG_BINS, np.int64)
-        """Windows by log p_z: element i counts those from -(i + 1) to -i nats, the last one all below."""
+        """Number of windows by log p_z: element i counts windows from -(i + 1) to -i nats, the last one all below."""
 
     @property
     def strip(self) -> np.ndarray:

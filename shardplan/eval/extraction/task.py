@@ -57,7 +57,7 @@ class ExtractionTask:
         return self.config.shard or SHARD_WINDOWS
 
     def determinants(self, plan: Plan) -> dict[str, Any]:
-        """Return what determines the results besides texts, tokenizer, weights and types."""
+        """Return the settings that determine the results, besides texts, tokenizer, weights and types."""
         protocol = {"special_tokens": self.config.begins_windows, **asdict(self.protocol)}
         # settings that are left out are not named, as in the folders of versions that did not have them
         if not self.protocol.bos_in_prefix:
@@ -92,7 +92,7 @@ class ExtractionTask:
             )
 
     def divide(self, store: TextStore, pieces: Sequence[Any], special: SpecialTokens, plan: Plan) -> ExtractionWindows:
-        """Number the windows of all texts."""
+        """Assign indices to the windows of all texts."""
         if self.config.begins_windows and len(special.before) != 1:
             key = "bos_in_prefix" if self.config.bos_in_prefix else "special_tokens"
             raise ConfigError(

@@ -30,12 +30,12 @@ class Protocol:
 
     @property
     def text_prefix(self) -> int:
-        """Number of the prefix's tokens that are part of the text."""
+        """Number of prefix tokens that are part of the text."""
         return self.prefix - self.bos_in_prefix
 
     @property
     def length(self) -> int:
-        """Number of a window's tokens that are part of the text."""
+        """Number of window tokens that are part of the text."""
         return self.text_prefix + self.suffix
 
     @property
@@ -110,7 +110,7 @@ class ExtractionWindows:
 
     @cached_property
     def _firsts(self) -> np.ndarray:
-        """Number of the first window of each text, and of all windows, int64[text + 1]."""
+        """Index of the first window of each text, and finally the number of all windows, int64[text + 1]."""
         return np.concatenate([[0], np.cumsum(self.counts)])
 
     @property
@@ -134,7 +134,7 @@ class ExtractionWindows:
         )  # fmt: skip
 
     def locate(self, first: int, last: int) -> list[tuple[int, range]]:
-        """Return the scored windows from `first` to `last`: texts, and the numbers of the windows within each."""
+        """Return the scored windows from `first` to `last`: texts, and the indices of the windows within each."""
         begin, end = first * self.spacing, min(last, self.total) * self.spacing
         parts = []
         for text in range(max(int(np.searchsorted(self._firsts, begin, "right")) - 1, 0), len(self.counts)):
@@ -182,7 +182,7 @@ class ExtractionJob:
     position: int
     sequences: int
     parts: Sequence[tuple[int, range]]
-    """Each text, and the numbers of its windows."""
+    """Each text, and the indices of its windows."""
     before: Mapping[int, np.ndarray]
     """Text -> number of tokens before each piece, and of all tokens, int64[piece + 1]."""
     characters: Mapping[int, int]
@@ -258,7 +258,7 @@ def divide_texts(
     position: int,
     limit: int | None = None,
 ) -> ExtractionWindows:
-    """Number the windows of texts.
+    """Assign indices to the windows of texts.
 
     >>> pieces = [np.array([13]), np.array([5])]
     >>> protocol = Protocol(prefix=3, suffix=2, stride=4)

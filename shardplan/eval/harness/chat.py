@@ -24,7 +24,7 @@ class ChatTemplate:
         """
         self._tokenizer, self._name, self._variables = tokenizer, name, variables
         self.refused_system: str | None = None
-        """What the template said of the first system message that it refused; None if it takes them."""
+        """The template's message about the first system message that it refused; None if it refused none."""
 
     def apply(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool) -> str:
         """Return the prompt; without system messages if the template refuses them, as in `hf`.

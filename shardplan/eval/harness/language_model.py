@@ -95,7 +95,7 @@ class ShardplanLM(TemplateLM):
         self._prefix_text = None if self._prefix is None else self.tokenizer.decode(self._prefix)
         self._remarks = Remarks()
         self.left_out: dict[str, str] = {}
-        """Tasks of the last evaluation that this model cannot run, and what they would need."""
+        """Task of the last evaluation that this model cannot run -> the feature that it would need."""
         self._scorer: RequestScorer | None = None
         self._session: Session | None = None
 
@@ -185,7 +185,7 @@ class ShardplanLM(TemplateLM):
         return self._loglikelihood([each[0] for each in requests], [Request(*each[1:]) for each in requests])
 
     def _loglikelihood(self, texts: Sequence[tuple[Any, ...]], requests: Sequence[Request]) -> list[tuple[float, bool]]:
-        """Score requests, and give lm_eval's cache the results by their texts."""
+        """Score requests, and store the results in lm_eval's cache under their texts."""
 
         def keep(numbers: np.ndarray, log_probs: np.ndarray, is_greedy: np.ndarray) -> None:
             for number, *result in zip(numbers.tolist(), log_probs.tolist(), is_greedy.tolist(), strict=True):
@@ -220,7 +220,7 @@ class ShardplanLM(TemplateLM):
         raise ConfigError(GENERATION_REFUSED)
 
     def get_model_info(self) -> dict[str, Any]:
-        """Return what lm_eval writes besides the results: plan, programs, omitted tasks, and remarks on requests."""
+        """Return the entries that lm_eval writes beside the results: plan, programs, omitted tasks, request remarks."""
         info: dict[str, Any] = {"tasks_left_out": dict(self.left_out), **self._remarks.to_json()}
         if self._scorer is None or self._session is None:
             return info

@@ -22,7 +22,7 @@ GENERATION_REFUSED = (
     "them with another model"
 )
 left_out: dict[str, str] = {}
-"""Tasks omitted in this process so far, and what each would need; the command ends with this list."""
+"""Task omitted in this process so far -> the feature that it would need; the command ends with this list."""
 logger = logging.getLogger(__name__)
 
 
@@ -47,7 +47,7 @@ def select_tasks(evaluate: Callable[..., Any], is_own: Callable[[Any], Any]) -> 
 
 
 def _split_tasks(loaded: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the tasks that can run, and what each of the others would need.
+    """Return the tasks that can run, and for each other task the feature that it would need.
 
     A group that has a task of these is left out as well: the mean of fewer tasks would have its name. Its other tasks
     are run.

@@ -9,7 +9,7 @@ from shardplan.execution.aot_program import Program
 
 @dataclass(frozen=True)
 class Lanes:
-    """The lanes of a batch, and the lanes that this process computes and writes."""
+    """The lanes of a batch (parts with equally many rows), and which lanes this process computes and writes."""
 
     count: int
     sequences: int

@@ -80,7 +80,7 @@ class _PendingStep(NamedTuple):
 
     shard: _OpenShard
     number: int
-    """Number of the step within the shard."""
+    """Index of the step within the shard."""
     scores: tuple[NamedArray, ...]
     records: Sequence[tuple[LayerRecord, ...]]
 
@@ -199,7 +199,7 @@ class Loop:
 
 
 def _with_whole_rows(program: Program) -> Program:
-    """Return the program with a tuple of results, sharded by rows as the tokens are, and its records.
+    """Return the program with a tuple of results sharded by rows, as the tokens are, and with replicated records.
 
     Each process has all records. Each lane has all of its positions on every device, so that one process can write it,
     and nothing else is replicated.

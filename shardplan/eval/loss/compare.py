@@ -131,7 +131,7 @@ def compare_losses(runs: Sequence[FinishedRun]) -> LossComparison:
 
 
 def _compare(losses: np.ndarray, tokens: np.ndarray) -> ComparedText:
-    """Compare losses in nats of clusters, float64[run, cluster], that have int64[cluster] tokens."""
+    """Compare runs by their losses in nats, float64[run, cluster], of windows or texts with int64[cluster] tokens."""
     count = int(tokens.sum())
     if count == 0:
         return ComparedText(0, len(tokens), [LossDifference(None) for _ in losses])

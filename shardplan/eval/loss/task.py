@@ -46,7 +46,7 @@ class LossTask:
         return self.config.stride or position - 1
 
     def determinants(self, plan: Plan) -> dict[str, Any]:
-        """Return what determines the results besides texts, tokenizer, weights and types."""
+        """Return the settings that determine the results, besides texts, tokenizer, weights and types."""
         return {
             "task": "loss",
             "workload.position": plan.workload.position,

@@ -68,9 +68,9 @@ class LossWindows:
     """Number of characters of each text."""
     windows: WindowArrays
     first_window: np.ndarray
-    """Number of each sequence's first window, and of all windows, int64[sequence + 1]."""
+    """Index of each sequence's first window, and finally the number of all windows, int64[sequence + 1]."""
     first_token: np.ndarray
-    """Number of tokens predicted before each sequence, and by all, int64[sequence + 1]."""
+    """Number of tokens predicted before each sequence, and finally by all, int64[sequence + 1]."""
 
     @property
     def sequences(self) -> int:
@@ -132,7 +132,7 @@ class LossJob:
     """Text -> number of characters in it."""
 
     def make(self, texts: TextReader) -> Rows:
-        """Make the tokens, whether each predicts the next one, and, if packed, where its window begins."""
+        """Make the tokens, a mask of tokens that predict the next one, and, in packed sequences, windows' starts."""
         shape, w = (self.sequences, self.position), self.windows
         tokens, starts, predicts = np.zeros(shape, np.int32), np.zeros(shape, np.int32), np.zeros(shape, bool)
         spans = np.zeros((len(w.text), 3), np.int64)

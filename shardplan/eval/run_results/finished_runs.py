@@ -20,7 +20,7 @@ SUMMARY_PARTS = {
 }
 """Task -> parts of run.json and summary.json that are compared."""
 NAMES = {EvaluationKind.EXTRACTION: "an extraction", EvaluationKind.LOSS: "a loss"}
-"""Task -> name of a run of it, with its article."""
+"""Task -> noun with article for one of its runs, in messages."""
 
 
 def model_name(summary: Mapping[str, Any]) -> str:

@@ -64,7 +64,7 @@ class Source:
 
 
 def make_source(store: TextStore, tokenizer: bytes, name: str) -> Source:
-    """Collect what workers need to encode the texts of `store`.
+    """Collect the texts and the tokenizer from which workers encode the texts of `store`.
 
     >>> import tempfile
     >>> from shardplan.eval.texts.store import PIECE, Text

@@ -31,7 +31,7 @@ class RouterRecord(NamedTuple):
 
 
 class DeviceRows(NamedTuple):
-    """The rows of one device in a layer, each array [1]; or of all devices, each array [device]."""
+    """The rows that one device computes in a layer (arrays [1]), or that each device computes (arrays [device])."""
 
     rows: Array
     """Number of rows, int32."""
@@ -50,7 +50,7 @@ class RoutingRecording:
     is_token: NamedArray | None = None
     """Whether each token counts, bool with the tokens' axes; None if all do."""
     segments: list[tuple[LayerRecord, ...]] = field(default_factory=list)
-    """Records [repetition, ...] of each loop over layers, one per layer with experts in its block."""
+    """Records [repetition, ...] of each loop over layers, one per layer of its block with experts."""
     routers: list[RouterRecord] = field(default_factory=list)
     devices: list[DeviceRows] = field(default_factory=list)
     """Rows of the layers outside of loops, or of one repetition, in the order of the model, as `routers` are."""
@@ -115,7 +115,7 @@ def record_routing(is_token: NamedArray | None = None) -> Iterator[RoutingRecord
 
 
 def record_router(probabilities: NamedArray, chosen: NamedArray) -> None:
-    """Record what a router has chosen.
+    """Record the experts that a router has chosen.
 
     >>> import haliax as hax
     >>> probabilities = hax.named(jnp.array([[0.0, 1.0], [1.0, 0.0]]), ("token", "experts"))
@@ -177,7 +177,7 @@ def with_device_rows(run: Callable[[Any], Array]) -> Callable[[Any], tuple[Array
 
 
 def device_rows_spec(mesh: Mesh) -> PartitionSpec:
-    """Return the spec of the arrays of `DeviceRows`, of which each device of the mesh has one element.
+    """Return the spec of the arrays of `DeviceRows`, which have one element per device of the mesh.
 
     >>> tuple(device_rows_spec(jax.sharding.AbstractMesh((2, 4), ("data", "model"))))
     (('data', 'model'),)

@@ -1,4 +1,4 @@
-"""Checks of the batch, for every stage of a schedule: by which numbers Levanter's trainer and data loader divide it."""
+"""Checks of the batch, at every stage of a schedule, against the divisors of Levanter's trainer and data loader."""
 
 from itertools import pairwise
 
@@ -13,7 +13,7 @@ BATCH_KEY, PER_DEVICE_KEY = "trainer.train_batch_size", "trainer.per_device_para
 
 
 def check_batch(subject: Subject) -> Findings:
-    """Find a batch, or a stage of a schedule, that its shards or microbatches do not divide."""
+    """Find a batch size, the only one or one of a schedule, that shards or microbatches do not divide."""
     if subject.section.stages:
         yield from _check_schedule(subject)
         return

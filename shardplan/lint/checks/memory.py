@@ -13,7 +13,7 @@ LARGE_FRACTION = 0.01
 BARELY_SHARDED_FACTOR = 4
 """A parameter is barely sharded if it has at most 1 / this many shards per device."""
 NUM_LARGEST = 3
-"""Number of the largest memory parts and parameters that a finding names."""
+"""How many of the largest memory parts and parameters a finding names."""
 MEMORY_PARTS = [
     part.name
     for part in dataclasses.fields(MemoryPlan)

@@ -1,4 +1,4 @@
-"""Memory of a training file besides parameters, gradients and Adam's state; findings on sections that are not counted.
+"""Counts the memory of adapters, DPO pairs, reference models and averages, and lists sections it cannot count.
 
 With adapters (LoRA), frozen parameters are stored in the compute type and have neither gradients nor optimizer state;
 the adapters themselves have all three. DPO computes two sequences of every example, and keeps a second model in the
@@ -52,7 +52,7 @@ def with_optimizer(workload: Workload, extras: TrainingExtras, is_given: bool) -
 
 
 def count_extras(plan: Plan, config: PlanConfig, model: Model, hardware: Slice, extras: TrainingExtras) -> Plan:
-    """Return `plan`, made for training all parameters, with the memory of training with `extras`."""
+    """Return `plan`, made for training all parameters, with the memory that `extras` add or save."""
     if not extras.is_other_step:
         return plan
     counted = plan

@@ -19,7 +19,7 @@ class LintedFile:
     target: LintTarget
     result: LintResult
     assumed: list[str]
-    """What the prediction takes from shardplan's configuration because the file omits it."""
+    """Settings that the prediction takes from shardplan's configuration, because the file omits them."""
 
 
 def lint_file(path: str, config: PlanConfig) -> LintedFile:

@@ -22,7 +22,7 @@ from shardplan.lint.parser.run_worker import ParserStopped, shared_parser
 from shardplan.plan.workload.kinds import KINDS
 
 CORRECTED_ELSEWHERE = ("model.attn_backend", "trainer")
-"""Keys that other checks report."""
+"""Keys whose problems other checks report."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,11 @@ class PreparedFile:
     choice: ProgramChoice
     corrected: CorrectedSections
     findings: tuple[Finding, ...]
-    """Findings on what Levanter's parser refuses, and on keys of levanter 1.2."""
+    """Findings on values that Levanter's parser refuses, and on keys of levanter 1.2."""
     converted: Mapping[str, Any]
     """Section -> its content for today's Levanter, for sections of levanter 1.2."""
     notes: tuple[str, ...]
-    """Assumptions, and questions that the parser could not be asked."""
+    """Assumptions, and facts that the parser could not check."""
 
     @property
     def sections(self) -> dict[str, Any]:
@@ -109,7 +109,7 @@ def _convert(sections: Mapping[str, Any], hardware: Slice) -> tuple[dict[str, An
 def _ask(
     file: LevanterFile, choice: ProgramChoice, sections: Mapping[str, Any] | None
 ) -> tuple[ParserVerdict, list[str]]:
-    """Return the verdict of Levanter's parser on the file or the converted `sections`, and what it cannot judge."""
+    """Return the verdict of Levanter's parser on the file or the converted `sections`, and the unchecked parts."""
     try:
         if sections is None:
             verdict = shared_parser().parse(file.text, choice.program, file.inside)

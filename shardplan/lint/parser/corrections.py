@@ -1,4 +1,4 @@
-"""Converts errors of Levanter's parser to findings, and removes what the parser refuses from the sections.
+"""Converts errors of Levanter's parser to findings, and removes the refused parts from the sections.
 
 A misspelt key is renamed to the one that was probably meant, and a value that is refused is left out, so that
 Levanter's default holds: all other checks can run then, and the smallest edit contains these changes.

@@ -58,7 +58,7 @@ class _LazyDistributions(Mapping[str, list[str]]):
 
 
 class _NamesOnly(ModuleType):
-    """A stand-in for a package of which only names in type annotations are used; a call raises an error."""
+    """A stand-in for a package that is used only in type annotations; calling it raises an error."""
 
     def __getattr__(self, name: str) -> Self:
         if name.startswith("__"):

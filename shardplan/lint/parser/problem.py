@@ -10,7 +10,7 @@ class ProblemKind(StrEnum):
     """The reason why Levanter does not accept a value."""
 
     UNKNOWN_KEY = "unknown key"
-    """The section has no such key."""
+    """The section does not have the key."""
     MISSING_KEY = "missing key"
     """A key without a default is not in the file."""
     UNKNOWN_TYPE = "unknown type"

@@ -22,7 +22,7 @@ from shardplan.levanter_config.programs import LevanterProgram
 from shardplan.lint.parser.problem import ParserVerdict
 
 TIME_LIMIT_SECONDS = 600.0
-"""Seconds after which the parser is stopped: many times what it takes, even on a busy machine."""
+"""Seconds after which the parser is stopped: many times its usual time, even on a busy machine."""
 MAX_LINE = 300
 """Maximum characters that an error keeps of the output's last line."""
 

@@ -32,7 +32,7 @@ CHOICE = re.compile(r"Couldn't find a choice class for '(.*?)' in ")
 UNION = "Could not decode the value into any of the given types"
 """Pattern for the message of a parser that tried several types, and lists the error of each."""
 MEMBER = re.compile(r"^    (\S[^:]*): (.*)$", re.MULTILINE)
-"""Pattern for one of these types, and its error."""
+"""Pattern for one tried type and its error, in a message that begins with `UNION`."""
 NESTED = re.compile(r"`([^`]+)`: (.*)$", re.DOTALL)
 """Pattern for an error within a value, with the keys down to it."""
 UNDERLYING = re.compile(r'Underlying error is "(\w+): (.*)"$', re.DOTALL)
@@ -133,7 +133,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _member_of_union(path: tuple[str, ...], text: str, value: Any) -> tuple[tuple[str, ...], str]:
-    """Return path and message of the one error, among several tried types, that belongs to the kind of `value`.
+    """Return the path and message of the error that fits the kind of `value`, among the errors of several tried types.
 
     The parser lists every type with its error; of a section or a list, the one that names keys says what is wrong.
     """

@@ -19,14 +19,14 @@ from levanter.layers.attention import Attention
 from levanter.models.olmo import Olmo2Attention
 
 FUNCTION = "dot_product_attention"
-"""The name of these functions."""
+"""The name of all replaced attention functions."""
 OWN_MODULES = ("shardplan.attention.dot_product", "shardplan.decoder.parts.attention.levanter_attention")
 """The modules of shardplan's two functions: sequence-parallel attention, and the decoder's attention."""
 POSITIONAL = (
     "QPos", "KPos", "Key", "query", "key", "value", "mask", "bias", "attention_dtype", "precision", "use_flash",
     "attn_backend", "flash_block_size", "dropout",
 )  # fmt: skip
-"""The positional arguments of these functions."""
+"""The positional arguments of the replaced attention functions."""
 
 Arguments = Mapping[str, Any]
 """The arguments of a call, by name."""

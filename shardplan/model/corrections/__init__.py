@@ -1,1 +1,1 @@
-"""Corrects what Levanter's models compute differently from the Hugging Face models of the same name."""
+"""Corrects Levanter's models where they differ from the Hugging Face models of the same name."""

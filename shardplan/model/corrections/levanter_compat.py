@@ -140,7 +140,7 @@ def has_windows(hf_config: Mapping[str, Any]) -> bool:
 
 
 def rope_of(hf: Any) -> tuple[float | None, dict[str, Any] | None]:
-    """Return the base of a model's rotary frequencies, and their scaling; None for what it does not have."""
+    """Return the base of a model's rotary frequencies and their scaling, each None if the model has none."""
     parameters = getattr(hf, "rope_parameters", None)  # transformers 5
     if not parameters:
         return getattr(hf, "rope_theta", None), getattr(hf, "rope_scaling", None)
@@ -189,7 +189,7 @@ def _apply_head_dim(config: Any, hf: Any) -> Any:
 
 
 def _apply_tied_head(config: Any, hf: Any) -> Any:
-    """Use Levanter's Llama for a Mistral with a tied output head, the only difference that Levanter's Mistral makes."""
+    """Use Levanter's Llama for a Mistral with a tied output head; Levanter's Mistral is equal, but cannot tie heads."""
     if not hf.tie_word_embeddings:
         return config
     tied = dataclasses.replace(config, tie_word_embeddings=True)

@@ -26,7 +26,7 @@ CODES, SCALES = ".codes", ".scales"
 
 
 class KeptWeight(eqx.Module):
-    """A weight as codes and scales: number = code * scale of its block, rounded once."""
+    """A weight as codes and scales: value = code * scale of its block, rounded once."""
 
     codes: NamedArray
     """The codes, with the axes of the weight."""
@@ -72,7 +72,7 @@ def is_kept(node: Any) -> bool:
 
 
 def numbers_of(module: Any, dtype: Any) -> Any:
-    """Return a module with numbers in place of the weights kept as stored.
+    """Return a module in which weights that are kept as stored are decoded.
 
     Args:
         dtype: type of the numbers.
@@ -82,7 +82,7 @@ def numbers_of(module: Any, dtype: Any) -> Any:
 
 
 def convert_weight(weight: KeptWeight, dtype: Any) -> NamedArray:
-    """Compute the numbers of a weight, sharded by the active axis mapping."""
+    """Decode a weight, sharded by the active axis mapping."""
     codes, scales = weight.codes, weight.scales
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
@@ -160,7 +160,7 @@ _replacement: ContextVar[Callable[[KeptWeight, Any], NamedArray]] = ContextVar("
 
 @contextmanager
 def replace_conversion(convert: Callable[[KeptWeight, Any], NamedArray]) -> Iterator[None]:
-    """Compute the numbers of every kept weight by `convert` within the context, as a trace does to mark them.
+    """Decode kept weights by `convert` within the context, for example to mark the decoding in a trace.
 
     Args:
         convert: takes a weight and the type of its numbers, and returns the numbers with the axes of the codes.

@@ -44,7 +44,7 @@ def kept_dtypes(module: Any) -> dict[str, str]:
 
 
 def check_has_numbers(module: Any) -> None:
-    """Check that a model can be written, because its weights are numbers rather than codes.
+    """Check that a model can be written, because its weights are decoded rather than codes.
 
     Raises:
         CheckpointError: some are kept as a checkpoint stores them.

@@ -1,1 +1,1 @@
-"""What gradient checkpointing keeps of a layer: the activations that a policy names, and selections of blocks."""
+"""Gradient checkpointing of a layer: activations that a policy keeps by name, and selections of blocks."""

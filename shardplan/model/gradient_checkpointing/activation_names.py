@@ -35,7 +35,7 @@ class ActivationName(StrEnum):
     KEYS = "key_proj"
     VALUES = "value_proj"
     SELECTED_BLOCKS = "selected_blocks"
-    """The numbers of the blocks that queries of Native Sparse Attention or of `attend_to_blocks` attend to. If they are
+    """The indices of the blocks that queries of Native Sparse Attention or of `attend_to_blocks` attend to. If they are
     recomputed, rounding may select another block, and the gradients belong to another forward pass."""
     CONTEXT = "context"
     """The weighted sum of values, before the output projection. A kernel gives this name to its log-sum-exp as well;

@@ -15,7 +15,7 @@ from shardplan.model.gradient_checkpointing.activation_names import ActivationNa
 
 
 def keep_selected_blocks(policy: bool | str | ScanCheckpointPolicy) -> ScanCheckpointPolicy:
-    """Return a Haliax policy that also keeps the numbers of the blocks that queries attend to.
+    """Return a Haliax policy that also keeps the indices of the blocks that queries attend to.
 
     A policy that keeps everything, or that copies them to the host, is returned as it is.
 

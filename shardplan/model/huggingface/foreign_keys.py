@@ -201,7 +201,7 @@ def changes_nothing(name: str, config: Config) -> bool:
 
 
 def _is_neutral(name: str, config: Config, model_type: str) -> bool:
-    """Return whether a key has the value by which the model computes anyway."""
+    """Return whether the value of a key equals the model's built-in behaviour, so that it changes nothing."""
     match name:
         case "query_pre_attn_scalar":  # attention is scaled by the head size
             return bool(config[name] == config.get("head_dim", 256 if model_type == "gemma" else None))

@@ -47,7 +47,7 @@ def check_can_keep(hf_config: Mapping[str, Any], where: str) -> None:
 
 
 def kept_codes(hf_config: Mapping[str, Any]) -> ByteCodes | None:
-    """Return how the weights stay on the devices; None if they are loaded as numbers.
+    """Return how the weights stay on the devices; None if they are decoded at loading.
 
     Args:
         hf_config: the content of a config.json, as `read_config` returns it.

@@ -20,10 +20,10 @@ class Quantization:
     method: str
     """Name of the form in messages."""
     plain_modules: tuple[str, ...]
-    """Modules stored as plain numbers: parts of names with `*` for anything, or `re:` and a pattern."""
+    """Modules stored unquantized: parts of names with `*` for anything, or `re:` and a pattern."""
 
     def is_plain(self, name: str) -> bool:
-        """Return whether config.json says that a tensor is stored as plain numbers.
+        """Return whether config.json says that a tensor is stored unquantized.
 
         >>> Quantization("mxfp4", ("model.layers.*.mlp.gate", "lm_head")).is_plain("model.layers.3.mlp.gate.weight")
         True
@@ -40,7 +40,7 @@ class ByteCodes(Quantization):
     """Eight-bit floats or integers, with scales of blocks, rows, matrices or tensors."""
 
     dtype: str
-    """Type of the stored numbers."""
+    """Type of the codes."""
     block: tuple[int, int] | None
     """Rows and columns that share a scale; None if each tensor, or each row of it, has one scale."""
 

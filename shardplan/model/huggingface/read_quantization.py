@@ -24,10 +24,10 @@ KEYS = ("quantization_config", "compression_config")
 FORMATS = {
     "e4m3": "float8_e4m3fn", "float8_e4m3fn": "float8_e4m3fn", "e5m2": "float8_e5m2", "float8_e5m2": "float8_e5m2",
 }  # fmt: skip
-"""Value of `fmt` -> type of the stored numbers."""
+"""Value of `fmt` -> type of the codes."""
 E4M3 = FORMATS["e4m3"]
 PLAIN_KEYS = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
-"""Keys that list modules which are stored as plain numbers."""
+"""Keys that list modules which are stored unquantized."""
 COMPRESSED_NVFP4 = Nvfp4Names(".weight_packed", ".weight_scale", ".weight_global_scale", divides=True)
 MODELOPT_NVFP4 = Nvfp4Names(".weight", ".weight_scale", ".weight_scale_2", divides=False)
 MODELOPT_FILE = "hf_quant_config.json"
@@ -36,7 +36,7 @@ REMEDY = "use the checkpoint in bfloat16 or float32 that it was made from"
 
 
 def read_quantization(config: Mapping[str, Any], where: str) -> Quantization | None:
-    """Read how the weights are stored; None for plain numbers.
+    """Read how the weights are stored; None for unquantized weights.
 
     Args:
         config: the content of a config.json.
@@ -60,7 +60,7 @@ def read_quantization(config: Mapping[str, Any], where: str) -> Quantization | N
 
 
 def read_modelopt_file(data: bytes, where: str) -> Quantization | None:
-    """Read how the weights are stored from a `hf_quant_config.json`; None for plain numbers.
+    """Read how the weights are stored from a `hf_quant_config.json`; None for unquantized weights.
 
     Raises:
         ConfigError: as `read_quantization`, or the file is no such JSON.
@@ -75,7 +75,7 @@ def read_modelopt_file(data: bytes, where: str) -> Quantization | None:
 
 
 class _Keys(CheckedKeys):
-    """The keys of a quantization_config, among them lists of modules that are stored as plain numbers."""
+    """The keys of a quantization_config, among them lists of modules that are stored unquantized."""
 
     def __init__(self, values: Any, where: str) -> None:
         super().__init__(values, where)
@@ -158,7 +158,7 @@ def _read_compressed(keys: _Keys) -> Quantization:
 
 
 WEIGHT_KEYS = ("observer", "observer_kwargs", "dynamic", "scale_dtype", "zp_dtype", "targets")
-"""Keys of a group's weights about how it was quantized, which do not affect how it is stored."""
+"""Keys that say how a group's weights were quantized, and do not affect how they are stored."""
 
 
 def _read_compressed_bytes(keys: _Keys, weights: _Keys) -> ByteCodes:

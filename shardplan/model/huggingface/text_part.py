@@ -31,7 +31,7 @@ TEXT_TYPES = {
 FLAT_TYPES = ("qwen2_5_vl", "qwen2_vl")
 """Wrappers whose released configurations mix the text model's keys with those of images."""
 IMAGE_KEYS = ("vision_config",)
-"""Keys of the image model in these configurations."""
+"""Keys of the image model in the configurations of `FLAT_TYPES`."""
 
 logger = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from levanter.models.lm_model import LmExample
 FUSED_LOSS = "fused_cross_entropy_loss_and_logsumexp_penalty"
 """Name of the function of `levanter.models.loss` by which Levanter's language models compute losses."""
 LEVANTERS_FUSED_LOSS = getattr(loss, FUSED_LOSS, None)
-"""Levanter's own function of this name; None if this version has none."""
+"""Levanter's own `FUSED_LOSS` function; None if this version has none."""
 KERNELS = "levanter.kernels.pallas.fused_cross_entropy_loss"
 """Package of Levanter that computes the losses of one device."""
 

@@ -16,7 +16,7 @@ from haliax.partitioning import auto_sharded
 from levanter.models.loss import cross_entropy_and_logsumexp_penalty
 
 BLOCK = "block"
-"""Logical axis that numbers the blocks of positions."""
+"""Logical axis of the blocks of positions."""
 
 
 def map_blocks(function: Callable[..., Any], position: Axis, blocks: int, *arrays: NamedArray) -> Any:

@@ -18,7 +18,7 @@ class ScoreSettings:
     top_k: int
     """Number of tokens in `TokenScores.top_log_prob`; 0 leaves it out."""
     blocks: int = 1
-    """Number of blocks of positions, which divides the positions; the logits of one block are live at a time."""
+    """Number of blocks of positions, a divisor of their number; the logits of one block are live at a time."""
     vocab_shards: int = 1
     """Number of shards of the vocabulary; each device finds the most probable tokens in its own shard."""
     temperature: float = 1.0

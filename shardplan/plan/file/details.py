@@ -26,7 +26,7 @@ class LiveArray:
     """Path of a parameter, or logical axes with their sizes."""
     role: str
     bytes: int
-    """Bytes per device of all these arrays together."""
+    """Bytes per device of all arrays of this shape together."""
     count: int
 
 

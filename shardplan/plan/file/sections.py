@@ -20,7 +20,7 @@ class ModelInfo:
     parameters: int
     """Number of parameters."""
     config: str | None = None
-    """The config.json that was planned from, if not the checkpoint's."""
+    """The config.json from which the plan was made; None for the checkpoint's own."""
     position: str = "position"
     """Logical axis of the tokens of a sequence; plans of version 0.1, only for Levanter's models, lack it."""
     levanter_class: str | None = None
@@ -33,7 +33,7 @@ class ModelInfo:
     adapter: str | None = None
     """The adapter whose changes are added to the weights, as the user named it; the plan does not depend on it."""
     kept_dtype: str | None = None
-    """Type of the weights that stay on the devices as the checkpoint stores them; None if all are loaded as numbers."""
+    """Type of the weights that stay as the checkpoint stores them; None if all are decoded at loading."""
 
     @property
     def class_name(self) -> str:
@@ -64,9 +64,9 @@ class MemoryVerdict(NamedTuple):
     bytes: int
     """Bytes that the step needs."""
     limit: int
-    """Bytes of the memory if the step fits, else its usable bytes."""
+    """The limit in bytes that is shown: the size of the memory if the step fits, else its usable part."""
     place: str = "per device"
-    """The memory's name, as it follows a number of GiB."""
+    """Text that follows a number of GiB and names the memory, such as `per device`."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class Collective:
     seconds: float
     """Time of all executions in one step, overlapped or not."""
     cause: str
-    """What requires the collective, such as the parameter that is gathered."""
+    """Cause of the collective, such as the parameter that is gathered."""
 
 
 @dataclass(frozen=True)

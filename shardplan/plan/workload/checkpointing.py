@@ -44,8 +44,8 @@ class CheckpointPolicy:
     offloaded: tuple[str, ...] = ()
     """Names of activations that are copied to the host, and back for the gradients."""
     blocks: int | None = None
-    """For `nested`: number of blocks of layers, only whose inputs are kept; None for about the square root of the
-    number of layers."""
+    """For `nested`: number of blocks of layers; only the inputs of blocks are kept. None for about the square root of
+    the number of layers."""
 
     @staticmethod
     def parse(text: str) -> "CheckpointPolicy":

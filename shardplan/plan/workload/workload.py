@@ -14,13 +14,13 @@ BATCH_AXIS = "batch"
 LOGIT_BYTES = 256 * 2**20
 """Maximum bytes of float32 logits that a device holds at a time, if all devices share the logits."""
 AUTO = "auto"
-"""Key of a field's metadata that gives the value for which `auto` stands."""
+"""Metadata key of a field, for the value that `auto` stands for."""
 AUTO_BATCH = -1
-"""The batch in a configuration that leaves it to the planner, as Levanter writes it."""
+"""Batch that leaves the choice to the planner, written as Levanter does."""
 AUTO_POSITION = -1
-"""The position in a configuration that leaves it to the windows."""
+"""Position that leaves the sequence length to the windows."""
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 100.0
-"""Between these, float32 logits say enough of the probabilities of tokens."""
+"""Range of temperatures in which float32 logits determine the probabilities of tokens well enough."""
 MAX_LOAD_SPREAD = 4.0
 """Largest spread of expert loads; if one of 256 experts had all tokens, the spread would be 16."""
 MIN_POSITION = 2
@@ -44,8 +44,8 @@ class Workload:
     compute_dtype: str = "bfloat16"
     """Type of activations and products: bfloat16, float16 or float32."""
     gradient_checkpointing: str = "default"
-    """What training keeps: default, recompute, nested, offload_carries, offload, save_all; auto to choose it for each
-    activation. +NAME also keeps activations of a name, +NAME@host on the host."""
+    """Activations that training keeps: default, recompute, nested, offload_carries, offload, save_all; auto to choose
+    it for each activation. +NAME also keeps activations of a name, +NAME@host on the host."""
     microbatches: int | None = None
     """Parts of a training batch, one after the other; default: the fastest that fits."""
     optimizer: str = "adamw"

@@ -1,1 +1,1 @@
-"""Attention in a traced program: the kinds of its calls, and what its kernels keep and recomputed calls leave out."""
+"""Attention in a traced program: kinds of calls, log-sum-exps kept with contexts, unused results of recomputation."""

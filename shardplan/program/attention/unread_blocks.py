@@ -1,4 +1,4 @@
-"""Removes the selected blocks from recomputed calls of Native Sparse Attention, if the forward pass kept them.
+"""Removes the selected-blocks result from recomputed calls of Native Sparse Attention, if the forward pass kept it.
 
 Such a call attends to the kept blocks, and selects none. Its operation has the other results: the sum of the branches
 and their outputs.
@@ -12,7 +12,7 @@ from shardplan.program.operations import REMATERIALIZED_SCOPE, Operation
 
 
 def without_unread_blocks(operations: Iterable[Operation]) -> tuple[Operation, ...]:
-    """Return operations in which recomputed calls lack the result for selected blocks if nothing reads it."""
+    """Remove the selected-blocks result of recomputed calls if nothing reads it; return all operations."""
     operations = tuple(
         replace(each, body=without_unread_blocks(each.body)) if each.body else each for each in operations
     )

@@ -26,10 +26,10 @@ NOTHING: frozenset[int] = frozenset()
 
 @dataclass(frozen=True)
 class _Origin:
-    """The matmuls from whose results a value is computed by elementwise operations alone."""
+    """The matmuls from which a value is computed by elementwise operations alone."""
 
     last_matmul: int | None = None
-    """Result of the last of these matmuls; the value itself if a matmul computes it."""
+    """Result of the last matmul from which the value is computed; the value itself if a matmul computes it."""
     summed_matmuls: int = 0
     """Number of matmuls (2 for any more) if their results are only added up; 0 if they are used otherwise."""
     last_summed: int | None = None
@@ -41,23 +41,24 @@ class _Use:
     """The use of a value by elementwise operations alone."""
 
     final: int | None = None
-    """The value needed in memory, or `MULTIPLE`; the value itself if other operations use it; None for no value. Of
-    values that one operation computes together, the first."""
+    """The value in memory that elementwise operations compute from this one, or `MULTIPLE`; the value itself if other
+    operations use it; None without any. Of values that one operation computes together, the first."""
     is_reduced: bool = False
-    """Whether these operations reduce over the value, so that they need all of it first."""
+    """Whether the elementwise operations reduce over the value, so that they need all of it first."""
     by_grouped: bool = False
     """Whether grouped matmuls use the value, or values computed from it."""
     by_others: bool = False
-    """Whether other operations that are not elementwise use it."""
+    """Whether other operations that are not elementwise use the value, or values computed from it."""
 
 
 class Fusion:
-    """The values that one sequence of operations writes to memory, and the values in memory that they are made of."""
+    """The values that a sequence of operations writes to memory, and the values in memory they are computed from."""
 
     def __init__(
         self, operations: Sequence[Operation], arrays: Sequence[TracedArray], outputs: Set[int], writes_outputs: bool
     ) -> None:
-        """
+        """Analyse the sequence `operations`, whose values have the types in `arrays`.
+
         Args:
             outputs: values that are used after the sequence.
             writes_outputs: whether the sequence writes its outputs; else they are computed where they are used.
@@ -82,13 +83,13 @@ class Fusion:
         self._must_write = {self.base_of(value) for value in outputs} if writes_outputs else set[int]()
         self._uses: dict[int, _Use] = {}
         self._sums: dict[int, int] = {}
-        """Result of a matmul, or a sum of such -> the sum of it and further results of matmuls."""
+        """Result of a matmul, or a partial sum of such results -> the complete sum that it is a term of."""
         for operation in reversed(operations):
             for result in operation.results:
                 self._uses[result] = self._find_use(result)
                 self._sums[result] = self._find_sum(result)
         self._largest_inputs: dict[int, tuple[tuple[int, int], ...]] = {}
-        """Value -> of the values in memory that it is computed from, the two largest, as (elements, value)."""
+        """Value -> (elements, value) of the two largest values in memory from which it is computed."""
         self.written = set[int]()
         for operation in operations:
             for result in operation.results:
@@ -100,7 +101,7 @@ class Fusion:
                     self._largest_inputs[result] = ((arrays[result].elements, result),)
         self._sources: dict[int, frozenset[int]] = {}
         self._parts: dict[int, frozenset[int]] = {}
-        """Value -> as its sources, with slices in place of the values that they are taken from."""
+        """Value -> the values or slices in memory from which it is computed."""
         self._fused: dict[int, frozenset[int]] = {}
         """Value -> the matmuls that are fused with the elementwise operations that compute it."""
         for operation in operations:
@@ -145,7 +146,7 @@ class Fusion:
         return set[int]().union(*map(self._parts_of, operands)), writes
 
     def factors_of(self, value: int) -> tuple[int, ...]:
-        """Return the two values whose elements are multiplied, without a sum, to make `value`; else `value` alone."""
+        """Return the two factors if `value` is an elementwise product, else `value` alone."""
         base = self.base_of(value)
         if base not in self._producer:
             return (value,)
@@ -192,12 +193,12 @@ class Fusion:
         return summed.summed_matmuls < 2 or summed.last_summed == value
 
     def _origin(self, value: int) -> _Origin:
-        """Return the origin of a value, or of what it is a view of; an empty `_Origin` if there is none."""
+        """Return the matmuls from which a value, or the value that it is a view of, is computed; empty without any."""
         value = self.base_of(value)
         return self._origins.get(value) or _Origin()
 
     def _find_origin(self, operation: Operation, result: int) -> _Origin:
-        """Combine the origins of an operation's operands to the origin of its result."""
+        """Return the matmuls that a result is computed from, given those of the operation's operands."""
         if operation.kind == OperationKind.CONTRACTION:
             return _Origin(result, 1, result)
         if operation.kind != OperationKind.ELEMENTWISE:
@@ -223,7 +224,7 @@ class Fusion:
         return tuple(sorted(inputs, reverse=True)[:2])
 
     def _find_use(self, value: int) -> _Use:
-        """Combine the uses of the consumers' results to the use of a value."""
+        """Return how elementwise operations use a value, given how the values computed from it are used."""
         consumers = [self.operations[i] for i in self._consumers[value]]
         elementwise = [each for each in consumers if each.kind == OperationKind.ELEMENTWISE]
         others = [each for each in consumers if each.kind != OperationKind.ELEMENTWISE]
@@ -240,7 +241,7 @@ class Fusion:
         )
 
     def _find_sum(self, value: int) -> int:
-        """Return the sum of matmul results of which `value` is a term; `value` itself if it is a term of none."""
+        """Return the sum of matmul results that `value` is a term of; `value` itself if there is none."""
         consumers = self._consumers[value]
         if len(consumers) != 1:
             return value
@@ -320,6 +321,6 @@ class Fusion:
 
 
 def _replicate_like(product: TracedArray, factor: TracedArray) -> TracedArray:
-    """Return `factor` with its names removed for axes that its product has lost because it is replicated there."""
+    """Return `factor` without the names of axes that `product` lacks because it is replicated along them."""
     kept = set(product.axes)
     return replace(factor, dims=tuple(tuple((n if n in kept else None, s) for n, s in dim) for dim in factor.dims))

@@ -20,16 +20,16 @@ class HeldForGradients(NamedTuple):
     unfreed_rows: Set[int] = frozenset()
     """Rows that stay after their last use, if the compiler does not free rows."""
     routed_tokens: Set[int] = frozenset()
-    """Tokens from which rows are looked up, which stay after their last use if the compiler frees rows."""
+    """Tokens from which rows are looked up; they stay after their last use if the compiler frees rows."""
     factors: Sequence[TracedArray] = ()
-    """Resharded factors of the gradient of rows, which the gradient of the routing weights reads again."""
+    """Resharded factors of products in the gradient of rows, which the gradient of the routing weights reads again."""
     gathered_rows: Set[int] = frozenset()
     """The experts' results, which the gradient of the routing weights needs again."""
     start: int = -1
     """Index of the first operation that computes a gradient of experts' parameters; `factors` and `gathered_rows` are
     in memory from there on."""
     end: int = -1
-    """Index of the operation until which all these values stay; -1 for a program without gradients of experts."""
+    """Index of the operation until which the held values stay; -1 for a program without gradients of experts."""
 
 
 def hold_for_gradients(fusion: Fusion) -> HeldForGradients:

@@ -30,10 +30,10 @@ POSITIONAL_OF_RESULT = POSITIONAL[: POSITIONAL.index("use_flash")]
 KEYWORDS_OF_RESULT = ("scaling_factor", "logits_soft_cap")
 """Keyword arguments, other than sinks, that affect the result."""
 SCOPE = "shardplan_attention_"
-"""Prefix of the named scope of a marked call, which the number of its kind follows."""
+"""Prefix of the named scope of a marked call; the index of the call's kind follows."""
 
 _KINDS: list[AttentionKind] = []
-"""All kinds that this process has marked, by number; numbers stay valid because JAX caches traces of functions."""
+"""All kinds that this process has marked, by index; an index stays valid because JAX caches traces of functions."""
 
 
 @contextmanager
@@ -62,7 +62,7 @@ def mark_attention(uses_own_kernel: bool = False) -> Iterator[None]:
 
 
 def _attend_with_sinks(arguments: Arguments) -> NamedArray:
-    """Compute attention with a sink per head such that scores have no more keys than there are.
+    """Compute attention with a sink per head, without adding a key for the sink to the scores.
 
     Levanter's plain implementation adds a key for the sink, and no axis has the size that results.
     """
@@ -97,7 +97,7 @@ def without_mark(label: str) -> str:
 
 @cache
 def _number(kind: AttentionKind) -> int:
-    """Return the number of a kind of attention in this process."""
+    """Return the index of a kind of attention in this process."""
     _KINDS.append(kind)
     return len(_KINDS) - 1
 

@@ -12,7 +12,7 @@ from jax.extend.core import Primitive
 from shardplan.model.dtypes.kept_weights import KeptWeight, replace_conversion
 
 CONVERSION = "shardplan_conversion"
-"""Name of the primitive that converts codes and scales to numbers, in the order of the codes."""
+"""Name of the primitive that decodes codes with their scales, in the order of the codes."""
 
 _conversion_p = Primitive(CONVERSION)
 

@@ -22,11 +22,11 @@ from shardplan.experts.expert_weights import ExpertWeights
 from shardplan.program.marked.expert_kind import ExpertKind
 
 EXPERTS = "shardplan_experts"
-"""Name of the primitive of a block. Operands: tokens, chosen experts, routing weights, and the `ExpertWeights` that
-exist; the result has the tokens' shape."""
+"""Name of the primitive of a block of experts. Operands: tokens, chosen experts, routing weights, and the
+`ExpertWeights` that exist; the result has the tokens' shape."""
 EXPERTS_GRADIENT = "shardplan_experts_gradient"
-"""Name of the primitive of a block's gradient. Operands: gradient of the result, operands of the block; results:
-gradients of tokens, routing weights and weights."""
+"""Name of the primitive of the gradient of a block of experts. Operands: gradient of the result, operands of the block;
+results: gradients of tokens, routing weights and weights."""
 
 _experts_p = Primitive(EXPERTS)
 _gradient_p = Primitive(EXPERTS_GRADIENT)
@@ -62,7 +62,7 @@ def _mark(call: RoutedCall, load_spread: float) -> NamedArray:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _compute(kind: ExpertKind, x: Array, chosen: Array, routing_weights: Array, weights: ExpertWeights[Array]) -> Array:
-    """Bind the primitive of a block."""
+    """Bind the primitive that stands for a block of routed experts."""
     result: Array = _experts_p.bind(x, chosen, routing_weights, *jax.tree.leaves(weights), kind=kind)
     return result
 

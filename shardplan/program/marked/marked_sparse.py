@@ -23,15 +23,15 @@ from shardplan.positions.pattern import CAUSAL
 from shardplan.program.marked.attention_kind import AttentionKind
 
 SPARSE_ATTENTION = "shardplan_sparse_attention"
-"""Name of the primitive of a call. Operands: arrays of `TokenInputs`, then of `GroupInputs`; results: sum of the
-branches and their outputs [b, t, g, r, 3, d], in the queries' type, and selected blocks."""
+"""Name of the primitive of a call of Native Sparse Attention. Operands: arrays of `TokenInputs`, then of `GroupInputs`;
+results: sum of the branches and their outputs [b, t, g, r, 3, d], in the queries' type, and selected blocks."""
 SPARSE_GRADIENT = "shardplan_sparse_attention_gradient"
 """Name of the primitive of a call's gradient. Operands: gradient of the sum, operands of the call, outputs of branches,
 selected blocks; results: gradients of the operands."""
 BRANCHES = 3
 """Number of branches of a call."""
 VALUES = 2
-"""Index of an operand of a call that has the channels of values."""
+"""Index of a call's operand that has the channels of values."""
 
 _attention_p = Primitive(SPARSE_ATTENTION)
 _attention_p.multiple_results = True
@@ -58,7 +58,7 @@ def _mark(call: SparseCall) -> Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _compute(kind: AttentionKind, *operands: Array) -> Array:
-    """Bind the primitive of a call."""
+    """Bind the primitive that stands for a call of Native Sparse Attention."""
     mixed, *_ = _attention_p.bind(*operands, kind=kind)
     result: Array = mixed
     return result

@@ -18,9 +18,9 @@ class AxisNaming:
     merged_axes: dict[str, Dim] = field(default_factory=dict)
     """Logical axis -> the axes into which other parts of the program split it."""
     unnamed: Counter[str] = field(default_factory=Counter)
-    """Primitive -> number of its results that no rule could name."""
+    """Primitive -> number of its results whose axes no rule could name."""
     expert_dims: list[Dim] = field(default_factory=list)
-    """Dimensions that number the matrices of grouped matmuls."""
+    """Dimensions that index the matrices of grouped matmuls."""
     unpriced: Counter[str] = field(default_factory=Counter)
     """Primitive without a rule -> number of its occurrences."""
     resized_axes: set[str] = field(default_factory=set)

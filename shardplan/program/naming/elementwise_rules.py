@@ -16,7 +16,7 @@ from shardplan.program.operations import OperationKind
 
 
 def elementwise(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) -> RuleResult:
-    """Name results by the operands of equal rank; report a result without such an operand as unnamed."""
+    """Name the axes of results like those of operands of equal rank; without such operands, results are unnamed."""
     for v in equation.outvars:
         rank = len(v.aval.shape)
         if rank and arrays and not any(len(array.dims) == rank for array in arrays):
@@ -25,7 +25,7 @@ def elementwise(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) ->
 
 
 def source(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) -> RuleResult:
-    """Name results by the best names of operands of equal rank, for each dimension whose size agrees.
+    """Name each dimension of the results like the best-named operand dimension at its place, of equal rank and size.
 
     As a rule of its own it is for primitives that make arrays, such as `iota`, whose results need no names.
     """
@@ -45,7 +45,7 @@ def source(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) -> Rule
 
 
 def resize(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) -> RuleResult:
-    """Keep the names of dimensions whose size does not change; in a shard_map keep all names."""
+    """Keep the axis names of dimensions whose size does not change; in a shard_map, keep all names."""
     results = []
     for v in equation.outvars:
         dims = unnamed_dims(v)
@@ -67,7 +67,7 @@ def resize(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) -> Rule
 
 
 def update_slice(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) -> RuleResult:
-    """Name an array into which a slice is written; in a shard_map, unnamed dimensions get the slice's names."""
+    """Name the axes of an array into which a slice is written; in a shard_map, the slice's names fill gaps."""
     kind, results, extra = elementwise(naming, equation, arrays)
     if naming.is_local:
         pairs = zip(results[0].dims, arrays[1].dims, strict=True)
@@ -77,7 +77,7 @@ def update_slice(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) -
 
 
 def broadcast(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) -> RuleResult:
-    """Name an array repeated along new dimensions, which get no names."""
+    """Name the axes of a broadcast array; its new dimensions get no names."""
     v = equation.outvars[0]
     dims = list(unnamed_dims(v))
     for dim, i in zip(arrays[0].dims, equation.params["broadcast_dimensions"], strict=True):
@@ -104,7 +104,7 @@ def reshape(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) -> Rul
 
 
 def reduce(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) -> RuleResult:
-    """Name the combination of all elements along reduced dimensions, which the results lack."""
+    """Name the axes of a reduction's results: the operand's axes without the reduced ones."""
     reduced = equation.params["axes"]
     results = []
     for array, v in zip(arrays, equation.outvars, strict=False):
@@ -114,7 +114,7 @@ def reduce(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) -> Rule
 
 
 def top_k(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) -> RuleResult:
-    """Name the largest elements along a dimension; the results do not have the dimension's name."""
+    """Name the axes of the k largest elements; the dimension along which they are selected loses its name."""
     axis = equation.params["axis"]
     results = []
     for v in equation.outvars:

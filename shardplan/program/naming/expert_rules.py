@@ -9,14 +9,14 @@ from shardplan.program.operations import OperationKind
 
 
 def experts(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) -> RuleResult:
-    """Name the result of a block of experts, which has the axes of its tokens."""
+    """Name the axes of the result of a block of experts, which are the axes of its tokens."""
     del naming
     result = TracedArray(arrays[0].dims, itemsize_of(equation.outvars[0]))
     return OperationKind.EXPERTS, [result], {"experts": equation.params["kind"]}
 
 
 def experts_gradient(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) -> RuleResult:
-    """Name the gradients of a block of experts, each of which has the axes of its operand."""
+    """Name the axes of the gradients of a block of experts, each like its operand."""
     del naming
     _, x, _, *others = arrays
     results = [

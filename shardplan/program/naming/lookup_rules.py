@@ -8,7 +8,7 @@ from shardplan.program.operations import OperationKind
 
 
 def gather(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) -> RuleResult:
-    """Name a lookup's result: it has the dimensions of the indices, and the table's dimensions without indices."""
+    """Name the axes of a lookup's result: axes of the indices, and axes of the table that are not indexed."""
     table, indices = arrays
     numbers, v = equation.params["dimension_numbers"], equation.outvars[0]
     indexed = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
@@ -28,7 +28,7 @@ def gather(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) -> Rule
 
 
 def scatter_add(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) -> RuleResult:
-    """Name a sum into rows of a table: its columns by the summands, its rows by the table."""
+    """Name the axes of a sum into rows of a table: columns like the summands, rows like the table."""
     numbers, table, updates = equation.params["dimension_numbers"], arrays[0], arrays[2]
     indexed = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
     columns = [i for i in range(len(table.dims)) if i not in indexed]

@@ -8,7 +8,7 @@ from shardplan.program.operations import OperationKind
 
 
 def dot(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) -> RuleResult:
-    """Name a matmul's result; elementwise if nothing is contracted, or if both operands are batches of vectors."""
+    """Name the axes of a matmul's result; dot products of vectors, and matmuls without contraction, are elementwise."""
     (contract_l, contract_r), (batch_l, batch_r) = equation.params["dimension_numbers"]
     left, right = arrays
     contracted = [naming.unify(left.dims[i], right.dims[j]) for i, j in zip(contract_l, contract_r, strict=True)]
@@ -25,7 +25,7 @@ def dot(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) -> RuleRes
 
 
 def ragged_dot(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) -> RuleResult:
-    """Name a grouped matmul, which multiplies each group of rows by its own matrix, or a gradient of one."""
+    """Name the axes of a grouped matmul (each group of rows times its own matrix), or of one of its gradients."""
     numbers = equation.params["ragged_dot_dimension_numbers"]
     (contract_l, contract_r), (batch_l, batch_r) = numbers.dot_dimension_numbers
     left, right = arrays[:2]
@@ -46,7 +46,7 @@ def ragged_dot(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) -> 
 
 
 def convolve(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) -> RuleResult:
-    """Name a convolution's result: a matmul of every window of the first operand, elementwise with separate channels.
+    """Name the axes of a convolution's result; it counts as a matmul, or as elementwise if channels are separate.
 
     It sums over the channels of the second operand and its window. Groups of channels, or of rows in the gradient, are
     independent matmuls. If a mesh axis shards positions along which the window moves, the exchange of neighbours is

@@ -61,15 +61,15 @@ class Primitive:
     is_move: bool = False
     """Whether elements are only chosen or moved, not computed."""
     is_slice: bool = False
-    """Whether only as much of the first operand is read as the result holds."""
+    """Whether the operation reads only as many elements of the first operand as its result has."""
     is_update: bool = False
-    """Whether the second operand is written into the first, of which nothing else is read or written."""
+    """Whether the second operand is written into the first, and the rest of the first is neither read nor written."""
     ordered_dimensions: str | None = None
     """Name of the equation parameter with the dimensions along which elements are ordered or accumulated."""
     result_dimensions: Callable[[Mapping[str, Any]], Sequence[int]] | None = None
     """Function of an equation's parameters -> for each dimension of the operand, its dimension in the result."""
     approximation: str | None = None
-    """Text on what is counted instead of work that the jaxpr does not determine, or that no rule knows."""
+    """Note in plans on the assumed cost of work that the jaxpr does not determine, or that no rule knows."""
 
 
 ROWS = (
@@ -157,7 +157,7 @@ def find_primitive(name: str) -> Primitive:
 
 
 def name_results(naming: AxisNaming, name: str, equation: Any, arrays: list[TracedArray]) -> RuleResult:
-    """Name the results of an equation traced as the primitive `name`; without a rule as if it were elementwise."""
+    """Apply the rule of the primitive `name` to an equation; without a rule, the equation counts as elementwise."""
     rule = find_primitive(name).rule
     if rule is None:
         naming.unpriced[name] += 1

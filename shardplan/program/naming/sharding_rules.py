@@ -13,14 +13,14 @@ from shardplan.program.operations import OperationKind
 
 
 def constrain(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) -> RuleResult:
-    """Name an array by a sharding constraint: the program is traced on a mesh with an axis per logical axis."""
+    """Name the axes of an array by its sharding constraint; tracing uses a mesh with one axis per logical axis."""
     array = arrays[0]
     dims = dims_of_spec(equation.params["sharding"].spec, shape_of(array))
     return OperationKind.ELEMENTWISE, [adopt_names(array, dims)], {}
 
 
 def name_activation(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) -> RuleResult:
-    """Name an activation; some names say that one of its axes is never sharded."""
+    """Record the name of an activation (`checkpoint_name`); some names say that one of its axes is never sharded."""
     kind, results, fields = elementwise(naming, equation, arrays)
     name = equation.params["name"]
     fields["activation"] = name
@@ -39,7 +39,7 @@ def collective(kind: CollectiveKind) -> Rule:
     """Return the rule for a shard_map's collective that is compiled to a collective of `kind`."""
 
     def name_result(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) -> RuleResult:
-        """Name a collective's result; it is elementwise if it is over logical axes only."""
+        """Name the axes of a collective's result; a collective over logical axes alone counts as elementwise."""
         if all(shape_of(array) == v.aval.shape for array, v in zip(arrays, equation.outvars, strict=True)):
             pairs = zip(arrays, equation.outvars, strict=True)
             results = [replace(array, itemsize=itemsize_of(v)) for array, v in pairs]

@@ -26,7 +26,7 @@ def sparse_attention(naming: AxisNaming, equation: Any, arrays: list[TracedArray
 
 
 def sparse_gradient(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) -> RuleResult:
-    """Name the gradients of a call, each of which has the axes of its operand."""
+    """Name the axes of a call's gradients, each like its operand."""
     del naming
     _, *operands, _, _ = arrays
     results = _gradients(equation, operands)

@@ -77,7 +77,8 @@ class _Rewriter:
     """Rewrites pairs of loops such that the second loop reads activations that the first one keeps."""
 
     def __init__(self, arrays: list[TracedArray], on_host: Mapping[str, bool], carries_on_host: bool) -> None:
-        """
+        """Prepare to rewrite the loops of a trace.
+
         Args:
             arrays: the values of the trace; new ones are appended.
             on_host: name of an activation that is kept -> whether in the memory of the host.
@@ -110,7 +111,7 @@ class _Rewriter:
         return self._write_stacks(forward, kept, carry_stack), backward
 
     def _name_selections(self, forward: Operation, backward: Operation) -> Operation:
-        """Return a loop over layers in which the selected blocks have the names that the gradients' loop gives them.
+        """Return the forward loop with names for its selected blocks, the same names as in the loop of gradients.
 
         JAX leaves out the names in the forward loop, because nothing reads these blocks by themselves.
         """
@@ -222,7 +223,7 @@ def _host_copy(operation: Operation, source: int, result: int) -> Operation:
 
 
 def _gradient_loop(operations: Sequence[Operation], i: int) -> int | None:
-    """Return the index of the loop of the gradients of loop `i`, which reads stacks that loop `i` writes."""
+    """Return the index of the loop that computes gradients for loop `i`: it reads stacks that loop `i` writes."""
     written = {stack for stack, _ in operations[i].slices if stack in operations[i].results}
     for j in range(i + 1, len(operations)):
         is_read = any(stack in written for stack, _ in operations[j].slices)

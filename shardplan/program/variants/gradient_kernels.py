@@ -16,7 +16,7 @@ from shardplan.program.tasks import Task, TaskKind
 
 
 def mark_gradient_kernels(tasks: Iterable[Task]) -> list[Task]:
-    """Return the tasks, marking those that recompute scores for a context that is not recomputed."""
+    """Return the tasks, with a mark on recomputed scores whose context (attention output) is not recomputed."""
     tasks = [*tasks]
     contexts = Counter(_call(task) for task in tasks if _is_computed_again(task) and not is_scores(task.results[0]))
     marked = []

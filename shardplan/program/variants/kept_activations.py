@@ -26,7 +26,7 @@ from shardplan.program.variants.checkpointed import always_kept, with_policy
 from shardplan.program.walk import Walk, walk
 
 TOGETHER = (("key_proj", "value_proj"),)
-"""Groups of activations that have the same option: these are small, and gradients of attention need both."""
+"""Groups of activations that share an option: both are small, and gradients of attention need both."""
 
 MAX_ACTIVATIONS = 8
 """Maximum number of activations, besides the carries of layers, that have options."""
@@ -52,13 +52,13 @@ class Option:
     policy: CheckpointPolicy
     """The policy that differs from the default in this option only."""
     added: tuple[tuple[Task, int], ...]
-    """Tasks that the default policy lacks, with their numbers; host copies are in `copies`."""
+    """Tasks that the default policy does not have, each with its count; host copies are in `copies`."""
     removed: tuple[tuple[Task, int], ...]
     copies: tuple[HostCopies, ...]
     saved_flops: tuple[float, ...]
-    """FLOPs per step, over all devices, of the matmuls in each window that are not needed any more."""
+    """For each window: FLOPs per step, over all devices, of its matmuls that the option makes unnecessary."""
     buffers: tuple[Buffers, ...]
-    """Additional buffers relative to the default policy, each with its number, at every point of the program."""
+    """Buffers that the option adds to the default policy's, each with its count, at every point of the program."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class KeptActivations:
     """The options for all activations of a step."""
 
     points: tuple[ProgramPoint, ...]
-    """Live buffers under the default policy, at every point of the program under any single option."""
+    """Live buffers under the default policy, at every point that the program has under any single option."""
     activations: tuple[tuple[Option, ...], ...]
     """For each activation, its options other than the default, which computes it again for the gradients."""
     windows: tuple[CopyWindow, ...]
@@ -140,15 +140,15 @@ def _window(base: "_Walked", loop: int, flops: float | None) -> CopyWindow:
 
 
 class _Walked:
-    """The live buffers, tasks and copies of a step, by place and loop, for comparison with another policy's."""
+    """The live buffers, tasks and copies of a step by place and loop, for a comparison of policies."""
 
     def __init__(self, walked: Walk, finish: Callable[[Iterable[Task]], tuple[Task, ...]]) -> None:
         self.points = {point.place: point.buffers for point in walked.points}
         self.places = [point.place for point in walked.points]
         self.tasks: Counter[Task] = Counter()
         self.copies: Counter[tuple[int, float | None, Task]] = Counter()
-        """(loop, FLOPs that hide it, copy between device and host) -> its number. None for the FLOPs of all matmuls of
-        the loop. Copies outside of loops count as other tasks."""
+        """(Loop, FLOPs that hide the copy, copy between device and host) -> its count; FLOPs are None for all matmuls
+        of the loop. Copies outside of loops count as other tasks."""
         self.flops: defaultdict[int, float] = defaultdict(float)
         """Loop -> FLOPs of its matmuls in a step, over all devices."""
         finished = finish([each.task for each in walked.tasks])

@@ -19,7 +19,7 @@ from shardplan.report.templating import environment, template_text
 READ_CHARACTERS = 2**16
 """Number of characters of a text that are in memory at a time."""
 ANCHOR_CHARACTERS = 400
-"""Fewest characters between two places in a text to which its strip leads."""
+"""Minimum distance, in characters, of two places in a text that its strip links to."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class ShadedText:
     """Runs of characters in order: bounds int64[run + 1], and values float64[run]; minus infinity for characters in no
     window."""
     read: Callable[[int, int], str]
-    """Returns the characters from one to another."""
+    """Returns the characters of the text from a start to an end."""
     characters: int
 
 
@@ -116,7 +116,7 @@ def _body(text: ShadedText, anchors: Mapping[int, int]) -> Iterator[Markup]:
 
 
 def _spans(text: ShadedText) -> Iterator[tuple[int, int, tuple[int, str] | None]]:
-    """Yield start, end, and shade and text of the value of consecutive characters that share these.
+    """Yield (start, end, (shade, text)) for each run of characters whose values have the same shade and text.
 
     Values that look the same are one.
     """

@@ -23,7 +23,7 @@ SHADES = "Oranges"
 MAX_COMPARED_TEXTS = 40
 """Maximum number of texts with their own row in a plot of several models."""
 COMPARED_THRESHOLD = "0.1"
-"""Threshold of the coverage shown in these rows."""
+"""Threshold of the coverage that a plot of several models shows for each text."""
 
 
 def draw_text(title: str, plots: Mapping[str, Any], thresholds: Sequence[float], characters: int) -> Figure:

@@ -9,7 +9,7 @@ from shardplan.cost.collectives import Purpose
 from shardplan.plan.file.details import TimedTask
 
 NO_DETAILS = "This Plan has no details (an older version wrote it, or it was made for a launcher). Plan again."
-"""Message in place of a panel that would draw the details."""
+"""Message in place of a panel that draws a Plan's details."""
 STACKED = ".stacked."
 """Separator between the path of a stack of layers and the path within a layer."""
 WITHIN_BLOCK = re.compile(r"^\w+\[[\d,-]+\]\.")

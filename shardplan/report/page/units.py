@@ -12,7 +12,7 @@ MIN_TICKS = 3
 
 
 NEARLY = 0.9995
-"""Number from which three digits round to the next power of ten, relative to that power."""
+"""Fraction of a power of ten from which a number of three digits is rounded up to that power."""
 
 
 @dataclass(frozen=True)

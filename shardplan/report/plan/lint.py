@@ -84,7 +84,7 @@ def stopped_text(review: Review) -> str:
 
 
 def _print_outcome(review: Review, out: Console) -> None:
-    """Print, in two lines, that the file runs or its errors, and the predicted memory and speed."""
+    """Print the outcome on two lines: the file runs, or its errors; and the predicted memory and speed."""
     plan, errors = review.lint.plan, review.lint.errors
     if not errors and plan is not None:
         print_estimate(plan, out)

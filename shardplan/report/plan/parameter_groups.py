@@ -13,7 +13,7 @@ from shardplan.plan.layer_numbers import run_text, runs_of
 INDEX = re.compile(r"\[(\d+)\]")
 """Pattern for an index in a path."""
 Indices = tuple[tuple[int, ...], ...]
-"""For each index in a text: the numbers that it has within a group."""
+"""For each index in a text, its values within a group of texts."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def _merge(
 
 
 def _text(text: str, indices: Indices) -> str:
-    """Return a text with a group's numbers in place of its indices."""
+    """Return a text with a group's values in place of its indices."""
     texts = iter(_index_text(numbers) for numbers in indices)
     return INDEX.sub(lambda _: f"[{next(texts)}]", text)
 

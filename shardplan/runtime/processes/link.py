@@ -258,7 +258,7 @@ def _meet(connection: socket.socket, report: Report, timing: ProcessTiming) -> L
 
 
 def error_of(message: Mapping[str, Any] | None) -> ShardplanError:
-    """Return the error in a message; for any other message, that another program listens at the run's port."""
+    """Return the error that a message reports; for None, that another program listens at the run's port."""
     if message is None:
         return ConfigError(f"another program listens at the port of {ADDRESS}; set another port")
     kind: type[ShardplanError] = getattr(errors, message["error"])

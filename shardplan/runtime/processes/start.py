@@ -84,7 +84,7 @@ def current_watch() -> Watch:
 
 
 def _end() -> None:
-    """End a program, however it ends.
+    """Leave the run when the program ends, whether it has failed or not.
 
     JAX would wait for the others, and after 100 s end this process by SIGABRT if one of them was lost or is stuck.
     """
@@ -160,7 +160,7 @@ def _member(index: int, count: int, facts: Mapping[str, str]) -> Member:
 
 
 def _settings() -> dict[str, str]:
-    """Return name -> value of what changes programs besides packages and the configuration."""
+    """Return name -> value of the JAX settings and compiler flags that change programs."""
     values = {name: str(getattr(jax.config, name)) for name in SETTINGS}
     for name in COMPILER_FLAGS:
         flags = os.environ.get(name, "").split()

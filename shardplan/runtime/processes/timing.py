@@ -18,7 +18,7 @@ class ProcessTiming:
     """Seconds after which all processes are told which ones are missing; repeated every `line_interval_s`."""
     line_interval_s: float = 30.0
     remedy_after_s: float = 10.0
-    """Seconds from which these lines also give a remedy."""
+    """Seconds after which lines about missing processes also give a remedy."""
     late_s: float = 3.0
     """Seconds for which processes that come late are told why the run does not start."""
     connect_s: float = 2.0
@@ -40,7 +40,7 @@ class ProcessTiming:
     tick_s: float = 0.5
     """Seconds between two checks of the time by the hub."""
     send_s: float = 5.0
-    """Maximum seconds in which a process receives nothing of a message before it counts as lost."""
+    """Seconds after which a process that receives nothing of a sent message counts as lost."""
 
     @property
     def problem_known_s(self) -> float:

@@ -32,11 +32,11 @@ Choice = MeshAxes | KindMethods | ExpertStrategy | None
 ATTENTION = (TaskKind.ATTENTION, TaskKind.SPARSE_ATTENTION)
 """Kinds of tasks whose costs depend on the method of attention."""
 CacheKey = Callable[[Sequence[Choice]], Any]
-"""Function that selects, from all choices of a component, the ones that a cost depends on, as the key of a cache."""
+"""Function from all choices of a component to the ones that a cost depends on, which are the key of a cache."""
 
 SEEING_MESH = (TaskKind.COLLECTIVE, TaskKind.EXPERTS, TaskKind.BLOCK_ATTENTION)
-"""Kinds of tasks whose costs depend on mesh axes to which none of their logical axes is mapped: a shard_map's
-collective spans all mesh axes that do not shard its result."""
+"""Kinds of tasks whose costs depend on mesh axes that shard none of their logical axes: a shard_map's collective spans
+all mesh axes that do not shard its result."""
 
 STORED_ROLES = (BufferRole.PARAMETER, BufferRole.OPTIMIZER_STATE)
 """Roles of buffers that are live at every point of the program."""
@@ -52,9 +52,9 @@ class TaskGroup(NamedTuple):
     sees_mesh: bool
     """Whether lower bounds depend on mesh axes that the compute mapping does not use."""
     compute_key: CacheKey
-    """Selects, from `ComponentCost.compute_choices`, what lower bounds depend on."""
+    """Selects the entries of `ComponentCost.compute_choices` that lower bounds depend on."""
     full_key: CacheKey
-    """Selects, from `ComponentCost.all_choices`, what costs depend on."""
+    """Selects the entries of `ComponentCost.all_choices` that costs depend on."""
 
 
 class BufferGroup(NamedTuple):
@@ -65,7 +65,7 @@ class BufferGroup(NamedTuple):
     axes: tuple[str, ...]
     """Axes of `ComponentCost.open_axes` that the sizes depend on."""
     full_key: CacheKey
-    """Selects, from `ComponentCost.all_choices`, what sizes depend on."""
+    """Selects the entries of `ComponentCost.all_choices` that sizes depend on."""
     depends_on_params: bool
     """Whether the sizes depend on the mapping of stored parameters."""
 
@@ -82,11 +82,11 @@ class ComponentCost:
     open_axes: tuple[str, ...]
     """Axes that a subproblem still has to map: `axes`, and the stored residual axis."""
     tasks: tuple[Task, ...]
-    """Distinct tasks, one for all of equal cost, including those that options for activations add."""
+    """Distinct tasks, among them tasks that options for activations add; tasks of equal `Task.cost_key` are one."""
     task_groups: tuple[TaskGroup, ...]
     numbers: np.ndarray
-    """Number of each task (host copies excluded), and of its host copies that hide behind each window's matmuls: [1 +
-    windows, task]."""
+    """Row 0: count of each task, host copies in loops excluded; row 1 + w: count of each host copy that hides behind
+    the matmuls of window w. [1 + windows, task]"""
     option_numbers: np.ndarray
     """Change of `numbers` by each option, [option, 1 + windows, task]."""
     buffers: tuple[LiveBuffer, ...]
@@ -94,7 +94,7 @@ class ComponentCost:
     min_stored_bytes: float
     """Bytes per device of the component's parameters and optimizer state, sharded over all devices."""
     counts: np.ndarray
-    """Number of each buffer on a device at each point of the program, and on the host at each of `Space.host_rows`:
+    """Count of each buffer on a device at each point of the program, and on the host at each of `Space.host_rows`:
     [point, buffer]."""
     option_counts: np.ndarray
     """Change of `counts` by each option, [option, point, buffer]."""
@@ -124,7 +124,7 @@ class ComponentCost:
         return total
 
     def has_negative_counts(self, keeping: Keeping) -> np.ndarray:
-        """Return whether options together remove more than the count of a buffer that depends on storage, [row]."""
+        """Return whether options together may remove more buffers that depend on storage than there are, [row]."""
         options = self.option_counts[:, :, self.depends_on_params]
         counts = self.counts[:, self.depends_on_params]
         added = keeping.least(options.reshape(len(options), counts.size)).reshape(counts.shape)
@@ -242,7 +242,7 @@ def _count_option(program: ProgramCosts, option: Option) -> Counter[tuple[int, T
 
 
 def _table(counted: Counter[tuple[int, Task]], tasks: Sequence[Task], rows: int) -> np.ndarray:
-    """Return a table of the numbers of tasks, [row, task]."""
+    """Return a table of task counts, [row, task]."""
     columns = {task: i for i, task in enumerate(tasks)}
     table = np.zeros((rows, len(tasks)))
     for (row, task), number in counted.items():
@@ -252,7 +252,7 @@ def _table(counted: Counter[tuple[int, Task]], tasks: Sequence[Task], rows: int)
 
 
 def _count_table(rows: Sequence[Mapping[LiveBuffer, int]], buffers: Sequence[LiveBuffer]) -> np.ndarray:
-    """Return a table of the number of each buffer in each row, [row, buffer]."""
+    """Return a table of the count of each buffer in each row, [row, buffer]."""
     columns = {buffer: i for i, buffer in enumerate(buffers)}
     table = np.zeros((len(rows), len(buffers)))
     for i, row in enumerate(rows):

@@ -49,7 +49,7 @@ class Kept(NamedTuple):
     options: tuple[int, ...]
     seconds: float
     handicapped_seconds: float
-    """Seconds by which combinations are compared, with a penalty for copies of activations to the host."""
+    """Seconds for comparisons of combinations, with a penalty for copies of activations to the host."""
     copies: int
     """Number of options that copy activations to the host."""
     bytes: np.ndarray
@@ -57,7 +57,7 @@ class Kept(NamedTuple):
 
 @dataclass(frozen=True)
 class Keeping:
-    """All combinations of options for activations."""
+    """All combinations of options (keep, offload or recompute) for activations."""
 
     combinations: np.ndarray
     """Whether each combination contains each option (1 or 0), [combination, option]."""
@@ -68,7 +68,7 @@ class Keeping:
     hiding: np.ndarray
     """Seconds of the matmuls in each window, ascending within a loop, [window]."""
     saved: np.ndarray
-    """Seconds of these matmuls that each option saves, [option, window]."""
+    """Seconds of each window's matmuls that each option saves, [option, window]."""
     copies: np.ndarray
     """Number of options in each combination that copy activations to the host, [combination]."""
 
@@ -106,7 +106,7 @@ class Keeping:
         return np.triu(loops[:, None] == loops[None, :])
 
     def least(self, options: np.ndarray) -> np.ndarray:
-        """Return a lower bound, at most 0, of the change by any combination of options, given each option's change.
+        """Return a lower bound, at most 0, of the change by any combination of options, from each option's change.
 
         Args:
             options: [..., option, row]; the result is [..., row].

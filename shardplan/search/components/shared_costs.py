@@ -18,9 +18,9 @@ class LowerBounds(NamedTuple):
     costs: list[DeviceCost]
     """Cost of each task, [task]."""
     seconds: np.ndarray
-    """Seconds of each task on one of the meshes for which the costs hold, [task]."""
+    """Seconds of each task on one mesh, chosen from the meshes with equal costs, [task]."""
     transferring: list[int]
-    """Indices of the tasks with collectives, whose seconds hold only for that mesh."""
+    """Indices of the tasks with collectives, whose `seconds` hold only for the mesh they were computed on."""
 
 
 class SharedCosts:

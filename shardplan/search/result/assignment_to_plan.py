@@ -37,7 +37,7 @@ class StepCost(NamedTuple):
     host_copy_seconds: float
     """Seconds of copies between devices and hosts, overlapped time included."""
     exposed_host_copy_seconds: float
-    """Seconds of these copies that nothing hides."""
+    """Seconds of copies between devices and hosts that nothing hides."""
 
 
 def estimate_cost(step: Step, assignment: ShardingAssignment, hardware: Slice) -> StepCost:

@@ -73,7 +73,7 @@ def _local_bytes(tasks: Sequence[Task], assignment: ShardingAssignment) -> float
 
 
 def _extra_bytes(step: Step, assignment: ShardingAssignment) -> defaultdict[AttentionKind, float]:
-    """Return kind -> the largest memory that it needs at a time for other devices' positions."""
+    """Return kind of attention -> the most bytes that it has at one point for other devices' positions."""
     most: defaultdict[AttentionKind, float] = defaultdict(float)
     for point in step.points:
         here: defaultdict[AttentionKind, float] = defaultdict(float)

@@ -52,7 +52,7 @@ CURATED: dict[str, dict[str, str]] = {
 
 
 def planned_options(hardware: Slice, step: Step | None = None) -> dict[str, str]:
-    """Return the options of plans for a slice, for which their times are estimated.
+    """Return the compiler options of plans for a slice; the estimated times assume these options.
 
     On v4 gathers overlap more in fusions than on sparse cores, and tpu7x uses its sparse cores by default
     (docs/log.md).

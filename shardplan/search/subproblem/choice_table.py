@@ -30,7 +30,7 @@ class ChoiceTable(NamedTuple):
     def of(
         keeping: Keeping, times: Sequence[ComponentTimes], size: np.ndarray, option_bytes: np.ndarray
     ) -> "ChoiceTable":
-        """Make the table of choices with their times; bytes are computed from the table."""
+        """Make the table of choices from their times; `size` and `option_bytes` are taken unchanged."""
         seconds, options = np.array([each.seconds for each in times]), np.array([each.options[:, 0] for each in times])
         return ChoiceTable(keeping.by_combination(seconds, options), size, option_bytes)
 

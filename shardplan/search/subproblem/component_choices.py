@@ -38,7 +38,7 @@ class Choices(NamedTuple):
     components: list[list[ComponentChoice]]
     """Choices of every component, [component][choice]."""
     device_points: int
-    """Number of points of the program, whose bytes precede those in host memory in a choice's bytes."""
+    """Number of program points; a choice's bytes list these first, then the points in host memory."""
     keeping: Keeping
     """The combinations of options for activations."""
     required: MeshAxes = ()
@@ -85,7 +85,7 @@ class Combination:
 
 
 def pareto_optimal(choices: list[ComponentChoice], required: MeshAxes = ()) -> list[ComponentChoice]:
-    """Return the choices, fastest first, that no faster one equals or beats in memory, under any options.
+    """Return the choices that no faster choice equals or beats in memory under any options, fastest first.
 
     >>> def choice(seconds, size):
     ...     amount = Amount(seconds, np.array([size]), np.zeros(0), np.zeros((0, 2)))

@@ -30,7 +30,7 @@ Choice = tuple[ComputeSharding, dict[str, MeshAxes]]
 
 
 class MeshCosts:
-    """Costs of components on one mesh.
+    """Costs of components (groups of logical axes) on one mesh.
 
     Args:
         base: compute mapping of batch, positions and the residual axis, and the methods of attention where a component

@@ -80,7 +80,7 @@ def _divides(space: Space, mesh: dict[str, int], axis: str, mesh_axes: MeshAxes,
 def _count_divided_blocks(
     space: Space, mesh: dict[str, int], mesh_axes: MeshAxes, statistics: SearchStatistics
 ) -> None:
-    """Count mesh axes that would divide the blocks that queries attend to, if they sharded positions."""
+    """Record the rejection of mesh axes over which sharded positions would cut blocks that queries attend to."""
     statistics.rejected[Rejection.INDIVISIBLE] += 1
     kinds: list[BlockSizes] = [kind.sparse for kind in space.step.attention_kinds if kind.sparse is not None]
     for sizes in (*kinds, *space.block_kinds):
@@ -208,7 +208,7 @@ class MeshSubproblem:
 
     @cached_property
     def stored_residual_choices(self) -> list[tuple[MeshAxes, np.ndarray]]:
-        """Choices for the mesh axes of the stored residual axis, each with the bytes at every point of the base."""
+        """Choices of mesh axes for the stored residual axis, each with the bytes of the base at every point."""
         axis = self.space.residual
         choices = self._storage_choices(axis, self.token_mapping)
         sizes, _ = self.costs.bytes(self.space.base_cost, [(UNSHARDED, self._stored(axes)) for axes in choices])
@@ -337,7 +337,7 @@ class MeshSubproblem:
         return _divides(self.space, self.mesh, axis, mesh_axes, self.statistics)
 
     def _possible_computations(self, limit: float, available_bytes: np.ndarray) -> Possible | Rejection:
-        """Return the part of `compute_tables` that may be in a plan, with any parameter mapping, or why there is none.
+        """Return the choices of `compute_tables` that may be in a plan for some mapping of parameters, or a rejection.
 
         Args:
             limit: step time in seconds above which a plan is of no interest.

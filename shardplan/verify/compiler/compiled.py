@@ -53,7 +53,7 @@ class Compiled:
 
     @classmethod
     def load(cls, path: Path) -> "Compiled | None":
-        """Read what `save` wrote; None if the file is missing or damaged."""
+        """Read a result that `save` wrote; None if the file is missing or damaged."""
         try:
             with gzip.open(path, "rt", encoding="utf-8") as file:
                 values: Any = json.load(file)

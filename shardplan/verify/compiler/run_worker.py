@@ -17,7 +17,7 @@ from shardplan.verify.compiler.compiled import Compiled
 from shardplan.verify.verdict import CompilerCrash, Interrupted, MemoryLimit, Reason, TimeLimit
 
 PROGRAMS = f"jit_({'|'.join((*(f'{name}_step' for name in KINDS), 'assemble'))})"
-"""Names of modules for which the compiler writes reports, which exclude the small ones that JAX runs while tracing."""
+"""Pattern for the names of modules that the compiler reports on; it excludes small ones that run while tracing."""
 PYTHON_ERROR = 1
 """Exit code of a Python process that an exception ended."""
 POLL_SECONDS = 0.1

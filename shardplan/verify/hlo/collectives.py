@@ -127,7 +127,7 @@ def _received_per_byte(kind: CollectiveKind, n: int) -> float:
 
 
 def _ragged_bytes(computation: Computation, instruction: Instruction) -> int:
-    """Return the bytes of the rows of a ragged all-to-all, whose sizes only the program knows.
+    """Return the bytes that a ragged all-to-all sends, assuming equally many rows on every device.
 
     Of the array that it sends and the one that receives, the smaller has all rows if devices have equally many; the
     larger is a buffer with room for more.

@@ -12,8 +12,9 @@ from shardplan.verify.verdict import OmissionKind
 
 FLOATS = ("bf16", "f16", "f32")
 KERNEL_PRODUCTS = {"fwd": (1, 1), "dq": (2, 1), "dkv": (2, 2)}
-"""Kernel of splash attention -> numbers of its matmuls of position x position x head size: with the head size of
-queries and keys (q k^T, and the gradients of q and k), and with that of values (p v, and the gradients of p and v)."""
+"""Kernel of splash attention -> numbers of its matmuls of size position x position x head size: (with the head size of
+queries and keys: q k^T, and the gradients of q and k; with the head size of values: p v, and the gradients of p and
+v)."""
 LANES = 128
 """Multiple to which the matrix unit pads head sizes."""
 GROUPED_MATMUL = re.compile(r"^ragged-dot-|(^|_)t?gmm(_|\.|$)")

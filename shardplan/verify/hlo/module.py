@@ -19,7 +19,7 @@ BITS = {
 SAME_VALUE = ("copy", "bitcast", "reshape", "convert", "copy-start", "copy-done", "opt-barrier")
 """Opcodes whose result has the value of their first operand."""
 HBM_SPACE, HOST_SPACE = 0, 5
-"""Numbers of these memories among memory spaces."""
+"""Numbers of HBM and of host memory among the memory spaces of HLO."""
 
 
 class HloError(ValueError):

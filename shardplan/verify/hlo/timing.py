@@ -37,7 +37,7 @@ SMALL_BYTES = 2**20
 COPIES = ("copy-start", "slice-start")
 """Opcodes that start a copy between HBM and the core's memory, which overlaps with computation."""
 HBM = frozenset({"hbm"})
-"""Name of the link that these copies occupy."""
+"""Name of the link for copies between HBM and the core's memory."""
 TO_HOST, FROM_HOST = frozenset({"to host"}), frozenset({"from host"})
 """The links of copies between device and host, one for each direction."""
 ASYNC_CALLS = ("async-start", "call-start")
@@ -119,7 +119,7 @@ class _Clock:
         self.free_at.update(dict.fromkeys(links, begin + seconds))
 
     def wait(self, name: str) -> None:
-        """Make the core wait for what was started under `name`, if anything was."""
+        """Make the core wait for the transfer that was started under `name`, if there is one."""
         self.now = max(self.now, self.arrival.get(name, self.now))
 
 

@@ -164,7 +164,7 @@ def _count(condition: _LoopCondition, start: SymbolicValue, step: SymbolicValue)
 
 
 def _compute(opcode: str, left: SymbolicValue, right: SymbolicValue) -> SymbolicValue:
-    """Return the result of an operation on two values; None if it is not a parameter plus a constant."""
+    """Return the result of an operation on two values; None unless the result is a parameter plus a constant."""
     if not isinstance(left, SymbolicInt) or not isinstance(right, SymbolicInt):
         return None
     if opcode == "add" and (left.slot is None or right.slot is None):

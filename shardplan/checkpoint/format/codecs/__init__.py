@@ -1,1 +1,1 @@
-"""Weights that are stored as codes and scales rather than plain numbers."""
+"""Quantized weights, which are stored as codes and scales."""

@@ -1,4 +1,4 @@
-"""Tensors that are stored as codes with one scale per group, and the conversion of codes to numbers.
+"""Tensors that are stored as codes with one scale per group, and the decoding of codes to values.
 
 A number is that of its code, less the zero point of its group, times the scale of its group, in float32. Groups are
 boxes of codes in the order in which they are stored, the last ones along a dimension smaller. Only the scales of the
@@ -25,7 +25,7 @@ LARGEST = float(ml_dtypes.finfo(ml_dtypes.bfloat16).max)
 """The largest finite number of bfloat16, which float32 can hold as well."""
 HALF_BYTE_CODES, BYTE_CODES = 16, 256
 MIN_ROWS = 8
-"""Mean number of rows per group from which each group's rows are decoded separately."""
+"""Decode each group's rows separately if groups have at least this many rows on average."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ class RowGroups:
     tensor: Tensor
     """Group of each row, int32[rows]."""
     rows: int
-    """Rows in a step along the first dimension of the codes; the last dimension of the codes numbers these rows."""
+    """Number of rows per step along the first dimension of the codes; the codes' last dimension indexes them."""
 
     def read(self, first: int, last: int, groups: int) -> np.ndarray:
         """Read the groups of the rows in the steps `[first, last)`: [steps, rows of a step].
@@ -138,7 +138,7 @@ class RowGroups:
 
 
 class CodedTensor(ComputedTensor, frozen=True, gc=False):
-    """A tensor stored as codes, scales and zero points; it has the shape of its numbers."""
+    """A tensor stored as codes, scales and zero points; it has the shape of its decoded values."""
 
     code_dims: Shape = ()
     """Dimensions of the codes, in the order in which they are stored."""
@@ -150,7 +150,7 @@ class CodedTensor(ComputedTensor, frozen=True, gc=False):
     zero_offset: float = 0.0
     """Offset added to stored zero points; without stored ones, the zero point of all codes."""
     layout: View | None = None
-    """The numbers as a view of the codes; None if the numbers are in the order of the codes."""
+    """The decoded values as a view of the codes; None if they are in the order of the codes."""
     row_groups: RowGroups | None = None
 
     @property
@@ -160,7 +160,7 @@ class CodedTensor(ComputedTensor, frozen=True, gc=False):
 
     @property
     def has_blocks(self) -> bool:
-        """Whether each number is (code - one common zero point) * scale of the code's block."""
+        """Whether each value is (code - one common zero point) * scale of the code's block."""
         return bool(self.dims) and self.scale is not None and self.zero is None and self.row_groups is None
 
     @property
@@ -179,11 +179,11 @@ class CodedTensor(ComputedTensor, frozen=True, gc=False):
         return total + (0 if self.row_groups is None else self.row_groups.tensor.nbytes)
 
     def view(self, name: str) -> View | None:
-        """Return the numbers as a view of the codes of a tensor `name`; None if both are in the same order."""
+        """Return the decoded values as a view of the codes of a tensor `name`; None if both are in the same order."""
         return None if self.layout is None else self.layout.rename(lambda _: name)
 
     def number_slabs(self, stored: np.ndarray, piece: StridedPiece) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
-        """Yield the numbers of a piece in slabs.
+        """Yield the decoded values of a piece in slabs.
 
         Raises:
             CheckpointError: a scale is not a positive number.
@@ -218,7 +218,7 @@ class CodedTensor(ComputedTensor, frozen=True, gc=False):
         return scales
 
     def check_range(self, scales: np.ndarray) -> None:
-        """Check that every code with one of these scales gives a finite number.
+        """Check that every code with one of these scales gives a finite value.
 
         Raises:
             CheckpointError: they are not.
@@ -241,9 +241,9 @@ class GroupRows:
     zeros: np.ndarray | None
     """Zero points, shaped as `scales`; None if none are stored."""
     first: int
-    """Number of the first row of groups that was read."""
+    """Index of the first row of groups that was read."""
     order: np.ndarray | None = None
-    """Row of groups of each row, in the steps from `first_step` on, as `RowGroups.read` returns it."""
+    """Row of groups that each row belongs to, [step, row of the step], for the steps from `first_step` on."""
     first_step: int = 0
 
 
@@ -286,7 +286,7 @@ def unpack(data: np.ndarray, tensor: Tensor, low: int, count: int) -> np.ndarray
 def _decoded_slabs(
     tensor: CodedTensor, codes: np.ndarray, piece: StridedPiece, rows: GroupRows
 ) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
-    """Yield (part, numbers): the numbers of a piece of codes in slabs, each with its slices of the piece."""
+    """Yield (part, values): the decoded values of a piece of codes in slabs, each with its slices of the piece."""
     if not piece.shape:
         zero = tensor.zero_offset if rows.zeros is None else rows.zeros.reshape(-1)[0]
         yield (), (_numbers(codes) - np.float32(zero)) * rows.scales.reshape(-1)[0]
@@ -354,7 +354,7 @@ def _first_of_groups(groups: list[np.ndarray], dimension: int) -> np.ndarray:
 def _apply(
     function: np.ufunc, numbers: np.ndarray, values: np.ndarray, groups: list[np.ndarray], firsts: np.ndarray
 ) -> None:
-    """Apply a function, in place, to numbers and the values of their groups.
+    """Apply a function, in place, to decoded values and the values of their groups.
 
     Args:
         groups: see `_groups`.
@@ -385,7 +385,7 @@ def _groups(tensor: CodedTensor, piece: StridedPiece, rows: GroupRows) -> list[n
 
 
 def _reduce(group: np.ndarray) -> np.ndarray:
-    """Shrink every dimension along which all elements are equal to length 1."""
+    """Shrink to length 1 every dimension along which all elements are equal."""
     for d in range(group.ndim):
         if group.shape[d] > 1 and not np.diff(group, axis=d).any():
             group = group.take([0], axis=d)
@@ -393,21 +393,21 @@ def _reduce(group: np.ndarray) -> np.ndarray:
 
 
 def _numbers(codes: np.ndarray) -> np.ndarray:
-    """Convert codes of one byte to their numbers, in float32."""
+    """Convert codes of one byte to the values they stand for, in float32."""
     # no index is beyond the table, and without a look for such indices it takes half the time
     return _table(codes.dtype).take(codes.view(np.uint8), mode="clip")
 
 
 @lru_cache
 def _largest_code(dtype: np.dtype) -> float:
-    """Return the largest absolute number that a code of a type stands for, before its zero point is subtracted."""
+    """Return the largest absolute value that a code of a type stands for, before its zero point is subtracted."""
     numbers = np.abs(_table(dtype))
     return float(numbers[np.isfinite(numbers)].max())
 
 
 @lru_cache
 def _table(dtype: np.dtype) -> np.ndarray:
-    """Return the number of each code of a type, float32[code]."""
+    """Return the value that each code of a type stands for, float32[code]."""
     count = HALF_BYTE_CODES if dtype in HALF_BYTES else BYTE_CODES
     return np.arange(count, dtype=np.uint8).view(dtype).astype(np.float32)
 

@@ -1,4 +1,4 @@
-"""Tensors whose numbers are computed from stored bytes while these are read."""
+"""Tensors whose values are computed from stored bytes while these are read."""
 
 import math
 from abc import abstractmethod
@@ -13,7 +13,7 @@ from shardplan.checkpoint.mapping.views import Shape, View
 
 
 class ComputedTensor(Tensor, frozen=True, gc=False):
-    """A tensor whose numbers are computed from stored elements; `dtype` is the elements' type, `shape` the numbers'."""
+    """A tensor whose values are computed from stored elements; `dtype` is the elements' type, `shape` the values'."""
 
     @property
     @abstractmethod
@@ -22,7 +22,7 @@ class ComputedTensor(Tensor, frozen=True, gc=False):
 
     @property
     def value_dtype(self) -> np.dtype:
-        """Type of the numbers for models that keep the checkpoint's types; they are computed in float32."""
+        """Type of the values for models that keep the checkpoint's types; they are computed in float32."""
         return np.dtype(ml_dtypes.bfloat16)
 
     @property
@@ -31,12 +31,12 @@ class ComputedTensor(Tensor, frozen=True, gc=False):
         return bytes_of(math.prod(self.dims) * self.bits)
 
     def view(self, name: str) -> View | None:
-        """Return the numbers as a view of the elements of a tensor `name`; None if both are in the same order."""
+        """Return the values as a view of the elements of a tensor `name`; None if both are in the same order."""
         return None
 
     @abstractmethod
     def number_slabs(self, stored: np.ndarray, piece: StridedPiece) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
-        """Yield (part, numbers): the numbers of a piece in slabs of float32, each with its slices of the piece.
+        """Yield (part, values): the values of a piece in slabs of float32, each with its slices of the piece.
 
         Args:
             stored: the stored elements of the piece.

@@ -36,7 +36,7 @@ DECODERS: Mapping[type[Quantization], Callable[[StoredParts, Any], None]] = {
 
 
 def quantization_of(folder: Folder) -> Quantization | None:
-    """Read from a checkpoint's configuration how its weights are stored; None for plain numbers.
+    """Read from a checkpoint's configuration how its weights are stored; None for unquantized weights.
 
     >>> from pathlib import Path
     >>> from tempfile import TemporaryDirectory

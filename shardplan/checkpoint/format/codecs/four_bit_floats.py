@@ -15,7 +15,7 @@ E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 POWERS = np.dtype(ml_dtypes.float8_e8m0fnu)
 BYTE = np.dtype(np.uint8)
 MX_GROUP, NV_GROUP = 32, 16
-"""Numbers that share a scale: a power of two in MXFP4, a number in E4M3 in NVFP4."""
+"""Number of codes that share a scale; the scale is a power of two in MXFP4, and in E4M3 in NVFP4."""
 HALVES = 2
 
 

@@ -23,7 +23,7 @@ AWQ_HALVES, AWQ_COLUMNS = 2, 4
 
 
 def decode_packed(parts: StoredParts, quantization: PackedIntegers) -> None:
-    """Replace words along inputs and scales [outputs, groups] by coded tensors [outputs, inputs].
+    """Replace words (packed along inputs) and scales [outputs, groups] by coded tensors [outputs, inputs].
 
     >>> from types import SimpleNamespace
     >>> file = SimpleNamespace(name="model.safetensors", size=0, version="", tuning=None, is_shared=True)

@@ -38,7 +38,7 @@ class StoredScales(ComputedTensor, frozen=True, gc=False):
 
 
 def _number_in_tensor(piece: StridedPiece, part: tuple[slice, ...], shape: Shape, index: int) -> int:
-    """Return the row-major index, within its tensor, of an element of a part of a piece.
+    """Return an element's row-major index in its tensor, from its index in a part of a piece.
 
     Args:
         part: part of the piece.

@@ -26,13 +26,13 @@ class StoredParts:
             where: name of the checkpoint, for messages.
         """
         self.tensors = dict(tensors)
-        """Those that are left."""
+        """Tensors that no decoder has taken out."""
         self.where = where
         self._buffered: dict[int, BufferedFile] = {}
-        """id of a file -> the file, as scales are read from it."""
+        """id of a file -> its buffered form, from which scales are read."""
 
     def names_ending(self, suffix: str) -> list[str]:
-        """Return the names of tensors with this ending, without it."""
+        """Return the names of tensors that end in `suffix`, without the suffix."""
         return [name.removesuffix(suffix) for name in self.tensors if name.endswith(suffix)]
 
     def take(self, name: str, owner: str, dtypes: tuple[np.dtype, ...], shapes: tuple[Shape, ...] = ()) -> Tensor:

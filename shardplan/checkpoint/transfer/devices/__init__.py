@@ -1,1 +1,1 @@
-"""The part of a transfer on devices: exchange of rows, codes made numbers, and boxes written into the shards."""
+"""The part of a transfer on devices: exchange rows, decode codes, and write boxes into the shards."""

@@ -1,4 +1,4 @@
-"""Decodes codes to numbers on the devices that hold them, inside the program that exchanges the codes."""
+"""Decodes codes on the devices that hold them, inside the program that exchanges the codes."""
 
 import math
 from dataclasses import dataclass
@@ -30,10 +30,10 @@ class BoxDecoder:
     extents: Shape
     """Number of codes in a shard, along each dimension of a box."""
     dtype: np.dtype
-    """Type of the numbers."""
+    """Type of the decoded values."""
 
     def decode(self, codes: Array, scales: Array, start: Array) -> Array:
-        """Decode a box of codes to numbers, inside `jax.shard_map`.
+        """Decode a box of codes, inside `jax.shard_map`.
 
         Args:
             codes: those of four bits one in a byte.

@@ -1,4 +1,4 @@
-"""Collectives and conversions on devices after a read: they exchange rows, and decode codes to numbers.
+"""Collectives and conversions on devices after a read: they exchange rows, and decode codes.
 
 Rows are exchanged by all-to-all and all-gather, nothing else.
 """

@@ -76,7 +76,7 @@ class Runs:
     elements: int
     """Elements of each run, from its first to its last."""
     dimensions: tuple[tuple[int, int], ...]
-    """(Elements between neighbouring runs, number of runs) along each dimension that numbers the runs."""
+    """(Elements between neighbouring runs, number of runs) along each dimension of the runs."""
 
     @property
     def count(self) -> int:

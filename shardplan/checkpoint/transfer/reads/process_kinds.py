@@ -93,7 +93,7 @@ def find_volumes(
 
 
 def _find_kinds(keys: np.ndarray) -> ProcessKinds:
-    """Group processes with equal numbers.
+    """Group processes with equal keys.
 
     Args:
         keys: int[process, device, number].
@@ -113,9 +113,9 @@ class _Reads:
     row_index: np.ndarray
     """Index of each device along the mesh axes of rows, int[process, device]."""
     local: Mapping[int, np.ndarray]
-    """Dimension that is sharded while it is read -> index of each device along its mesh axes, int[process, device]."""
+    """Dimension sharded during the read -> each device's index along its mesh axes, int[process, device]."""
     grid_rank: int = 0
-    """Number of leading dimensions that number the pieces."""
+    """Number of leading dimensions that index the pieces."""
     ranges: "_DeviceRanges | None" = None
     """The byte range of each device; None if the pieces of the array differ in shape or strides."""
 
@@ -131,7 +131,7 @@ def _find_reads(transfer: Transfer, grid: ViewGrid | None, shape: Shape, mesh: D
 
 
 def _device_keys(transfer: Transfer, reads: _Reads) -> np.ndarray:
-    """Return the numbers that determine each device's reads, int[process, device, number].
+    """Return the integers that determine each device's reads, int[process, device, integer].
 
     Processes with equal numbers read equally many bytes and ranges.
     """
@@ -172,11 +172,11 @@ class _DeviceRanges:
     is_complete: np.ndarray
     """Whether the device reads this range and nothing else."""
     file: np.ndarray
-    """Number of the device's file; -1 if the device reads nothing."""
+    """Index of the file that the device reads; -1 if it reads nothing."""
     first_bit: np.ndarray
     bits: np.ndarray
     block: np.ndarray
-    """Number of the block of rows that holds the range; a block is a contiguous byte range."""
+    """Index of the block of rows that holds the range; a block is a contiguous byte range."""
     index: np.ndarray
     """First row of the range in that block."""
 
@@ -220,7 +220,7 @@ def _find_device_ranges(
 
 
 def _first_contiguous_dimension(transfer: Transfer, grid: ViewGrid, shape: Shape) -> int:
-    """Return the first dimension inside a piece from which on a box of the transfer is contiguous in the file.
+    """Return the first of the last dimensions in which a transfer's box is contiguous in the file, within a piece.
 
     If it numbers rows, a device may read several neighbouring ones as one range.
     """
@@ -234,7 +234,7 @@ def _first_contiguous_dimension(transfer: Transfer, grid: ViewGrid, shape: Shape
 
 
 def _first_equal(values: np.ndarray) -> np.ndarray:
-    """Return the first device of the same process with an equal value: int[process, device] -> int[process, device]."""
+    """Return, for each device, the first device of its process with an equal value: int[process, device]."""
     return np.argmax(values[:, :, None] == values[:, None, :], axis=2)
 
 

@@ -35,7 +35,7 @@ If one piece of a transfer has more, the ranges of all its pieces are only count
 
 @dataclass(frozen=True)
 class ViewGrid:
-    """A view of equal pieces; its leading dimensions number the pieces."""
+    """A view of equal pieces; its leading dimensions index the pieces."""
 
     shape: Shape
     """Shape of the view."""
@@ -48,7 +48,7 @@ class ViewGrid:
 
     @property
     def rank(self) -> int:
-        """Number of leading dimensions, which number the pieces."""
+        """Number of leading dimensions, which index the pieces."""
         return self.positions.ndim
 
     @property

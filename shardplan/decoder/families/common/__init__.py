@@ -1,1 +1,1 @@
-"""Functions that families share: readers of config.json keys, and rules of parameters."""
+"""Functions that families share: readers of config.json keys, and rules that make parameters from tensors."""

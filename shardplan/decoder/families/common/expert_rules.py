@@ -1,4 +1,4 @@
-"""Rules of layers with routed experts, in checkpoints where experts have separate tensors or share them."""
+"""Rules that make parameters of routed experts from checkpoint tensors, separate ones per expert or shared ones."""
 
 from typing import NamedTuple
 
@@ -35,7 +35,7 @@ def expert_layer_rules(
     names: ExpertNames = DEEPSEEK_NAMES,
     mlp: str = "mlp",
 ) -> Rules:
-    """Return the rules of a layer with Llama's tensor names, with experts or an MLP.
+    """Return the loading rules of a layer with Llama's tensor names, with experts or an MLP.
 
     >>> from shardplan.decoder.config import DecoderConfig
     >>> from shardplan.model.huggingface.hf_config import read_config
@@ -56,7 +56,7 @@ def expert_layer_rules(
 
 
 def separate_expert_rules(mlp: Mlp, name: str, embed: int, names: ExpertNames = DEEPSEEK_NAMES) -> Rules:
-    """Return the rules of experts with one tensor per projection and expert, or of the MLP of a layer without experts.
+    """Return the loading rules of experts with a tensor per projection and expert, or of a layer's MLP without experts.
 
     >>> from shardplan.decoder.parts.mlp.experts import GatedActivation
     >>> from shardplan.decoder.parts.mlp.router import RouterConfig
@@ -83,7 +83,7 @@ def separate_expert_rules(mlp: Mlp, name: str, embed: int, names: ExpertNames = 
 
 
 def stacked_expert_rules(mlp: Mlp, name: str, embed: int) -> Rules:
-    """Return the rules of experts stacked in two tensors, or of the MLP of a layer without experts.
+    """Return the loading rules of experts stacked in two tensors, or of the MLP of a layer without experts.
 
     The tensors are `gate_up_proj` {experts, gates and then projections up, embed}, and `down_proj` {experts, embed,
     mlp}.
@@ -113,7 +113,7 @@ def stacked_expert_rules(mlp: Mlp, name: str, embed: int) -> Rules:
 
 
 def _router_rules(mlp: ExpertsConfig, name: str, embed: int, names: ExpertNames) -> Rules:
-    """Return the rules of the router, and of the shared experts if there are any.
+    """Return the loading rules of the router, and of the shared experts if there are any.
 
     Args:
         name: prefix of the MLP.

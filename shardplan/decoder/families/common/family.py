@@ -23,9 +23,9 @@ class Family:
     read: Callable[[ConfigKeys], dict[str, Any]]
     """Read the fields of an `Architecture`, except `hf_config`, from a config.json."""
     layer_rules: Callable[[Architecture, LayerConfig, int], Mapping[str, Rule]]
-    """Return the rules of the layer with this index, by path of the parameter in the layer."""
+    """Return the rules that make the parameters of this layer from checkpoint tensors, by path in the layer."""
     rules: Callable[[Architecture, int], Mapping[str, Rule]] = top_rules
-    """Return the rules of the parameters outside of layers, by path, for a vocabulary of this many tokens."""
+    """Return the rules that make parameters outside of layers from tensors, by path, for a vocabulary of this size."""
     constants: Callable[[Architecture, LayerConfig, int], Mapping[str, float]] = _no_constants
     """Return name -> value of the scalars that checkpoints hold for a layer, but that are no parameters."""
     dispensable: tuple[str, ...] = ()

@@ -16,7 +16,7 @@ UNREAD = (
     "index_head_dim", "index_n_heads", "index_share_for_mtp_iteration", "index_skip_topk_offset", "index_topk_freq",
     "index_topk_pattern", "indexer_rope_interleave", "indexer_types",
 )  # fmt: skip
-"""Keys that have no effect if all positions are chosen."""
+"""Keys of the indexer that have no effect if it chooses all positions."""
 
 
 def read_indexer(keys: ConfigKeys, fields: dict[str, Any]) -> dict[str, Any]:

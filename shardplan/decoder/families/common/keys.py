@@ -28,7 +28,7 @@ ACTIVATIONS = {
 FULL, SLIDING = "full_attention", "sliding_attention"
 """Kinds of layers in `layer_types`: without and with a window."""
 WINDOW_PERIOD = ("sliding_window_pattern", "_sliding_window_pattern")
-"""Keys of a number n for which every n-th layer has no window; transformers 4.53 wrote the second key."""
+"""Keys for a number n: every n-th layer has no window; transformers 4.53 wrote the second key."""
 
 
 def read_heads(keys: ConfigKeys, head_size: int | None = None, kv_heads: int | None = None) -> GroupedAttention:

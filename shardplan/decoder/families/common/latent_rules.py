@@ -1,4 +1,4 @@
-"""Rules of latent attention under the names of DeepSeek's tensors, in which neighbouring channels are rotated.
+"""Loading rules of latent attention under the names of DeepSeek's tensors, which rotate neighbouring channels.
 
 A checkpoint has the rotated channels last in each head, beside the latent of keys and values in one projection, and the
 unrotated channels of keys beside those of values in another. The decoder has the rotated ones first, in halves, and a
@@ -11,7 +11,7 @@ from shardplan.decoder.parts.attention.latent_attention import LatentAttention
 
 
 def latent_attention_rules(attention: LatentAttention, name: str, embed: int) -> Rules:
-    """Return the rules of the projections and norms of latent attention.
+    """Return the loading rules of the projections and norms of latent attention.
 
     >>> from shardplan.decoder.config import DecoderConfig
     >>> from shardplan.model.huggingface.hf_config import read_config
@@ -46,7 +46,7 @@ def latent_attention_rules(attention: LatentAttention, name: str, embed: int) ->
 
 
 def _rotated_first(name: str, attention: LatentAttention, inputs: int) -> Rule:
-    """Return the rule of queries {heads, head_size, inputs}."""
+    """Return the rule that makes queries {heads, head_size, inputs} from a tensor, rotated channels first."""
     heads, size, unrotated = attention.heads, attention.head_size, attention.unrotated_size
     by_head = Reshaped(StoredTensor(name, (heads * size, inputs)), (heads, size, inputs))
     rotated = pairs_to_halves(Sliced(by_head, 1, unrotated, size), (heads, attention.rotated_size, inputs))
@@ -54,7 +54,7 @@ def _rotated_first(name: str, attention: LatentAttention, inputs: int) -> Rule:
 
 
 def _latent_and_rotated(name: str, kind: str, attention: LatentAttention, inputs: Shape) -> Rules:
-    """Return the rules of the projections to the key-value latent, and to the rotated channels of keys."""
+    """Return the loading rules of the projections to the key-value latent, and to the rotated channels of keys."""
     rank, rotated = attention.kv_rank, attention.rotated_size
     both = StoredTensor(f"{name}.{kind}", (rank + rotated, *inputs))
     pairs = Sliced(both, 0, rank, rank + rotated)

@@ -18,7 +18,7 @@ from shardplan.model.huggingface.rope_keys import read_rope
 TEMPERATURE = "llama_4_scaling_beta"
 """Key of `beta`, the factor by which queries grow with their position (`QueryTemperature`)."""
 ALPHA = "alpha"
-"""Key of a fixed growth of the base, beside the type `dynamic`, which then has no other effect."""
+"""Key of a fixed growth of the rotary base; with it, the type `dynamic` has no other effect."""
 LONGROPE = ("longrope", "su")
 """Names of LongRoPE, in which each frequency has one factor for short and another for long texts."""
 KNOWN = frozenset(

@@ -1,4 +1,4 @@
-"""Rules that families share: the parameters of each part, under the tensor names of most checkpoints."""
+"""Loading rules that families share: the parameters of each part, under the tensor names of most checkpoints."""
 
 from collections.abc import Mapping
 
@@ -10,7 +10,7 @@ from shardplan.decoder.parts.mlp.mlp import MlpConfig
 from shardplan.decoder.parts.norm import NormConfig
 
 Rules = dict[str, Rule]
-"""Path of a parameter -> its rule."""
+"""Path of a parameter -> the rule that makes it from checkpoint tensors."""
 
 NORM_NAMES: Mapping[Wiring, Mapping[str, str]] = {
     Wiring.PRE: {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"},
@@ -33,7 +33,7 @@ NORM_NAMES: Mapping[Wiring, Mapping[str, str]] = {
 def top_rules(
     config: Architecture, vocab: int, model: str = "model", embedding: str = "embed_tokens", norm: str = "norm"
 ) -> Rules:
-    """Return the rules of the embedding, the last norm and the output head.
+    """Return the loading rules of the embedding, the last norm and the output head.
 
     >>> from shardplan.decoder.config import DecoderConfig
     >>> from shardplan.model.huggingface.hf_config import read_config
@@ -58,7 +58,7 @@ def top_rules(
 
 
 def standard_layer_rules(config: Architecture, layer: LayerConfig, index: int) -> Rules:
-    """Return the rules of a layer whose tensors have Llama's names, with the norms of its wiring.
+    """Return the loading rules of a layer whose tensors have Llama's names, with the norms of its wiring.
 
     >>> from shardplan.decoder.config import DecoderConfig
     >>> from shardplan.model.huggingface.hf_config import read_config
@@ -75,7 +75,7 @@ def standard_layer_rules(config: Architecture, layer: LayerConfig, index: int) -
 
 
 def interleaved_layer_rules(config: Architecture, layer: LayerConfig, index: int) -> Rules:
-    """Return the rules of a layer with Llama's names, if the checkpoint rotates pairs of neighbouring channels.
+    """Return the loading rules of a layer with Llama's names, if the checkpoint rotates neighbouring channels.
 
     >>> from shardplan.decoder.config import DecoderConfig
     >>> from shardplan.model.huggingface.hf_config import read_config
@@ -89,7 +89,7 @@ def interleaved_layer_rules(config: Architecture, layer: LayerConfig, index: int
 
 
 def layer_norm_rules(layer: LayerConfig, at: str, embed: int, names: Mapping[str, str] | None = None) -> Rules:
-    """Return the rules of the norms of a layer.
+    """Return the loading rules of the norms of a layer.
 
     >>> from shardplan.decoder.config import DecoderConfig
     >>> from shardplan.model.huggingface.hf_config import read_config
@@ -115,7 +115,7 @@ def attention_rules(
     projections: tuple[str, str, str, str] = ("q_proj", "k_proj", "v_proj", "o_proj"),
     norms: tuple[str, str] = ("q_norm", "k_norm"),
 ) -> Rules:
-    """Return the rules of attention, if every projection has a separate tensor.
+    """Return the loading rules of attention, if every projection has a separate tensor.
 
     >>> rules = attention_rules(GroupedAttention(heads=8, kv_heads=2, head_size=64), "self_attn", embed=256)
     >>> [(path.split(".")[1], rule.shape) for path, rule in rules.items()]
@@ -141,7 +141,7 @@ def attention_rules(
 
 
 def _head_norm_rules(attention: GroupedAttention, path: str, name: str, heads: int) -> Rules:
-    """Return the rules of the norm of queries or of keys; none if there is no such norm, or it has no weight."""
+    """Return the loading rules of the norm of queries or keys; none if there is no norm, or it has no weight."""
     if attention.head_norm is None or not attention.head_norm.norm.has_weight:
         return {}
     size = attention.head_size
@@ -158,7 +158,7 @@ def _head_norm_rules(attention: GroupedAttention, path: str, name: str, heads: i
 def mlp_rules(
     mlp: MlpConfig, name: str, embed: int, projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 ) -> Rules:
-    """Return the rules of an MLP, if every projection has a separate tensor.
+    """Return the loading rules of an MLP, if every projection has a separate tensor.
 
     >>> mlp = MlpConfig(size=128, activation="silu", is_gated=True)
     >>> [(rule.name, rule.shape) for rule in mlp_rules(mlp, "mlp", embed=64).values()]
@@ -175,7 +175,7 @@ def mlp_rules(
 
 
 def gate_and_up_rules(mlp: MlpConfig, name: str, embed: int) -> Rules:
-    """Return the rules of the gate and up projections, if one tensor holds both, the gate first.
+    """Return the loading rules of gate and up projections, if one tensor holds both, the gate first.
 
     >>> mlp = MlpConfig(size=128, activation="silu", is_gated=True)
     >>> rules = gate_and_up_rules(mlp, "mlp.gate_up_proj", embed=64)
@@ -190,7 +190,7 @@ def gate_and_up_rules(mlp: MlpConfig, name: str, embed: int) -> Rules:
 
 
 def linear_rules(path: str, name: str, outputs: int, inputs: int, has_bias: bool) -> Rules:
-    """Return the rules of a projection's weight and bias.
+    """Return the loading rules of a projection's weight and bias.
 
     >>> linear_rules("mlp.up_proj", "mlp.fc", 8, 4, True)["mlp.up_proj.bias"]
     StoredTensor(name='mlp.fc.bias', shape=(8,))
@@ -202,7 +202,7 @@ def linear_rules(path: str, name: str, outputs: int, inputs: int, has_bias: bool
 
 
 def norm_rules(path: str, name: str, norm: NormConfig, size: int) -> Rules:
-    """Return the rules of a norm over the residual stream.
+    """Return the loading rules of a norm over the residual stream.
 
     >>> from shardplan.decoder.parts.norm import NormKind
     >>> norm_rules("norm", "model.norm", NormConfig(NormKind.RMS, 1e-5), 64)
@@ -215,7 +215,7 @@ def norm_rules(path: str, name: str, norm: NormConfig, size: int) -> Rules:
 
 
 def in_halves(rules: Rules, attention: GroupedAttention, embed: int) -> Rules:
-    """Return the rules that reorder the rotated channels of queries, keys and their norms from pairs to halves.
+    """Return the rules of queries, keys and their norms, changed to reorder rotated channels from pairs to halves.
 
     The checkpoint rotates pairs of neighbouring channels. The rules put the first channels of all pairs before the
     second channels, as `shardplan.decoder.parts.attention.rotary` rotates them. Scores do not depend on the order of

@@ -131,7 +131,7 @@ class QueryTemperature:
     positions: int
     """Positions per step of the scale; queries in the first step are not scaled."""
     first: int = 0
-    """Number of a text's first position."""
+    """Number added to every position before the division by `positions`."""
 
     def __call__(self, queries: NamedArray, positions: Positions) -> NamedArray:
         """Multiply each query {..., position, ...} by the factor of its position; the dtype stays."""

@@ -47,7 +47,7 @@ def dot_product_attention(
 
 
 def _widen(x: NamedArray, Both: Axis) -> NamedArray:
-    """Pad with zeros the axis of `x` that has the name of `Both`, to the size of `Both`."""
+    """Pad an axis of `x` with zeros to the size of `Both`, the axis of the same name."""
     missing = Both.size - x.axis_size(Both.name)
     if missing == 0:
         return x

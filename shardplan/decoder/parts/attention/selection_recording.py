@@ -1,4 +1,4 @@
-"""Records what layers with Native Sparse Attention select, while a forward pass is traced.
+"""Records the blocks that layers with Native Sparse Attention select, while a forward pass is traced.
 
 Nothing is recorded outside of `record_selection`, and no statistics are traced then.
 """
@@ -16,7 +16,7 @@ class SelectionRecording:
     """The records of one forward pass."""
 
     segments: list[tuple[SelectionSums, ...]] = field(default_factory=list)
-    """Sums [repetition, ...] of each loop over layers, one per layer with Native Sparse Attention in its block."""
+    """Sums [repetition, ...] of each loop over layers, one per layer of its block with Native Sparse Attention."""
     sums: list[SelectionSums] = field(default_factory=list)
     """Sums of the layers outside of loops, or of one repetition, in the order of the model."""
 

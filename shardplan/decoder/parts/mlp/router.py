@@ -38,7 +38,7 @@ class ExpertGroups:
     chosen: int
     """Number of groups that a token chooses experts from: those with the largest scores."""
     best: int
-    """Number of a group's best experts whose scores sum to the score of the group."""
+    """Number of best experts per group whose scores add up to the group's score."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Routing(NamedTuple):
     """The experts of each token."""
 
     chosen: NamedArray
-    """Numbers of the chosen experts, int32{..., expert_choice}."""
+    """Indices of the chosen experts, int32{..., expert_choice}."""
     weights: NamedArray
     """Routing weights, the factors of the experts' outputs, float32{..., expert_choice}."""
 

@@ -26,7 +26,7 @@ class Figures:
     mfu: str
     peak: str
     limit: str
-    """Name of what takes most of the step."""
+    """Name of the cost that takes most of the step."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ NO_VERDICT = (
 STORED = ("parameters", "optimizer")
 """Fields for arrays that are live at every point."""
 MIN_WIDTH = 9
-"""Percent of the chart's width from which there is room for the text of a repeat."""
+"""Minimum width of a repeat with text, in percent of the chart's width."""
 HEADROOM = 1.05
 """Height of the chart / largest value shown."""
 
@@ -56,7 +56,7 @@ class LoopRepeat:
 
     @classmethod
     def over(cls, start: float, end: float, times: int) -> "LoopRepeat":
-        """Make the repeat of the points from `start` to `end`, in percent of the width; without room, without text."""
+        """Make the repeat of the points from `start` to `end`, in percent of the width; a narrow one has no text."""
         return cls(start, end - start, f"{times} times" if end - start >= MIN_WIDTH else "")
 
 

@@ -35,7 +35,7 @@ class Tiling:
     tiles: int
 
     def tile(self, coordinates: dict[str, int]) -> int:
-        """Return the number of the tile at given mesh coordinates."""
+        """Return the index of the tile at given mesh coordinates."""
         return sum(self.strides.get(axis, 0) * at for axis, at in coordinates.items())
 
 

@@ -35,7 +35,7 @@ class Member:
     host: str
     pid: int
     facts: Mapping[str, str]
-    """Name -> value of what must be equal in all processes."""
+    """Name -> value of each setting that must be equal in all processes."""
 
     def __str__(self) -> str:
         """Format the process with its host."""
@@ -66,9 +66,9 @@ class _Peer:
     heard: float
     """Time of the last message from the process."""
     depth: int = 0
-    """Number of nested blocks of work that needs all processes."""
+    """Nesting depth of blocks of work that needs all processes."""
     entered: int = 0
-    """Number of such blocks entered so far; all processes enter the same blocks."""
+    """Number of blocks of joint work entered so far; all processes enter the same blocks."""
 
     def progress(self, now: float) -> None:
         """Record that the process has made progress."""
@@ -81,7 +81,7 @@ class _Entry:
 
     process: int
     is_end: bool
-    """Whether this process, and therefore all, has come to its end."""
+    """Whether the block of work is the wait for all other processes at the end of the run."""
     count: int = 0
     """Number of processes that have entered the block."""
 
@@ -111,16 +111,16 @@ class Hub:
         self.silent = set[int]()
         """Connections of processes that are lost, though they have not ended."""
         self._ended: _Peer | None = None
-        """Of the processes that have ended, the one that had entered the fewest blocks of work."""
+        """The ended process that had entered the fewest blocks of work; None if none has ended."""
         self._most_entered, self._ahead_at = 0, now
         """How many blocks of work the process that is furthest ahead has entered, and when it entered the last one."""
         self._entries: dict[int, _Entry] = {}
-        """Number of a block that not all have entered -> who entered it first."""
+        """Index of a block of work that not all have entered -> who entered it first."""
         self._has_failed = False
-        """Whether processes have been told of a problem: that they end then is none."""
+        """Whether the processes know of a problem; if so, a process that ends is no further problem."""
         self._exchanges = Exchanges(count)
         self._places: dict[int, CodeLocation] | None = None
-        """Where processes are, once one is stuck."""
+        """Locations of processes in their code; None unless one is stuck."""
         self._places_due = 0.0
         self._alive_due = now
         self._lines = _line_times(limit_s, timing)
@@ -196,7 +196,7 @@ class Hub:
         return []
 
     def _tell_of_end(self, peer: _Peer, to: int) -> list[Reply]:
-        """Tell all processes, or only one if a problem is known, that a process ended before work that needs it."""
+        """Tell all processes (only `to`, if a problem is known already) that a process ended before joint work."""
         problem = problem_values(
             PeerError(f"{peer.member} of {self._count} has ended, and does not take part; {AGAIN}")
         )
@@ -299,7 +299,7 @@ class Hub:
         )
 
     def _enter(self, connection: int, peer: _Peer, is_end: bool, now: float) -> list[Reply]:
-        """Record that a process begins work that needs all of them, or has come to its end."""
+        """Record that a process begins work that needs all processes, or waits for the others at its end."""
         peer.depth, peer.entered = peer.depth + 1, peer.entered + 1
         if peer.entered > self._most_entered:
             self._most_entered, self._ahead_at = peer.entered, now
@@ -364,7 +364,7 @@ class Hub:
         return self._to_all(MessageKind.PROBLEM, problem_values(PeerError(f"{stall}; {AGAIN}")))
 
     def _expected(self, working: Mapping[int, _Peer]) -> dict[int, Activity]:
-        """Return the activities of processes that others wait for in work that these have not begun.
+        """Return the activities of processes that have not begun the joint work in which others wait for them.
 
         They do something of their own, and may have done so for hours before the others began.
         """

@@ -42,7 +42,7 @@ class _Connection:
         self.socket, self.lines, self._send_s = connection, Lines(), timing.send_s
         self.unsent: deque[memoryview] = deque()
         self.sent_at = 0.0
-        """When it last took something, or had taken all before."""
+        """Time at which data was last sent, or was queued while nothing else was."""
 
     def put(self, line: bytes) -> None:
         """Queue a message, which may be shared with other connections."""
@@ -82,7 +82,7 @@ class HubServer:
         self._selector = selectors.DefaultSelector()
         self._connections: dict[int, _Connection] = {}
         self._blocked = set[int]()
-        """Numbers of the connections with messages that are not sent."""
+        """Ids of the connections with unsent messages."""
         self._listener = listener
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ)
@@ -120,7 +120,7 @@ class HubServer:
             connection.send_all()
 
     def _tick(self) -> None:
-        """Do what is due, and close connections whose process neither receives nor sends any more."""
+        """Run the actions that are due, and close connections whose process neither receives nor sends any more."""
         now = time.monotonic()
         self._send(self._hub.tick(now))
         limit_s = self._timing.send_s

@@ -45,7 +45,7 @@ class MessageKind(StrEnum):
     ENTER = "enter"
     """A process begins work that needs all processes; `is_end`: it has come to its end, and waits for the others."""
     LEAVE = "leave"
-    """A process has ended such work: `problem` if it failed."""
+    """A process has ended work that needs all processes: `problem` if it failed."""
 
 
 def encode(kind: MessageKind, **values: Any) -> bytes:
@@ -69,7 +69,7 @@ class Lines:
     def __init__(self) -> None:
         self._received = bytearray()
         self._searched = 0
-        """How much of what has arrived has no end of a line."""
+        """Number of received bytes that are known to contain no end of a line."""
 
     def add(self, data: bytes) -> Iterator[bytes]:
         """Yield the lines that `data` completes; lines not consumed are yielded first by the next call.

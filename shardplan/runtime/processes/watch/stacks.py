@@ -33,9 +33,9 @@ class Stacks:
         self._signal_file: io.FileIO | None = None
         """The file for the handler of a signal, which cannot open one."""
         self.activity_lines: Callable[[], list[str]] = list
-        """Returns what this process is doing."""
+        """Returns lines on the activity of this process."""
         self.device_lines: Callable[[], list[str]] = list
-        """Returns what is known of its devices."""
+        """Returns lines on the state of its devices."""
 
     def write(self, reason: str) -> str:
         """Write the activity of the process, the stacks of all threads, and finally the state of its devices.
@@ -67,7 +67,7 @@ class Stacks:
 
     @contextlib.contextmanager
     def on_signal(self) -> Iterator[None]:
-        """Write the same on SIGUSR1 within the context; for commands.
+        """Write activity, stacks and devices whenever SIGUSR1 arrives within the context; for commands.
 
         The handler writes the stack of the main thread, for which it needs no GIL, and a thread everything. The handler
         of before is called as well, but for the default one, which would end the process. Without effect outside the
@@ -153,7 +153,7 @@ class Stacks:
 
 
 def _append(path: Path, lines: Iterable[str]) -> None:
-    """Append lines to a file, without a buffer, which would be written again when the file is closed."""
+    """Append lines to a file without a buffer, because a buffer would be written again when the file is closed."""
     data = memoryview("".join(f"{line}\n" for line in lines).encode())
     with open(path, "ab", buffering=0) as file:
         while data:

@@ -25,7 +25,7 @@ class Watch:
         """Begin to watch this process."""
         self.timing = timing
         self.activity = Activity(since=time.monotonic())
-        """What this process is doing."""
+        """Activity of this process."""
         self._problem: ShardplanError | None = None
         self._changed = threading.Condition()
         self._depth = 0

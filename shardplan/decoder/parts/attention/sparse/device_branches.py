@@ -84,7 +84,7 @@ class DeviceBranches:
     method: SelectedMethod
     queries_per_chunk: int
     query_tile: int | None
-    """Number of queries for whose union of blocks statistics are computed; None for no statistics."""
+    """Number of queries per tile; statistics count the union of the blocks of a tile. None for no statistics."""
 
     def run(self, inputs: TokenInputs, parameters: GroupInputs) -> tuple[TokenResults, SelectionSums | None]:
         """Compute the results of this device's queries, and if requested the sums over the rows of all devices."""

@@ -31,7 +31,7 @@ from shardplan.positions.sequence_order import SequenceOrder
 
 BATCH = "batch"
 QUERY_TILE = 8
-"""Number of queries for whose union of blocks statistics are computed, as many as a kernel would compute together."""
+"""Number of queries per tile in statistics of the union of selected blocks, as many as a kernel's tile has."""
 
 
 class DetailedOutput(NamedTuple):
@@ -154,7 +154,7 @@ class NativeSparseAttention(eqx.Module):
         return DetailedOutput(output, hax.named(results.blocks, (Batch, Pos, config.KVHeads, config.Selected)), sums)
 
     def _check_heads(self, Pos: Axis) -> None:
-        """Check that every device has all query heads of a group, because they select blocks by one sum.
+        """Check that every device has all query heads of a group, because a sum over these heads selects the blocks.
 
         Raises:
             ConfigError: the axis mapping shards them.
@@ -200,7 +200,7 @@ class NativeSparseAttention(eqx.Module):
         return hax.auto_sharded(product.rearrange((BATCH, POSITION, *weight)))
 
     def _phi(self, prefix: str) -> dict[str, jax.Array]:
-        """Return the parameters that compress keys or values, without the prefix of their names."""
+        """Return name without prefix -> parameter, for the compression of keys or values."""
         named = {name: value.array for name, value in self.parameters.items() if name.startswith(prefix)}
         return {name.removeprefix(prefix): array for name, array in named.items()}
 

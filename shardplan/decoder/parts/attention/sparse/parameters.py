@@ -58,7 +58,7 @@ def parameter_table(config: NativeSparseConfig) -> dict[str, SparseParameter]:
 
 
 def _compression_table(config: NativeSparseConfig, kind: str, size: Axis) -> dict[str, SparseParameter]:
-    """Return the parameters that compress keys (`kind` k) or values (v), without the prefix of their names."""
+    """Return name without prefix -> parameter, for the compression of keys (`kind` k) or values (v)."""
     of_block = (config.KVHeads, Axis("block_position", config.block), size)
     hidden, output = Axis(f"phi_{kind}_hidden", config.hidden_size(size.size)), Axis(f"phi_{kind}_out", size.size)
     table = {"pe": SparseParameter(of_block)}

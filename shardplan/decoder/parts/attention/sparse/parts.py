@@ -22,7 +22,7 @@ ORDERS = (SequenceOrder.CONTIGUOUS, SequenceOrder.ZIGZAG)
 
 @dataclass(frozen=True)
 class PartTransfer:
-    """The devices that send one of their parts to the devices that need it."""
+    """The transfer of one part of each sending device to a device that needs it."""
 
     source_part: int
     """Index of the part among the parts of the sending device."""
@@ -92,7 +92,7 @@ class PositionParts:
 
     @cached_property
     def by_device(self) -> tuple[tuple[int, ...], ...]:
-        """Numbers of each device's parts, in the order of its array."""
+        """Indices of each device's parts, in the order of its array."""
         if self.devices == 1:
             return ((0,),)
         positions = SequenceLayout(self.length, self.devices, kind=self.order).positions_by_ring_index()

@@ -51,7 +51,7 @@ class PositionShards:
         return [jnp.concatenate(pieces, axis=1) for pieces in extended]
 
     def with_next(self, x: jax.Array, rows: int) -> list[jax.Array]:
-        """Return each part of `x` with the `rows` rows after it, at most a part; zeros after the sequence ends."""
+        """Return each part of `x` with the `rows` rows after it, at most as many as a part has; zeros after the end."""
         parts = self.split(x)
         if rows == 0:
             return parts

@@ -76,7 +76,7 @@ def backward_traffic(config: NativeSparseConfig, parts: PositionParts, groups: i
 
 
 def importance_all_reduce_bytes(config: NativeSparseConfig, positions: int, groups: int, devices: int) -> float:
-    """Return the bytes of an all-reduce before the selection, which sharding a group's heads would need.
+    """Return the bytes of the all-reduce of importance that sharding a group's heads would need.
 
     bytes = 2 * 4 * (devices - 1) / devices * positions * groups * selection blocks, for float32.
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from shardplan.decoder.parts.attention.sparse.config import NativeSparseConfig
 
 UNUSED = -1
-"""Number in place of a block if a query has fewer earlier blocks than it may select."""
+"""Index in place of a block, if a query has fewer earlier blocks than it may select."""
 
 
 def select(config: NativeSparseConfig, importance: jax.Array, positions: jax.Array) -> jax.Array:

@@ -75,12 +75,12 @@ class TileStep(NamedTuple):
 
     tile: jax.Array
     is_first: jax.Array
-    """Whether the tile is the first of its core, and so starts its own first copies."""
+    """Whether the tile is the first of its core, so that no earlier tile has started its first copies."""
     has_next: jax.Array
 
     @classmethod
     def current(cls) -> "TileStep":
-        """Return the current step; call it outside of loops and conditions, where the interpreter does not know it."""
+        """Return the current step; call it outside of loops and conditions, where the interpreter knows the step."""
         i, tiles = pl.program_id(1), pl.num_programs(1)
         return cls(pl.program_id(0) * tiles + i, i == 0, i + 1 < tiles)
 

@@ -169,7 +169,7 @@ def _reorder_rows(tiles: QueryTiles, x: jax.Array, scratch: Any, target: Any) ->
 
 
 def _multiply_exactly(x: jax.Array, y: jax.Array) -> jax.Array:
-    """Return x y exactly in x: float32 x is split into 3 bfloat16 parts, and y has exact bfloat16 values."""
+    """Return x y without rounding x: float32 x is split into 3 bfloat16 parts, and y is exact in bfloat16."""
     parts = []
     for _ in range(3):
         upper_bits = jax.lax.bitcast_convert_type(x, jnp.int32) & -(2**16)

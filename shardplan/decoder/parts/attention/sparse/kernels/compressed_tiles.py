@@ -60,7 +60,7 @@ class CompressedTiles:
         return self.tiles.heads - self.config.heads_per_group
 
     def importance_weights(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the weights by which a chunk's compressed blocks add to its own selection blocks, and to the next one.
+        """Return the weights of a chunk's compressed blocks in its own selection blocks, and in the block after these.
 
         bfloat16[chunk, 128] and [128, 128]: the tokens that two blocks share, divided by the stride, small integers. Of
         the second array, rows are the last 128 compressed blocks of the chunk, and only the first column has values.

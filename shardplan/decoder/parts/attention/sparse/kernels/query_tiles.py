@@ -84,9 +84,9 @@ class QueryTiles:
         return by_query.reshape(batch, -1, *by_query.shape[3:])[:, : self.count]
 
     def split_heads(self, x: jax.Array) -> jax.Array:
-        """Split one number per head into tiles: [b, t, g, r] -> [tile, 1, row]."""
+        """Split an array with one number per head into tiles: [b, t, g, r] -> [tile, 1, row]."""
         return self.split(x[..., None])[..., 0][:, None]
 
     def join_heads(self, x: jax.Array, batch: int) -> jax.Array:
-        """Join one number per head without padding: [tile, 1, row] -> [b, t, g, r]."""
+        """Join tiles with one number per head, without padding: [tile, 1, row] -> [b, t, g, r]."""
         return self.join(x[:, 0, :, None], batch)[..., 0]

@@ -22,8 +22,7 @@ from shardplan.decoder.parts.attention.sparse.kernels.launch import (
 from shardplan.decoder.parts.attention.sparse.kernels.online_softmax import OnlineSoftmax, fold_rows
 
 KEYS_PER_STEP = 1024
-"""Maximum number of keys per step: matmuls overlap the softmax of other parts only; two steps of 512 take 4/3 as
-long."""
+"""Maximum number of keys per step: two steps of 512 take 4/3 as long, as matmuls overlap other parts' softmax only."""
 
 
 def attend_tiles(

@@ -34,7 +34,7 @@ MAX_ROWS = 512
 MAX_BLOCKS_PER_STEP = 8
 """Maximum number of key blocks per step, over which the loop is unrolled."""
 MAX_SCORES = 2**19
-"""Maximum number of scores per step, 2 MiB in float32, which are in VMEM together."""
+"""Maximum number of scores per step, all in VMEM together: 2 MiB in float32."""
 MAX_ROWS_PER_STEP = 2048
 """Maximum number of query rows per step of the kernel for gradients of keys and values."""
 
@@ -147,7 +147,7 @@ class WindowTiles:
         return jnp.where((key >= earliest) & (key <= query), scores, MASKED_SCORE)
 
     def first_key_block(self, tile: jax.Array) -> jax.Array:
-        """Return the number of the first key block that a tile sees."""
+        """Return the index of the first key block that a tile sees."""
         return quotient(tile, self.tiles_per_block)
 
     def of_tile(self, rows: int, size: int) -> pl.BlockSpec:
