@@ -63,7 +63,7 @@ REFUSED = {
 }
 """What cannot work -> the arguments of a launch that must be refused."""
 STEPS = {
-    "steps": f"sparse-fsdp-8 sparse-1 dense-1 --batch=8 --position={LENGTH} --rounds=2",
+    "steps": "sparse-fsdp-8 sparse-1 dense-fsdp-8 dense-1 --batch=8 --position=256 --rounds=2",
     "steps-2048": "sparse-positions-4 sparse-1 dense-1 --batch=1 --position=2048 --rounds=1",
 }
 """Name -> the arguments of a comparison by `nsa_steps.py`."""

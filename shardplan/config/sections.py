@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardplan.config.keys import MEANING
 from shardplan.errors import ConfigError
-from shardplan.hardware import parse_slice
+from shardplan.hardware import MAX_HOST_GIB, parse_slice
 from shardplan.hardware.mesh_axes import ROWS
 from shardplan.model.axes import MAX_SIZE
 from shardplan.plan.workload.workload import MAX_TEMPERATURE, MIN_TEMPERATURE, temperature_problem
@@ -48,11 +48,16 @@ class HardwareConfig:
     slice: str = "cpu-8"
     """A TPU slice such as v4-256, v4:4x4x8 (by its torus), 2xv6e-256 (two slices), or cpu-N for virtual CPU devices."""
     host_gib: float | None = None
-    """Host GiB per device for activations; default: three quarters of the host's memory."""
+    """Host GiB per device for activations; default: three quarters of the host's memory, at most 128."""
 
     def __post_init__(self) -> None:
         parse_slice(self.slice)  # raises: a misspelt slice is reported before anything is imported or planned
         check_minimum("hardware.host_gib", self.host_gib, 0)
+        if self.host_gib is not None and self.host_gib > MAX_HOST_GIB:
+            raise ConfigError(
+                f"hardware.host_gib is {self.host_gib}; the TPU compiler gives a device at most {MAX_HOST_GIB} GiB of "
+                "its host's memory"
+            )
 
 
 def _check_mesh(mesh: Any) -> None:

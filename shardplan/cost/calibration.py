@@ -13,7 +13,7 @@ from functools import cache
 from importlib import resources
 
 from shardplan.cost.sharding import CompilerQuirks
-from shardplan.hardware import GENERATIONS, GIB, Slice
+from shardplan.hardware import GENERATIONS, GIB, MAX_HOST_GIB, Slice
 from shardplan.program.tasks import Step
 
 logger = logging.getLogger(__name__)
@@ -112,7 +112,7 @@ def usable_host_bytes(hardware: Slice, host_gib: float | None = None) -> float:
     Args:
         host_gib: `hardware.host_gib` of the configuration.
     """
-    return GIB * (HOST_PART * hardware.generation.host_gib if host_gib is None else host_gib)
+    return GIB * (min(MAX_HOST_GIB, HOST_PART * hardware.generation.host_gib) if host_gib is None else host_gib)
 
 
 def compiler_quirks(hardware: Slice, factors: Calibration | None = None) -> CompilerQuirks:

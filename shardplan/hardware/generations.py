@@ -31,6 +31,10 @@ What Google Cloud calls a generation is from the pages of the TPU versions in th
 from dataclasses import dataclass
 from enum import StrEnum
 
+MAX_HOST_GIB = 128
+"""GiB of host memory that the TPU compiler gives the program of one device; it refuses programs that need more
+(libtpu 0.0.48 for v6e, where three quarters of a device's part of its host are more)."""
+
 
 class Wraparound(StrEnum):
     """Which torus dimensions of a generation's slices are rings rather than lines."""

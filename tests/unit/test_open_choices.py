@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from shardplan.cost.calibration import usable_host_bytes
 from shardplan.errors import ConfigError, InfeasibleError
-from shardplan.hardware import GIB
+from shardplan.hardware import GIB, parse_slice
 from shardplan.plan.workload.packing import packed_length
 from shardplan.plan.workload.token_counts import TokenRange
 from shardplan.search.fastest_batch import TIE, batches
@@ -99,6 +100,14 @@ def test_activations_are_moved_to_hosts_that_have_room(llama_model, llama_config
     with pytest.raises(InfeasibleError, match=r"moves .* GiB of activations to the host .*, and 0\.01 GiB are usable"):
         full = {"workload_gradient_checkpointing": "offload_carries", "hardware_host_gib": 0.01}
         make_plan(llama_config(**tight, **full), llama_model)
+
+
+def test_hosts_have_no_more_than_the_compiler_gives_a_device(make_config):
+    """Three quarters of a v6e host are 135 GiB a device, and the compiler refuses a program with more than 128."""
+    assert usable_host_bytes(parse_slice("v6e-8")) == 128 * GIB
+    assert usable_host_bytes(parse_slice("v5p-8")) == 84 * GIB
+    with pytest.raises(ConfigError, match=r"hardware\.host_gib is 129"):
+        make_config(hardware_slice="v6e-8", hardware_host_gib=129)
 
 
 @pytest.mark.slow
