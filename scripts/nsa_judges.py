@@ -48,6 +48,12 @@ def tokens_per_second(record: Records) -> float:
     return float(record["run"]["batch"] * record["run"]["position"] / statistics.median(record["step_seconds"]))
 
 
+def message_of(record: Records) -> str:
+    """The line with which a run ended, without the name of the command."""
+    line: str = record["line"]
+    return line.partition(": ")[2]
+
+
 def step_ratio(steps: Records, one: str, other: str) -> float:
     """Ratio of the processor times of two programs, medians over the rounds."""
     first, second = (statistics.median(steps["programs"][name]["processor"]) for name in (one, other))
@@ -92,7 +98,7 @@ def judge_too_slow(record: Records) -> Judgement:
     codes = [code for codes in record["codes"] for code in codes]
     return (
         f"a run that must be {_factor(record)} times as fast as its plan ends after {len(record['losses'])} steps with "
-        f"exit code {codes[0]}: `{record['line']}`",
+        f"exit code {codes[0]}: `{message_of(record)}`",
         codes == [TOO_SLOW] and "tokens/s" in record["line"],
     )
 
@@ -198,7 +204,7 @@ def judge_stall(record: Records) -> Judgement:
     code = record["codes"][0][0]
     return (
         f"of two processes one is stopped in training: the other ends {record['seconds_to_end']:.0f} s later with exit "
-        f"code {code}, leaves {', '.join(record['stacks']) or 'no stacks'}, and says `{record['line']}`",
+        f"code {code}, leaves {', '.join(record['stacks']) or 'no stacks'}, and says `{message_of(record)}`",
         code == STUCK and bool(record["stacks"]) and "process 1" in record["line"],
     )
 
