@@ -165,7 +165,7 @@ def test_diff_of_what_is_no_plan(plans, tmp_path):
 def test_why_and_what_if():
     done = run("plan", "--config=configs/8b.yaml", "--hardware.slice=v4-16", "--why", "position=", "--what_if")
     assert done.returncode == 0, done.stderr
-    assert "why not position=?" in done.stdout and " s: compute" in done.stdout
+    assert "why not position=?" in done.stdout and "· compute " in done.stdout
     assert "What if" in done.stdout and "hardware.slice v4-32" in done.stdout
 
 
