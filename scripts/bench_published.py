@@ -469,6 +469,10 @@ as long as the published runs in the median; {best_count} of them are at most as
 
 {plans}
 
+Those above 1.00, by what their compiled steps wait for: 128B and 64B on v5e for sums of gradients and for gathers that
+the compiler does not overlap, 64B, 128B on v5p and 70B on tpu7x-128 for [copies from the host that start
+late](../log.md#activations). 405B on tpu7x-512 waits for little; its generation's own ratio is that of one program.
+
 ## What is predicted of these plans
 
 {predicted_number} of them, with what they keep, move to the host, and compute again. The peak of a device is
