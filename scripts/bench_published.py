@@ -281,8 +281,8 @@ def best_plans(
     own_ratios: dict[str, list[float]] = {}
     for each in comparisons:
         own_ratios.setdefault(parse_slice(each.run.slice).generation.name, []).append(each.ratio_at_equal_flops)
-    columns = ("run", "slice", "measured s", "plan", "checkpointing", "modelled s", "modelled / measured", "own ratio",
-               "at the own ratio")  # fmt: skip
+    columns = ("run", "slice", "measured s", "plan", "checkpointing", "modelled s", "exposed", "modelled / measured",
+               "own ratio", "at the own ratio")  # fmt: skip
     lines = [row(*columns), row(*["---"] * len(columns))]
     ratios = []
     for run in runs:
@@ -290,14 +290,15 @@ def best_plans(
         result, plan = results.get(label), plans[label]
         cells = [f"{run.seconds:.4g}", mesh(plan), step_text(plan)]
         if result is None:
-            cells += ["not compiled", "-", "-", "-"]
+            cells += ["not compiled", "-", "-", "-", "-"]
         elif result.fits and result.seconds:
             ratio = result.step_seconds / run.seconds
             own = median(own_ratios.get(parse_slice(run.slice).generation.name, ()))
             ratios.append(ratio / own)
-            cells += [seconds(result), *map(figure, (ratio, own, ratio / own))]
+            step, computing, _ = result.seconds
+            cells += [seconds(result), f"{1 - computing / step:.0%}", *map(figure, (ratio, own, ratio / own))]
         else:
-            cells += ["does not fit", "-", "-", "-"]
+            cells += ["does not fit", "-", "-", "-", "-"]
         lines.append(row(run.name, run.slice, *cells))
     known = [ratio for ratio in ratios if not math.isnan(ratio)]
     return {
@@ -452,7 +453,7 @@ Logarithms of step times correlate with {log_correlation:.3f}, since they differ
 - Models of 2023 on v4, v5e and v5p have MLPs without gate, while ours has one, with a further elementwise pass. What
   that costs was not measured.
 - Gathers over 512 devices of v5p are modelled as all-reduces of zero-padded shards, because this compiler makes them
-  so; whether that of the publication did is not known.
+  so; whether the compiler of the publication did is not known.
 
 The three furthest at equal FLOPs:
 
@@ -469,9 +470,8 @@ as long as the published runs in the median; {best_count} of them are at most as
 
 {plans}
 
-Those above 1.00, by what their compiled steps wait for: 128B and 64B on v5e for sums of gradients and for gathers that
-the compiler does not overlap, 64B, 128B on v5p and 70B on tpu7x-128 for [copies from the host that start
-late](../log.md#activations). 405B on tpu7x-512 waits for little; its generation's own ratio is that of one program.
+"Exposed" is the part of the modelled step in which a device waits for transfers. [The log](../log.md#activations) has
+what the plans above 1.00 wait for.
 
 ## What is predicted of these plans
 

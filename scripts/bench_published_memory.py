@@ -108,10 +108,8 @@ assigned](../howto/verify.md).
 - Bytes in the memory of the host are exact in {same_host} of {compiled}.
 - Peaks of plans that copy nothing to hosts: {on_device}.
 - Peaks of plans that do: {with_host}.
-- The largest errors are of 70B on v6e, where the compiler sums the gradient of the vocabulary before the loop of the
-  backward pass, and the prediction keeps it until after the loop, as in other programs; and of 405B over two slices,
-  where gradients of three weights of a layer are in memory at once. "Live at once" is the peak without gaps between
-  buffers.
+- "Live at once" is the peak without gaps between buffers. [The log](../log.md#activations) has what the largest errors
+  come from.
 
 {table}
 """

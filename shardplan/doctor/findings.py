@@ -41,7 +41,7 @@ class HostFinding:
     required: str = ""
     """Requirement of a run; empty if `measured` says it."""
     remedy: str = ""
-    """Remedy of a warning or error; empty if `measured` says it."""
+    """Action that removes a warning or an error; empty if `measured` names the action."""
 
 
 HostFindings = dict[Check, list[HostFinding]]

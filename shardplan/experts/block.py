@@ -1,8 +1,6 @@
 """The block of routed experts, from named arrays to named arrays."""
 
-from collections.abc import Callable, Container, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Container
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -25,6 +23,7 @@ from shardplan.experts.strategies.exchange_tokens import exchange_tokens
 from shardplan.experts.tiles import buffer_rows
 from shardplan.hardware.generations import Generation, generation_of_device
 from shardplan.model.axis_sharding import mesh_axes_of
+from shardplan.model.replaceable import Replaceable
 
 
 @dataclass(frozen=True)
@@ -109,7 +108,7 @@ def routed_mlp(
         function=function,
         method=method,
     )
-    return _replacement.get()(call).rearrange(axes)
+    return _compute_call(call).rearrange(axes)
 
 
 def compute_routed_mlp(
@@ -150,21 +149,10 @@ def compute_routed_mlp(
     return hax.named(take_device_rows(outputs) if is_recording() else outputs, x.axes)
 
 
-_replacement: ContextVar[Callable[[RoutedCall], NamedArray]] = ContextVar("routed_mlp", default=compute_routed_mlp)
-
-
-@contextmanager
-def replace_routed_mlp(compute: Callable[[RoutedCall], NamedArray]) -> Iterator[None]:
-    """Replace the computation of `routed_mlp` by `compute` within the context, as traces and plans do.
-
-    Args:
-        compute: takes a call, and returns its result with the axes of `RoutedCall.x`.
-    """
-    token = _replacement.set(compute)
-    try:
-        yield
-    finally:
-        _replacement.reset(token)
+_compute_call: Replaceable[[RoutedCall], NamedArray] = Replaceable(compute_routed_mlp)
+replace_routed_mlp = _compute_call.replaced_by
+"""Replaces the computation of `routed_mlp` within a context, as traces and plans do, by a function that takes a call
+and returns its result with the axes of `RoutedCall.x`."""
 
 
 class DeviceInputs[Leaf](NamedTuple):

@@ -153,7 +153,7 @@ def parse_pin(text: str, axes: ModelAxes, key: str = "pin") -> list[Rule | MeshS
 
 
 def _parse(key: str, text: str, axes: ModelAxes) -> list[Rule | MeshSize]:
-    """Return the rules that one text states: for a logical axis, a mesh axis, or the axes of a tensor."""
+    """Parse one pin into its rules: for a logical axis, a mesh axis, or the axes of a tensor."""
     tensor, separator, rest = text.partition(":")
     if not separator:
         return [_parse_size(key, text) if text.startswith(MESH) else _parse_rule(key, text, axes)]

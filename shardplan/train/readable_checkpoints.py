@@ -5,6 +5,7 @@ TensorStore, fsspec and json raise: a traceback of a hundred lines for a file th
 """
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -13,6 +14,9 @@ from levanter import checkpoint
 from levanter.main import train_lm
 
 from shardplan.errors import CheckpointError, ConfigError, one_line
+
+CLOSED_LOOP = "Event loop is closed"
+"""Message of asyncio for a read that ends too late."""
 
 
 @contextlib.contextmanager
@@ -50,8 +54,23 @@ def explain_unreadable(own: tuple[str, ...]) -> Iterator[None]:
         mock.patch.object(train_lm, "load_checkpoint", load_or_explain),
         mock.patch.object(checkpoint, "_load_metadata", load_metadata_or_explain),
         mock.patch.object(train_lm, "latest_checkpoint_path", find_or_explain),
+        _without_late_reads(),
     ):
         yield
+
+
+@contextlib.contextmanager
+def _without_late_reads() -> Iterator[None]:
+    """Hide the tracebacks of reads that end after the load has failed, when the event loop of their load is closed."""
+    report = sys.unraisablehook
+
+    def report_others(unraisable: "sys.UnraisableHookArgs") -> None:
+        if str(unraisable.exc_value) != CLOSED_LOOP:
+            report(unraisable)
+
+    sys.unraisablehook = report_others
+    yield
+    sys.unraisablehook = report  # not after an error: reads go on until the process ends
 
 
 def no_checkpoint(path: str) -> ConfigError:

@@ -33,7 +33,7 @@ DECODER_CODE = (
     "model/huggingface/quantization", "model/huggingface/read_quantization",
 )  # fmt: skip
 """Modules that also make the program of the decoder."""
-EXPERT_CODE = ("experts/**/*", "model/axis_sharding")
+EXPERT_CODE = ("experts/**/*", "model/axis_sharding", "model/replaceable")
 """Modules that also make the program if the plan has a method of experts, and always for the decoder."""
 FACTS_CODE = (
     "cost/**/*", "decoder/**/*", "experts/**/*", "model/**/*", "positions/*", "program/**/*", "steps/*",

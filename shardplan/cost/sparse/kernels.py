@@ -221,7 +221,7 @@ def window_stages(work: SparseWork, is_gradient: bool) -> Iterator[Stage]:
 def kernel_bytes(work: SparseWork, is_gradient: bool) -> float:
     """Return the bytes that all kernels need besides keys, outputs and importance.
 
-    The kernels of compressed blocks and of windows need log-sum-exp and keys as that of the selected branch does.
+    The kernels of compressed blocks and of windows need log-sum-exp and keys, like the kernel of the selected branch.
     """
     keys = work.heads * (work.positions + work.compressed_blocks)
     others = 2 * _log_sum_bytes(work, is_gradient) + keys * work.channels * work.itemsize

@@ -6,9 +6,6 @@ gathered as codes, half as many bytes as in bfloat16, and every device converts 
 """
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import equinox as eqx
@@ -19,6 +16,8 @@ from haliax.partitioning import physical_axis_name
 from haliax.util import ensure_tuple
 from jax import Array
 from jax.sharding import PartitionSpec
+
+from shardplan.model.replaceable import Replaceable
 
 SCALE_DTYPE = "float32"
 CODES, SCALES = ".codes", ".scales"
@@ -77,10 +76,10 @@ def numbers_of(module: Any, dtype: Any) -> Any:
     Args:
         dtype: type of the numbers.
     """
-    convert = _replacement.get()
-    return jax.tree.map(lambda node: convert(node, dtype) if is_kept(node) else node, module, is_leaf=is_kept)
+    return jax.tree.map(lambda node: convert_weight(node, dtype) if is_kept(node) else node, module, is_leaf=is_kept)
 
 
+@Replaceable
 def convert_weight(weight: KeptWeight, dtype: Any) -> NamedArray:
     """Decode a weight, sharded by the active axis mapping."""
     codes, scales = weight.codes, weight.scales
@@ -153,20 +152,3 @@ def repeat(array: Array, dimension: int, times: int) -> Array:
 
 def _mesh_axes(axis: Axis) -> tuple[str, ...]:
     return tuple(ensure_tuple(physical_axis_name(axis) or ()))
-
-
-_replacement: ContextVar[Callable[[KeptWeight, Any], NamedArray]] = ContextVar("numbers_of", default=convert_weight)
-
-
-@contextmanager
-def replace_conversion(convert: Callable[[KeptWeight, Any], NamedArray]) -> Iterator[None]:
-    """Decode kept weights by `convert` within the context, for example to mark the decoding in a trace.
-
-    Args:
-        convert: takes a weight and the type of its numbers, and returns the numbers with the axes of the codes.
-    """
-    token = _replacement.set(convert)
-    try:
-        yield
-    finally:
-        _replacement.reset(token)

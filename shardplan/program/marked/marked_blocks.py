@@ -15,7 +15,7 @@ from jax import Array
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 
-from shardplan.decoder.parts.attention.sparse.block_call import BlockCall, replace_block_calls
+from shardplan.decoder.parts.attention.sparse.block_call import BlockCall, compute_block_call
 from shardplan.plan.attention_plan import SparseKernel
 from shardplan.program.marked.block_attention_kind import BlockAttentionKind
 
@@ -34,7 +34,7 @@ _gradient_p.multiple_results = True
 @contextmanager
 def mark_block_attention() -> Iterator[None]:
     """Trace every call of `attend_to_blocks` as one operation."""
-    with replace_block_calls(_mark):
+    with compute_block_call.replaced_by(_mark):
         yield
 
 

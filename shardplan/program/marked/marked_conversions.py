@@ -9,7 +9,7 @@ from haliax import NamedArray
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 
-from shardplan.model.dtypes.kept_weights import KeptWeight, replace_conversion
+from shardplan.model.dtypes.kept_weights import KeptWeight, convert_weight
 
 CONVERSION = "shardplan_conversion"
 """Name of the primitive that decodes codes with their scales, in the order of the codes."""
@@ -20,7 +20,7 @@ _conversion_p = Primitive(CONVERSION)
 @contextmanager
 def mark_conversions() -> Iterator[None]:
     """Trace every conversion of a kept weight as one operation."""
-    with replace_conversion(_mark):
+    with convert_weight.replaced_by(_mark):
         yield
 
 

@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 
-from shardplan.decoder.parts.attention.sparse.sparse_call import SparseCall, replace_sparse_calls
+from shardplan.decoder.parts.attention.sparse.sparse_call import SparseCall, attend_sparsely
 from shardplan.model.gradient_checkpointing.activation_names import ActivationName
 from shardplan.positions.pattern import CAUSAL
 from shardplan.program.marked.attention_kind import AttentionKind
@@ -42,7 +42,7 @@ _gradient_p.multiple_results = True
 @contextmanager
 def mark_sparse_attention() -> Iterator[None]:
     """Trace every call of Native Sparse Attention as one operation."""
-    with replace_sparse_calls(_mark):
+    with attend_sparsely.replaced_by(_mark):
         yield
 
 

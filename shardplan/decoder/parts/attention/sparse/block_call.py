@@ -1,12 +1,9 @@
 """A call of attention to given blocks, in a form that a trace can replace.
 
 `shardplan.attention.attend_to_blocks` makes a `BlockCall`. A trace replaces what computes it by one marked operation
-(`shardplan.program.marked.marked_blocks`), because its price is that of the selected branch of Native Sparse Attention.
+(`shardplan.program.marked.marked_blocks`), which costs what the selected branch of Native Sparse Attention costs.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 
 import jax
@@ -16,6 +13,7 @@ from shardplan.decoder.parts.attention.sparse.mesh_sharding import MeshSharding,
 from shardplan.decoder.parts.attention.sparse.parts import PositionParts
 from shardplan.decoder.parts.attention.sparse.position_shards import PositionShards
 from shardplan.decoder.parts.attention.sparse.selection_blocks import SelectionBlocks
+from shardplan.model.replaceable import Replaceable
 
 
 @dataclass(frozen=True)
@@ -32,7 +30,7 @@ class BlockCall:
     queries: jax.Array
     """Queries, [b, t, g, r, d]."""
     blocks: jax.Array
-    """Numbers of the blocks that each query attends to, int32[b, t, g, n]."""
+    """Indices of the blocks that each query attends to, int32[b, t, g, n]."""
     keys: jax.Array
     """Keys, [b, t, g, d]."""
     values: jax.Array
@@ -62,24 +60,5 @@ class BlockCall:
         )
 
 
-_replacement: ContextVar[Callable[[BlockCall], jax.Array]] = ContextVar("block_call", default=BlockCall.run)
-
-
-def compute_block_call(call: BlockCall) -> jax.Array:
-    """Return the output of a call, [b, t, g, r, d], by `BlockCall.run` or its active replacement."""
-    return _replacement.get()(call)
-
-
-@contextmanager
-def replace_block_calls(compute: Callable[[BlockCall], jax.Array]) -> Iterator[None]:
-    """Replace a call's computation within the context by `compute`, which returns the output [b, t, g, r, d].
-
-    >>> with replace_block_calls(lambda call: f"the price of {call}"):
-    ...     compute_block_call("a call")
-    'the price of a call'
-    """
-    token = _replacement.set(compute)
-    try:
-        yield
-    finally:
-        _replacement.reset(token)
+compute_block_call: Replaceable[[BlockCall], jax.Array] = Replaceable(BlockCall.run)
+"""Returns the output of a call, [b, t, g, r, d]."""

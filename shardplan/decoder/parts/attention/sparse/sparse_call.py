@@ -4,9 +4,6 @@ The layer makes a `SparseCall` and passes it to `attend_sparsely`. A trace repla
 operation (`shardplan.program.marked.marked_sparse`), because its work depends on the method that a plan chooses.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 
 import jax
@@ -26,6 +23,7 @@ from shardplan.decoder.parts.attention.sparse.mesh_sharding import MeshSharding,
 from shardplan.decoder.parts.attention.sparse.parts import PositionParts
 from shardplan.decoder.parts.attention.sparse.position_shards import PositionShards
 from shardplan.decoder.parts.attention.sparse.statistics import SelectionSums
+from shardplan.model.replaceable import Replaceable
 from shardplan.positions.sequence_order import SequenceOrder
 
 SUBJECT = "native sparse attention"
@@ -81,30 +79,8 @@ class SparseCall:
         )
 
 
-def _compute_sparse_call(call: SparseCall) -> jax.Array:
-    """Compute the sum of the branches, float32[b, t, g, r, d]."""
+@Replaceable
+def attend_sparsely(call: SparseCall) -> jax.Array:
+    """Return the sum of the branches of a call, float32[b, t, g, r, d]."""
     results, _ = call.run()
     return results.mixed
-
-
-_replacement: ContextVar[Callable[[SparseCall], jax.Array]] = ContextVar("sparse_call", default=_compute_sparse_call)
-
-
-def attend_sparsely(call: SparseCall) -> jax.Array:
-    """Return the sum of the branches, [b, t, g, r, d], by `SparseCall.run` or its active replacement."""
-    return _replacement.get()(call)
-
-
-@contextmanager
-def replace_sparse_calls(compute: Callable[[SparseCall], jax.Array]) -> Iterator[None]:
-    """Replace a call's computation within the context by `compute`, which returns the branches' sum [b, t, g, r, d].
-
-    >>> with replace_sparse_calls(lambda call: f"the price of {call}"):
-    ...     attend_sparsely("a call")
-    'the price of a call'
-    """
-    token = _replacement.set(compute)
-    try:
-        yield
-    finally:
-        _replacement.reset(token)
