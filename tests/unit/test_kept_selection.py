@@ -33,7 +33,7 @@ KEYS = json.loads((ROOT / "configs" / "nsa-tiny.json").read_text())
 LAYERS, BATCH, POSITIONS, GROUPS, SELECTED = 2, 8, 128, 2, 4
 BLOCKS = "selected_blocks"
 POLICIES = {
-    "default": True, "offload": "offload", "recompute": "recompute",
+    "default": True, "offload": "offload", "recompute": "recompute", "nested": ScanCheckpointPolicy(nested=2),
     "context": ScanCheckpointPolicy(save_block_internals=["context"]),
     "carries on the host": ScanCheckpointPolicy(save_carries="offload"),
     "blocks on the host": ScanCheckpointPolicy(offload_block_internals=[BLOCKS]),
@@ -117,7 +117,7 @@ CHOICES = {SparseKernel.KERNEL: {StageName.CHOICE, StageName.IMPORTANCE}}
         ("offload_carries", [True, False, False]),
         ("save_all", [True, False]),
         # Haliax computes a group of layers again, and then each layer of it
-        ("nested", [True, True, False, False]),
+        ("nested", [True, False, False, False]),
     ],
 )
 def test_blocks_are_chosen_where_the_program_chooses_them(method, policy, choosing):

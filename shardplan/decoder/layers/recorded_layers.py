@@ -12,8 +12,10 @@ from haliax.nn.scan import Stacked
 
 from shardplan.decoder.parts.attention.selection_recording import SelectionRecording, selection_recording
 from shardplan.experts.statistics.recording import RoutingRecording, routing_recording
+from shardplan.model.gradient_checkpointing.kept_selection import groups_keep_selection
 
 
+@groups_keep_selection()
 def fold_layers(layers: Stacked, x: NamedArray, *arguments: Any) -> NamedArray:
     """Run a loop over layers as `layers.fold(x, *arguments)` does, and add their records to the active recordings."""
     recordings: list[RoutingRecording | SelectionRecording] = [

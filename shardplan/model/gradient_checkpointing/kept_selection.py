@@ -1,14 +1,18 @@
 """Gradient checkpointing that does not repeat the selection of blocks.
 
 Rounding may select other blocks when a layer is computed again, and its gradients are those of another forward pass
-then. The numbers of blocks are small: 4 bytes for each block of a query and a group. Under `nested`, Haliax computes a
-whole group of layers again and keeps nothing of it by name, so that blocks are selected twice.
+then. The numbers of blocks are small: 4 bytes for each block of a query and a group. Under `nested`, Haliax computes
+whole groups of layers again and keeps nothing of them by name; `groups_keep_selection` makes it keep the blocks.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import jax
+from haliax._src import scan as haliax_scan
 from haliax.nn.scan import ScanCheckpointPolicy, Stacked
 
 from shardplan.model.gradient_checkpointing.activation_names import ActivationName
@@ -32,6 +36,41 @@ def keep_selected_blocks(policy: bool | str | ScanCheckpointPolicy) -> ScanCheck
     names = kept or []
     # a simple policy would keep nothing by name
     return policy if name in names else replace(policy, simple=False, save_block_internals=[*names, name])
+
+
+@contextmanager
+def groups_keep_selection() -> Iterator[None]:
+    """Make Haliax's `nested` policy keep selected blocks within the context."""
+    with mock.patch.object(haliax_scan, "multilevel_scan", _scan_groups):
+        yield
+
+
+def _scan_groups(
+    compute_layer: Callable[..., Any],
+    carry: Any,
+    layers: Any,
+    outer_size: int,
+    length: int,
+    reverse: bool = False,
+    unroll: int = 1,
+) -> tuple[Any, Any]:
+    """Scan layers in groups, each computed again for gradients, as Haliax's `multilevel_scan` does.
+
+    Args:
+        layers: arrays [layer, ...].
+        outer_size: number of groups.
+        length: number of layers.
+    """
+
+    def compute_group(carry: Any, group: Any) -> tuple[Any, Any]:
+        return jax.lax.scan(compute_layer, carry, group, reverse=reverse, unroll=unroll)
+
+    compute_group = jax.checkpoint(
+        compute_group, policy=jax.checkpoint_policies.save_only_these_names(ActivationName.SELECTED_BLOCKS.value)
+    )
+    groups = jax.tree.map(lambda leaf: leaf.reshape(outer_size, length // outer_size, *leaf.shape[1:]), layers)
+    carry, outputs = jax.lax.scan(compute_group, carry, groups, reverse=reverse, unroll=True)
+    return carry, jax.tree.map(lambda leaf: leaf.reshape(length, *leaf.shape[2:]), outputs)
 
 
 def without_kept_selection(module: Any) -> Any:
