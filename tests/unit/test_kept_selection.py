@@ -63,9 +63,10 @@ def test_blocks_are_selected_once(policy):
     assert program.count("top_k") == 1
 
 
-def test_gradients_are_those_without_checkpointing():
+@pytest.mark.parametrize("name", ["default", "nested"])
+def test_gradients_are_those_without_checkpointing(name):
     results = []
-    for policy in (False, True):
+    for policy in (False, POLICIES[name]):
         gradients = eqx.filter_jit(eqx.filter_grad(loss))(module_of(policy), tokens_of())
         results.append([np.asarray(leaf) for leaf in jax.tree.leaves(gradients)])
     for expected, found in zip(*results, strict=True):
