@@ -63,7 +63,9 @@ REFUSED = {
 }
 """What cannot work -> the arguments of a launch that must be refused."""
 STEPS = {
-    "steps": "sparse-fsdp-8 sparse-1 dense-fsdp-8 dense-1 --batch=8 --position=256 --rounds=2",
+    "steps-64": "sparse-fsdp-8 sparse-1 --batch=8 --position=64 --rounds=3",
+    "steps": "sparse-fsdp-8 sparse-1 dense-fsdp-8 dense-1 --batch=8 --position=256 --rounds=3",
+    "steps-8x2048": "sparse-fsdp-8 sparse-1 --batch=8 --position=2048 --rounds=1",
     "steps-2048": "sparse-positions-4 sparse-1 dense-1 --batch=1 --position=2048 --rounds=1",
 }
 """Name -> the arguments of a comparison by `nsa_steps.py`."""

@@ -99,7 +99,8 @@ GATES: tuple[tuple[str, str, tuple[str, ...], Callable[..., Judgement]], ...] = 
     ("resumed from a checkpoint", "not tried", ("resumed", "fsdp"), judge_resumption),
     (
         f"a step on 8 devices takes at most {MAX_RATIO} of its time on one",
-        "233 s for a step on one GPU (B); 4 tokens/s on two (A)", ("steps",), judge_scaling,
+        "233 s for a step on one GPU (B); 4 tokens/s on two (A)", ("steps-8x2048", "steps", "steps-64"),
+        judge_scaling,
     ),
 )  # fmt: skip
 """Name, what the reports say, the records that are judged (all trainings, if none is named), and the judge."""

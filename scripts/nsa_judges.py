@@ -18,6 +18,8 @@ REPORTED = {"k_mean": 752.5, "k_max": 1024, "pct_at_max": 0.0083, "rows": 49152}
 """The selection of a run of their model, for one sequence of 2048 tokens; pct_at_max has 4 decimals."""
 MAX_RATIO = 1.3
 """Largest ratio of the times of a step on several devices and on one."""
+SHARDED, UNSHARDED = "sparse-fsdp-8", "sparse-1"
+"""Programs whose ratio that is: the same work on 8 devices and on one."""
 MAX_DIFFERENCE = 1e-5
 """Largest relative difference of losses that differ by the order of float32 sums alone: in one step by 1e-7, and Adam
 divides gradients by their size, so that differences grow over the steps."""
@@ -58,6 +60,12 @@ def step_ratio(steps: Records, one: str, other: str) -> float:
     """Ratio of the processor times of two programs, medians over the rounds."""
     first, second = (statistics.median(steps["programs"][name]["processor"]) for name in (one, other))
     return float(first / second)
+
+
+def added_seconds(steps: Records) -> float:
+    """Processor seconds that a step on 8 devices takes beyond its time on one."""
+    eight, one = (statistics.median(steps["programs"][name]["processor"]) for name in (SHARDED, UNSHARDED))
+    return float(eight - one)
 
 
 def judge_stability(runs: Records) -> Judgement:
@@ -264,12 +272,12 @@ def judge_positions(steps: Records) -> Judgement:
     return text, largest < MAX_DIFFERENCE
 
 
-def judge_scaling(steps: Records) -> Judgement:
-    fsdp = next(name for name in steps["programs"] if name.startswith("sparse-fsdp"))
-    ratio = step_ratio(steps, fsdp, "sparse-1")
-    eight, one = (min(steps["programs"][name]["wall"]) for name in (fsdp, "sparse-1"))
-    text = (
-        f"{ratio:.2f} of processor time; {eight / one:.2f} by the clock, the fastest steps (`{fsdp}`, "
-        f"{steps['batch']} x {steps['position']} tokens)"
-    )
-    return text, ratio <= MAX_RATIO
+def judge_scaling(steps: Records, *shorter: Records) -> Judgement:
+    """Judge the sequences that the model is made for; shorter ones are named beside them."""
+    texts = []
+    for each in (steps, *shorter):
+        ratio, seconds = step_ratio(each, SHARDED, UNSHARDED), added_seconds(each)
+        texts.append(f"{ratio:.2f} with {each['batch']} x {each['position']} tokens ({seconds:+.1f} s)")
+    eight, one = (min(steps["programs"][name]["wall"]) for name in (SHARDED, UNSHARDED))
+    text = f"processor time: {texts[0]}, {eight / one:.2f} by the clock; shorter sequences {', '.join(texts[1:])}"
+    return text, step_ratio(steps, SHARDED, UNSHARDED) <= MAX_RATIO

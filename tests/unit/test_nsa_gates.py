@@ -75,3 +75,15 @@ def test_losses_of_other_plans():
 
 def test_missing_runs_are_not_tried():
     assert all(gate.ours.startswith("needs") and gate.passes is None for gate in make_gates({}))
+
+
+@pytest.mark.parametrize(("seconds", "passes"), [(12.9, True), (13.1, False)])
+def test_the_sequences_that_the_model_is_made_for_decide_about_scaling(seconds, passes):
+    def steps(position, eight):
+        times = {name: {"processor": [value] * 3, "wall": [value]} for name, value in
+                 {nsa_judges.SHARDED: eight, nsa_judges.UNSHARDED: 10.0}.items()}  # fmt: skip
+        return {"batch": 8, "position": position, "programs": times}
+
+    text, judged = nsa_judges.judge_scaling(steps(2048, seconds), steps(64, 20.0))
+    assert judged is passes
+    assert "2.00 with 8 x 64 tokens (+10.0 s)" in text
