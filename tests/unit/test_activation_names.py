@@ -1,5 +1,6 @@
 """Gradient checkpointing that keeps activations by their names, as Levanter's `save_block_internals` asks for."""
 
+import re
 from dataclasses import replace
 from functools import partial
 
@@ -164,8 +165,8 @@ def test_activations_of_levanters_modules_have_names():
         (["mlp_out"], {"down_proj": 2}),
     ],
 )
-def test_what_is_kept_is_in_row_major_order(kept, ordered):
-    """And what follows from the residual stream, which is kept too; the compiler orders the rest as it likes."""
+def test_the_order_of_what_is_kept_is_fixed(kept, ordered):
+    """And of what follows from the residual stream, which is kept too; the compiler orders the rest as it likes."""
     module = build_model({**read_config("llama-3.1-8b", None, LEVANTER), "num_hidden_layers": 2}, TOKENS).template
     named = with_activation_names(module, kept)
     constraints = {}
@@ -176,6 +177,23 @@ def test_what_is_kept_is_in_row_major_order(kept, ordered):
             constraints[path[-1].name] = str(jaxpr).count("layout_constraint[")
     from_residual = {"q_proj": 1, "k_proj": 1, "v_proj": 1, "gate_proj": 1, "up_proj": 1}
     assert constraints == {"o_proj": 0, "down_proj": 0, **from_residual, **ordered}
+
+
+@pytest.mark.parametrize(
+    ("weight", "orders"),
+    [
+        ((8, 4, 128), ["(0, 1, 2)", "(0, 2, 3, 1, 4)", "(0, 2, 3, 1, 4)"]),
+        ((64,), ["(0, 1, 2)", "(0, 1, 2)", "(0, 1, 2)"]),
+    ],
+)
+def test_positions_are_before_the_last_dimension_of_what_is_kept(weight, orders):
+    """Of queries the last but one dimension is the heads of a group, which are fewer than the rows of a tile."""
+    module = build_model({**read_config("llama-3.1-8b", None, LEVANTER), "num_hidden_layers": 2}, TOKENS).template
+    named = with_activation_names(module, ["query_proj"])
+    multiply = partial(named.transformer.layers.stacked.self_attn.q_proj.dot_general,
+                       dimension_numbers=(((2,), (0,)), ((), ())))  # fmt: skip
+    text = str(jax.make_jaxpr(multiply)(np.ones((2, 32, 16)), np.ones((16, *weight))))
+    assert re.findall(r"major_to_minor=(\(.*?\))", text) == orders  # of the operand, and around the name
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,8 @@ class ActivationName(StrEnum):
         return named
 
 
+TILE_ROWS = 16
+"""Rows of a tile of two-byte numbers, in the last but one dimension."""
 NAMES_OF_LINEARS = {
     "q_proj": ActivationName.QUERIES, "k_proj": ActivationName.KEYS, "v_proj": ActivationName.VALUES,
     "o_proj": ActivationName.ATTENTION_OUT, "gate_proj": ActivationName.GATE, "up_proj": ActivationName.UP,
@@ -90,7 +92,7 @@ def with_activation_names(module: Any, kept: Collection[str] = ()) -> Any:
     So does shardplan's decoder, whose modules are its own. A bias is added to what has the name.
 
     Args:
-        kept: names of the activations that gradient checkpointing keeps, which are then in row-major order.
+        kept: names of the activations that gradient checkpointing keeps, whose order in memory is then fixed.
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(module, is_leaf=lambda node: isinstance(node, Linear))
     named = [_with_name(node, NAMES_OF_LINEARS.get(_field(path)), kept) for path, node in leaves]
@@ -126,9 +128,9 @@ def _with_name(node: Any, name: ActivationName | None, kept: Collection[str]) ->
 class _NamedDotGeneral(eqx.Module):
     """A `dot_general` of Haliax whose result has a name; its operand has one too if it is the context of attention.
 
-    What gradient checkpointing keeps is in row-major order. Otherwise the TPU compiler lets the matmuls of gradients
-    choose the order, and copies all layers of what is kept to this order between the passes. Other activations stay
-    free: to keep them in order as well makes a step slower (docs/log.md).
+    What gradient checkpointing keeps has a fixed order in memory. Otherwise the TPU compiler lets the matmuls of
+    gradients choose the order, and copies all layers of what is kept to this order between the passes. Other
+    activations stay free: to fix their order as well makes a step slower (docs/log.md).
     """
 
     dot_general: Any
@@ -138,19 +140,33 @@ class _NamedDotGeneral(eqx.Module):
     is_kept: bool = eqx.field(static=True)
     """Whether the result is kept."""
 
-    def __call__(self, lhs: jax.Array, rhs: jax.Array, *arguments: Any, **settings: Any) -> jax.Array:
+    def __call__(
+        self, lhs: jax.Array, rhs: jax.Array, dimension_numbers: Any, *arguments: Any, **settings: Any
+    ) -> jax.Array:
         """Multiply as `jax.lax.dot_general`."""
         if self.name is ActivationName.ATTENTION_OUT and not _KERNEL_NAMES_CONTEXT.get():
             lhs = checkpoint_name(lhs, ActivationName.CONTEXT.value)
-        product = self.dot_general(_row_major(lhs) if self.reads_kept else lhs, rhs, *arguments, **settings)
+        (contracted, _), _ = dimension_numbers
+        tokens = lhs.ndim - len(contracted)
+        operand = _in_order(lhs, tokens) if self.reads_kept else lhs
+        product = self.dot_general(operand, rhs, dimension_numbers, *arguments, **settings)
         if not self.is_kept:
             return checkpoint_name(product, self.name.value)
         # before the name for what the forward pass writes, after it for what gradients read: if one of them is free,
         # the compiler copies all layers of what is kept for the last one, which it takes out of the loop
-        return _row_major(checkpoint_name(_row_major(product), self.name.value))
+        return _in_order(checkpoint_name(_in_order(product, tokens), self.name.value), tokens)
 
 
-def _row_major(x: jax.Array) -> jax.Array:
-    """Make the compiler store an array in row-major order."""
-    constrained: jax.Array = with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+def _in_order(x: jax.Array, tokens: int) -> jax.Array:
+    """Make the compiler store an array in row-major order, or with its positions before its last dimension.
+
+    The last but one dimension may be the few query heads of a group, which fill a tile in part.
+
+    Args:
+        tokens: number of dimensions that number tokens, the first ones; the last of them are positions.
+    """
+    *order, last = range(x.ndim)
+    if x.shape[order[-1]] % TILE_ROWS:
+        order.append(order.pop(tokens - 1))
+    constrained: jax.Array = with_layout_constraint(x, Layout((*order, last)))
     return constrained
