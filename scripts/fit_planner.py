@@ -41,7 +41,7 @@ from planner_record import (
 from scipy.optimize import lsq_linear
 
 from shardplan.cost import calibration
-from shardplan.cost.calibration import Calibration, compiler_quirks, load_calibration
+from shardplan.cost.calibration import Calibration, TrainingFactors, compiler_quirks, load_calibration
 from shardplan.cost.gspmd import DeviceCost
 from shardplan.cost.memory import estimate_memory
 from shardplan.cost.roofline import TaskSeconds, compute_seconds, step_tasks
@@ -72,6 +72,11 @@ CASES = (
 mesh (64 and 32 devices), over 8 and 16, along one dimension, along two at once, and not at all; three of them train,
 and two have experts by Levanter's own blocks. Three have experts sharded over 8, 16 and 32 devices, by the decoder.
 Plans that do not fit a generation are left out."""
+TRAININGS = (
+    "train llama-3.1-8b 32 192 1x32x1 embed", "train llama-2-13b 64 256 1x64x1 embed",
+    "train llama-3.1-70b 128 256 1x128x1 embed",
+)  # fmt: skip
+"""More plans, with 8,192 to 24,576 tokens a device, to which only the factors of trainings are fitted."""
 OUTPUTS = ("mlp", "head_size", "vocab")
 STORED = {
     "nothing": {},
@@ -83,8 +88,19 @@ STORED = {
 """Name -> mesh axes that shard parameters beyond the compute mapping."""
 FITTED = tuple(name for name, row in GENERATIONS.items() if row.factors_of is None)
 """Generations that have factors of their own."""
-LINEAR = {"products": 1.0, "elementwise": 0.0, "copying": 0.0}
-"""Factors in which the time of compute is linear -> their lower bounds."""
+TRAINING = "training."
+"""What the names of factors of steps with gradients begin with."""
+COMMON = ("products", "elementwise", "copying")
+"""Factors in which the time of compute is linear. None is below 1: no work is faster than its roofline.
+
+They are fitted to two trainings too, since evaluations are few.
+"""
+LINEAR_OF_TRAININGS = (f"{TRAINING}products", f"{TRAINING}elementwise")
+"""The same for trainings."""
+OF_TRAININGS = (*LINEAR_OF_TRAININGS, f"{TRAINING}weight_passes")
+"""The factors of trainings."""
+WEIGHT_PASSES = (0, 1)
+"""Values of `weight_passes` that are tried."""
 SLICINGS = tuple(half / 2 for half in range(4, 14))
 """Values of `slicing` that are tried: the copies alone take 3.5 to 6.4 times their bytes in compiled programs."""
 KERNEL_WAITS = tuple(percent / 100 for percent in range(0, 101, 5))
@@ -133,6 +149,11 @@ class Observation:
         return TILE_MEMORY in self.layout.options
 
     @property
+    def has_many_tokens(self) -> bool:
+        """Whether it is one of `TRAININGS`."""
+        return any(text in self.layout.label for text in TRAININGS)
+
+    @property
     def blocks(self) -> Blocks:
         """How the program computes MLPs."""
         if self.layout.experts is not None:
@@ -147,7 +168,8 @@ class Observation:
 
     def tasks(self, factors: Calibration) -> Iterator[tuple[Task, DeviceCost, TaskSeconds]]:
         """The planner's estimate with these factors, task by task."""
-        return step_tasks(self.layout.step, self.with_quirks(factors), self.hardware, factors)
+        step = self.layout.step
+        return step_tasks(step, self.with_quirks(factors), self.hardware, factors.of(step))
 
     def with_quirks(self, factors: Calibration) -> ShardingAssignment:
         """The sharding of the program, on a compiler with the quirks of `factors`."""
@@ -182,14 +204,13 @@ def bytes_error(o: Observation, factors: Calibration) -> float:
 
 @cache
 def seconds_of_factor(o: Observation, name: str | None, factors: Calibration) -> float:
-    """Seconds of compute that the factor `name` multiplies, or those that no factor in `LINEAR` does."""
-    without: dict[str, Any] = dict.fromkeys(LINEAR, 0.0)
-    constant = replace(factors, **without)
-    if name is None:
-        return sum(compute_seconds(task, cost, o.hardware, constant) for task, cost, _ in o.tasks(factors))
-    alone = replace(constant, **{name: 1.0})
-    total = sum(compute_seconds(task, cost, o.hardware, alone) for task, cost, _ in o.tasks(factors))
-    return total - seconds_of_factor(o, None, factors)
+    """Seconds of compute that the factor `name` multiplies, or those that no linear factor does."""
+    alone = with_values(factors, dict.fromkeys(linear_factors(factors), 0.0))
+    if name is not None:
+        alone = with_values(alone, {name: 1.0})
+    used = alone.of(o.layout.step)
+    total = sum(compute_seconds(task, cost, o.hardware, used) for task, cost, _ in o.tasks(factors))
+    return total if name is None else total - seconds_of_factor(o, None, factors)
 
 
 ERRORS = {"compute": compute_error, "step": step_error, "peak": peak_error, "bytes": bytes_error}
@@ -209,15 +230,36 @@ class Group:
 
     def cases(self, observations: Sequence[Observation]) -> list[Observation]:
         """The programs that the factors are fitted to."""
-        return [o for o in observations if o.blocks in self.blocks]
+        return [o for o in observations if o.blocks in self.blocks and not o.has_many_tokens]
 
     def fit(self, factors: Calibration, cases: Sequence[Observation]) -> Calibration:
         """`factors` with the values of this group that have the least sum of squared errors."""
         if self.values is None:
-            return replace(factors, **least_squares(factors, cases, self.factors))
-        error, (name,) = ERRORS[self.quantity], self.factors
-        candidates = [with_value(factors, name, value) for value in self.values]
+            return with_values(factors, least_squares(factors, cases, self.factors))
+        (name,) = self.factors
+        return self.best_of([with_values(factors, {name: value}) for value in self.values], cases)
+
+    def best_of(self, candidates: Sequence[Calibration], cases: Sequence[Observation]) -> Calibration:
+        """The candidate with the least sum of squared errors."""
+        error = ERRORS[self.quantity]
         return min(candidates, key=lambda candidate: sum(error(o, candidate) ** 2 for o in cases))
+
+
+@dataclass(frozen=True)
+class TrainingGroup(Group):
+    """The factors of steps with gradients, in place of those that they share with other steps until then."""
+
+    def cases(self, observations: Sequence[Observation]) -> list[Observation]:
+        """All trainings, those with many tokens among them."""
+        return [o for o in observations if o.blocks in self.blocks and o.layout.step.has_gradients]
+
+    def fit(self, factors: Calibration, cases: Sequence[Observation]) -> Calibration:
+        """`factors` with those of trainings that have the least sum of squared errors."""
+        candidates = []
+        for passes in WEIGHT_PASSES:
+            start = replace(factors, training=TrainingFactors(weight_passes=passes))
+            candidates.append(with_values(start, least_squares(start, cases, LINEAR_OF_TRAININGS)))
+        return self.best_of(candidates, cases)
 
 
 BOTH, DENSE, ROUTED, SHARDED = (Blocks.DENSE, Blocks.GROUPED), (Blocks.DENSE,), (Blocks.GROUPED,), (Blocks.SHARDED,)
@@ -226,14 +268,19 @@ GROUPS = (
     Group(("gathers_become_sums_from",), "bytes", DENSE, (None, 64, 32, 16)),
     Group(("scatters_over_slice",), "bytes", DENSE, FLAGS),
     *(Group((name,), "peak", BOTH, FLAGS) for name in ("copies_stacks", "gathers_early", "wide_rows", "frees_rows")),
-    Group(tuple(LINEAR), "compute", DENSE),
+    Group(COMMON, "compute", DENSE),
+    TrainingGroup(OF_TRAININGS, "compute", DENSE),
     Group(("vectors",), "compute", ROUTED, VECTORS),
     Group(("overlap",), "step", DENSE, OVERLAPS),
     Group(("overlaps_sums",), "step", DENSE, FLAGS),
     Group(("slicing",), "compute", SHARDED, SLICINGS),
     Group(("kernel_wait",), "step", SHARDED, KERNEL_WAITS),
 )
-TILE_GROUPS = (Group(("products", "elementwise"), "compute", DENSE), Group(("overlap",), "step", DENSE, OVERLAPS))
+TILE_GROUPS = (
+    Group(("products", "elementwise"), "compute", DENSE),
+    TrainingGroup(OF_TRAININGS, "compute", DENSE),
+    Group(("overlap",), "step", DENSE, OVERLAPS),
+)
 """Factors that differ with larger tiles: copies of gathered parameters are no matmuls, and take as long as without."""
 
 
@@ -251,22 +298,39 @@ class Fit:
     """Root mean square of the error of each program if the factors are fitted to the others."""
 
 
-def with_value(factors: Calibration, name: str, value: object) -> Calibration:
-    """`factors` with another value of a factor, or of a quirk of the compiler."""
-    if name in vars(factors):
-        return replace(factors, **{name: value})
-    return replace(factors, quirks=replace(factors.quirks, **{name: value}))
+def with_values(factors: Calibration, values: Mapping[str, Any]) -> Calibration:
+    """`factors` with other values of some factors, or of quirks of the compiler."""
+    for name, value in values.items():
+        if name.startswith(TRAINING):
+            training = replace(factors.training or TrainingFactors(), **{name.removeprefix(TRAINING): value})
+            factors = replace(factors, training=training)
+        elif name in vars(factors):
+            factors = replace(factors, **{name: value})
+        else:
+            factors = replace(factors, quirks=replace(factors.quirks, **{name: value}))
+    return factors
+
+
+def linear_factors(factors: Calibration) -> tuple[str, ...]:
+    """The factors in which the time of compute is linear, among those of a calibration."""
+    return COMMON if factors.training is None else (*COMMON, *LINEAR_OF_TRAININGS)
+
+
+def value_of(factors: Calibration, name: str) -> Any:
+    """The value of a factor, or of a quirk of the compiler."""
+    if name.startswith(TRAINING):
+        return getattr(factors.training, name.removeprefix(TRAINING))
+    return {**vars(factors), **vars(factors.quirks)}[name]
 
 
 def least_squares(factors: Calibration, cases: Sequence[Observation], names: Sequence[str]) -> dict[str, Any]:
-    """Values for these factors of `LINEAR` that minimize the sum of squared relative errors of the compute time."""
+    """Values for these linear factors that minimize the sum of squared relative errors of the compute time."""
     target = np.array([o.compute_seconds for o in cases])
     terms = np.array([[seconds_of_factor(o, name, factors) for name in names] for o in cases])
     constant = np.array([seconds_of_factor(o, None, factors) for o in cases])
-    for name in LINEAR.keys() - set(names):  # keeps its value
-        constant += [getattr(factors, name) * seconds_of_factor(o, name, factors) for o in cases]
-    bounds = ([LINEAR[name] for name in names], np.inf)
-    solution = lsq_linear(terms / target[:, None], 1 - constant / target, bounds).x
+    for name in set(linear_factors(factors)).difference(names):  # keeps its value
+        constant += [value_of(factors, name) * seconds_of_factor(o, name, factors) for o in cases]
+    solution = lsq_linear(terms / target[:, None], 1 - constant / target, (1.0, np.inf)).x
     return {name: round(float(value), DIGITS) for name, value in zip(names, solution, strict=True)}
 
 
@@ -308,7 +372,8 @@ class Fitted:
         if generation not in VMEM_KIB:
             return cls(factors, fits, None, [])
         tiled = [o for o in own if o.has_larger_tiles]
-        return cls(factors, fits, *fit(tiled, TILE_GROUPS, replace(factors, vmem_kib=VMEM_KIB[generation])))
+        start = replace(factors, vmem_kib=VMEM_KIB[generation], training=None)
+        return cls(factors, fits, *fit(tiled, TILE_GROUPS, start))
 
     def of_program(self, o: Observation) -> Calibration:
         """The factors for the options of a program."""
@@ -317,14 +382,24 @@ class Fitted:
     @property
     def entry(self) -> dict[str, Any]:
         """Its entry in the file of factors."""
-        values = {key: value for key, value in vars(self.factors).items() if key not in ("quirks", "vmem_kib")}
-        quirks = {key: value for key, value in vars(self.factors.quirks).items() if value not in (None, False)}
-        entry = {"factors": values, "quirks": quirks, "fits": [vars(each) for each in self.fits]}
+        entry = {**_values(self.factors, GROUPS), "fits": [vars(each) for each in self.fits]}
+        quirks = entry["factors"].keys() & vars(self.factors.quirks).keys()
+        found = {name: entry["factors"].pop(name) for name in sorted(quirks)}
+        entry["quirks"] = {name: value for name, value in found.items() if value not in (None, False)}
         if self.tiled is not None:
-            changed = {name: getattr(self.tiled, name) for group in TILE_GROUPS for name in group.factors}
             fits = [vars(each) for each in self.tiled_fits]
-            entry["larger_tiles"] = {"vmem_kib": self.tiled.vmem_kib, "factors": changed, "fits": fits}
+            entry["larger_tiles"] = {"vmem_kib": self.tiled.vmem_kib, **_values(self.tiled, TILE_GROUPS), "fits": fits}
         return entry
+
+
+def _values(factors: Calibration, groups: Sequence[Group]) -> dict[str, Any]:
+    """The fitted factors of some groups: those of all steps, and those of steps with gradients."""
+    names = [name for group in groups for name in group.factors]
+    training = [name for name in names if name.startswith(TRAINING)]
+    return {
+        "factors": {name: value_of(factors, name) for name in names if name not in training},
+        "training": {name.removeprefix(TRAINING): value_of(factors, name) for name in training},
+    }
 
 
 def rms(errors: Sequence[float]) -> float:
@@ -354,7 +429,7 @@ def make_case(text: str, generation: str) -> Case:
 def make_cases() -> list[Case]:
     """All programs: those of every plan with the compiler's own tiles, and of dense models with larger ones as well."""
     cases = []
-    for text in CASES:
+    for text in (*CASES, *TRAININGS):
         for generation in FITTED:
             case = make_case(text, generation)
             own = {name: value for name, value in case.options.items() if name != TILE_MEMORY}
@@ -377,9 +452,8 @@ def fits_table(fitted: Mapping[str, Fitted]) -> str:
 
 
 def _fit_rows(name: str, factors: Calibration, fits: Sequence[Fit]) -> Iterator[str]:
-    values = {**vars(factors), **vars(factors.quirks)}
     for each in fits:
-        text = ", ".join(f"{factor} {values[factor]}" for factor in each.factors)
+        text = ", ".join(f"{factor} {value_of(factors, factor)}" for factor in each.factors)
         numbers = (len(each.cases), f"{each.residual:.1%}", f"{each.leave_one_out:.1%}")
         yield row(name, text, QUANTITIES[each.quantity], *numbers)
 
@@ -462,10 +536,11 @@ TEMPLATE = """# The factors of the cost model
 Made by `python scripts/fit_planner.py`, which compiles a few plans for every generation and writes
 `shardplan/cost/calibration.json`. Factors multiply rooflines: `products` of matmuls, `elementwise` of elementwise work,
 `copying` of gathered parameters which are copied, `vectors` of matrix-vector products, `slicing` of copies of a layer's
-expert weights out of the stack. `overlap` is the part of a matmul that gathers run behind, `kernel_wait` the part of
-the transfers of experts' tokens, in two parts, that nothing overlaps. The others say what the compiler does
-(`CompilerQuirks` in `shardplan/cost/sharding.py`). v3 has the factors of v4, because libtpu compiles no attention
-kernel in bfloat16 for it.
+expert weights out of the stack. Dense steps with gradients have the factors named `training`, fitted to trainings
+alone; `weight_passes` is how often elementwise work reads or writes a matmul's weight there. `overlap` is the part of a
+matmul that gathers run behind, `kernel_wait` the part of the transfers of experts' tokens, in two parts, that nothing
+overlaps. The others say what the compiler does (`CompilerQuirks` in `shardplan/cost/sharding.py`). v3 has the factors
+of v4, because libtpu compiles no attention kernel in bfloat16 for it.
 
 Where it pays, plans of models without routed experts ask the compiler for larger tiles (`vmem_kib`); such programs have
 factors of their own. {earlier} of the {programs} programs were compiled by earlier code

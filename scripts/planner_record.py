@@ -150,7 +150,7 @@ class Layout:
         if own != _without(planned, TILE_MEMORY):
             return None
         hardware = parse_slice(self.slice)
-        factors = load_calibration(hardware.generation.name, larger_tiles=False)
+        factors = load_calibration(hardware.generation.name, larger_tiles=False).of(self.step)
         return sum(seconds.total for *_, seconds in step_tasks(self.step, self.assignment, hardware, factors))
 
 

@@ -37,6 +37,15 @@ It is that of the programs of docs/benchmarks/planner.json, against the compiler
 
 
 @dataclass(frozen=True)
+class TrainingFactors:
+    """The factors of steps with gradients, in place of the same factors of `Calibration`."""
+
+    products: float = 1.0
+    elementwise: float = 1.0
+    weight_passes: int = 0
+
+
+@dataclass(frozen=True)
 class Calibration:
     """Factors on rooflines for one TPU generation, under the compiler options that plans carry."""
 
@@ -57,10 +66,25 @@ class Calibration:
     kernel_wait: float = 0.5
     """Fraction of transfers beside expert kernels (of chunks of tokens, and of stored weights) that the kernels do not
     hide."""
+    weight_passes: int = 0
+    """Number of times that elementwise work reads or writes the weight, or its gradient, of a matmul: 0 or 1 in steps
+    with gradients, where it is work that does not grow with the tokens (casts, sums of gradients, copies into another
+    memory layout)."""
     quirks: CompilerQuirks = field(default_factory=CompilerQuirks)
     vmem_kib: int | None = None
     """KiB of vector memory (VMEM) that one operation may use, for larger matmul tiles; None for the compiler's
     limit."""
+    training: TrainingFactors | None = None
+    """The factors of steps with gradients; None if they have those of other steps."""
+
+    def of(self, step: Step) -> "Calibration":
+        """Return the factors of a step: those of trainings, if it has gradients.
+
+        Trainings with routed experts have those of other steps: only dense ones are fitted apart.
+        """
+        if self.training is None or not step.has_gradients or step.has_experts:
+            return self
+        return replace(self, **vars(self.training))
 
 
 @cache
@@ -86,10 +110,15 @@ def load_calibration(generation: str, larger_tiles: bool = True) -> Calibration:
             "no factors are fitted for %s, so that its times are plain rooflines, which are shorter", generation
         )
         return Calibration()
-    factors, tiles = entry["factors"], entry.get("larger_tiles")
+    factors, training, tiles = entry["factors"], entry.get("training"), entry.get("larger_tiles")
     if tiles is not None and larger_tiles:
         factors = {**factors, **tiles["factors"], "vmem_kib": tiles["vmem_kib"]}
-    return Calibration(**factors, quirks=CompilerQuirks(**entry["quirks"]))
+        training = tiles.get("training")
+    return Calibration(
+        **factors,
+        quirks=CompilerQuirks(**entry["quirks"]),
+        training=None if training is None else TrainingFactors(**training),
+    )
 
 
 def calibration_of(step: Step, hardware: Slice) -> Calibration:
@@ -97,7 +126,7 @@ def calibration_of(step: Step, hardware: Slice) -> Calibration:
 
     Steps with routed experts have the compiler's own tiles: larger ones were not tried with the kernels of experts.
     """
-    return load_calibration(hardware.generation.name, larger_tiles=not step.has_experts)
+    return load_calibration(hardware.generation.name, larger_tiles=not step.has_experts).of(step)
 
 
 def usable_bytes(hardware: Slice) -> float:

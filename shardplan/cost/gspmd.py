@@ -29,6 +29,8 @@ class DeviceCost:
     memory_bytes: float
     """Bytes read from and written to HBM."""
     traffic: tuple[Traffic, ...]
+    weight_bytes: float = 0.0
+    """For a matmul: bytes of its weight after gathers, or of the gradient of a weight before sums."""
     reordered_weight_bytes: float = 0.0
     """Bytes of parameters that a gather must reorder, because it has several dimensions or becomes an all-reduce."""
     local_weight_bytes: float = 0.0
@@ -107,7 +109,7 @@ def device_cost_lower_bound(task: Task, assignment: ShardingAssignment) -> Devic
     else:
         matmul = local_matmul(task, assignment)
     if task.kind == TaskKind.CONTRACTION:
-        return DeviceCost(matmul, task.executions * moved, traffic)
+        return DeviceCost(matmul, task.executions * moved, traffic, weight_bytes=_weight_bytes(task, assignment))
     has_kernel = attention.has_kernel(task, assignment)
     return DeviceCost(
         matmul,
@@ -118,6 +120,17 @@ def device_cost_lower_bound(task: Task, assignment: ShardingAssignment) -> Devic
         has_kernel=has_kernel,
         unmasked_fraction=attention.unmasked_fraction(task, assignment),
     )
+
+
+def _weight_bytes(task: Task, assignment: ShardingAssignment) -> float:
+    """Return the bytes of a matmul's weight and of the gradient of a weight, in the compute sharding."""
+    if task.groups > 1:
+        return 0.0
+    size = 0.0
+    for array in (*task.operands, *task.results):
+        if assignment.is_stored_like_a_parameter(array):
+            size += assignment.bytes(array, assignment.compute)
+    return task.executions * size
 
 
 def _sliced_weight_bytes(task: Task, assignment: ShardingAssignment) -> float:

@@ -73,11 +73,12 @@ def compute_seconds(task: Task, cost: DeviceCost, hardware: Slice, calibration: 
         case TaskKind.CONTRACTION:
             if task.batched and min(cost.matmul.rows, cost.matmul.columns) == 1:
                 return calibration.vectors * memory_seconds  # matrix-vector products do not use the matrix unit
-            matmul_seconds = max(cost.matmul.padded_flops / flops_rate, memory_seconds)
+            matmul_seconds = max(cost.matmul.unit_flops(hardware.generation.matrix_unit) / flops_rate, memory_seconds)
             if task.groups > 1:  # a kernel
                 return matmul_seconds + calibration.elementwise * _conversion_bytes(task, cost, calibration) / bandwidth
-            copied = cost.reordered_weight_bytes + cost.local_weight_bytes
-            return calibration.products * matmul_seconds + calibration.copying * copied / bandwidth
+            copied = calibration.copying * (cost.reordered_weight_bytes + cost.local_weight_bytes)
+            passed = calibration.elementwise * calibration.weight_passes * cost.weight_bytes
+            return calibration.products * matmul_seconds + (copied + passed) / bandwidth
         case TaskKind.ATTENTION:
             if task.is_in_gradient_kernels and cost.has_kernel:
                 return 0.0

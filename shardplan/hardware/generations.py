@@ -102,6 +102,8 @@ class Generation:
     """Bytes of a core's memory (VMEM) that the compiler gives to a kernel by default."""
     core_memory: int = 16 * 2**20
     """Bytes of the core's memory (VMEM)."""
+    matrix_unit: int = 128
+    """Rows and columns of a matrix unit (MXU)."""
     gathers_on_sparse_cores: bool = False
     """Whether plans make the compiler gather on the sparse cores, because otherwise gathers overlap with nothing."""
     factors_of: str | None = None
@@ -223,6 +225,7 @@ _V6E = Generation(
     kernel_memory=32 * 2**20,
     core_memory=128 * 2**20,
     gathers_on_sparse_cores=True,
+    matrix_unit=256,
 )
 _TPU7X = Generation(
     name="tpu7x",
@@ -245,6 +248,7 @@ _TPU7X = Generation(
     spellings=("v7", "v7x", "7x", "tpu7", "ironwood"),
     kernel_memory=32 * 2**20,
     core_memory=64 * 2**20,
+    matrix_unit=256,
 )
 GENERATIONS = {row.name: row for row in (_V3, _V4, _V5E, _V5P, _V6E, _TPU7X)}
 

@@ -14,7 +14,7 @@ from shardplan.program.live_buffers import ProgramPoint
 from shardplan.program.marked.attention_kind import AttentionKind
 from shardplan.program.marked.block_attention_kind import BlockAttentionKind
 from shardplan.program.marked.expert_kind import ExpertKind
-from shardplan.program.named_arrays import Dim, TracedArray, is_scores, score_length, score_positions
+from shardplan.program.named_arrays import Dim, Factor, TracedArray, is_scores, score_length, score_positions
 from shardplan.program.task_axes import AttentionAxes, ExpertAxes
 
 
@@ -144,6 +144,22 @@ class Task:
             tuple(factor for factor in array.factors if factor[0] in free) for array in (left, right)
         )
         return (count, self.batched), (inner, self.contracted), (rows, row_axes), (columns, column_axes)
+
+    @cached_property
+    def head_axis(self) -> Factor | None:
+        """For a matmul: the head size of its weight, if that has its heads before its last axis; else None.
+
+        Such a weight is stored as {kv_head, head_size, embed}, for example: either the embedding or all axes of heads
+        are contracted, and the columns (or rows) of one head are together in memory, those of several are not.
+        """
+        weights = [array for array in self.operands if array.weight is not None]
+        if len(weights) != 1 or self.groups > 1:
+            return None
+        factors = [factor for factor in weights[0].factors if factor[1] > 1 and factor not in self.batched]
+        if len(factors) < 3:
+            return None
+        *heads, last = (factor in self.contracted for factor in factors)
+        return factors[-2] if all(head != last for head in heads) else None
 
     @property
     def flops(self) -> float:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from importlib import resources
 
 import pytest
-from fit_planner import FITTED, GROUPS, TILE_GROUPS, VMEM_KIB
+from fit_planner import FITTED, GROUPS, TILE_GROUPS, TRAINING, VMEM_KIB
 from planner_record import CALIBRATION, read_records
 
 from shardplan.cost import calibration as module
@@ -29,8 +29,10 @@ def test_factors_are_plausible(generation, larger_tiles):
     """No work is faster than its roofline; a factor of many times the roofline would be a wrong fit, not a quirk."""
     factors = load_calibration(generation, larger_tiles)
     assert factors.vmem_kib == (VMEM_KIB.get(generation) if larger_tiles else None)
-    assert 1 <= factors.products < 2
-    assert 1 <= factors.elementwise < 5
+    assert factors.training is not None
+    for each in (factors, factors.training):
+        assert 1 <= each.products < 2
+        assert 1 <= each.elementwise < 5
     assert 1 <= factors.copying < 15
     assert 0 <= factors.overlap <= 1
     min_devices = factors.quirks.gathers_become_sums_from
@@ -42,7 +44,9 @@ def test_every_factor_names_the_programs_that_it_was_fitted_to(entries, generati
     recorded = {record.layout.label for record in read_records(CALIBRATION).values() if record.result.fits}
     entry = entries[generation]
     assert [tuple(fit["factors"]) for fit in entry["fits"]] == [group.factors for group in GROUPS]
-    assert {*entry["factors"], *entry["quirks"]} <= {factor for fit in entry["fits"] for factor in fit["factors"]}
+    of_trainings = {f"{TRAINING}{name}" for name in entry["training"]}
+    fitted = {factor for fit in entry["fits"] for factor in fit["factors"]}
+    assert {*entry["factors"], *entry["quirks"], *of_trainings} <= fitted
     tiled = entry["larger_tiles"]["fits"] if generation in VMEM_KIB else []
     assert [tuple(fit["factors"]) for fit in tiled] == [
         group.factors for group in TILE_GROUPS if generation in VMEM_KIB

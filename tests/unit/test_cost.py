@@ -2,14 +2,23 @@
 
 import itertools
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
-from shardplan.cost.calibration import load_calibration
+from shardplan.cost.calibration import Calibration, TrainingFactors, load_calibration
 from shardplan.cost.collectives import Purpose, Traffic
+from shardplan.cost.gspmd import device_cost
 from shardplan.cost.matmul import Matmul
-from shardplan.cost.roofline import exposed_host_copies, model_flops, seconds_beside, transfer_seconds
+from shardplan.cost.roofline import (
+    compute_seconds,
+    exposed_host_copies,
+    model_flops,
+    seconds_beside,
+    transfer_seconds,
+)
+from shardplan.cost.sharding import ShardingAssignment
 from shardplan.errors import ConfigError
 from shardplan.hardware import CollectiveKind, parse_slice, place_mesh
 from shardplan.hardware.multislice import slices_by_axis
@@ -18,6 +27,7 @@ from shardplan.model.registry import build_model
 from shardplan.plan.workload.workload import Workload
 from shardplan.positions.pattern import Pattern
 from shardplan.positions.sequence_layout import SequenceLayout, attended_fraction
+from shardplan.program.step_trace import plan_step
 
 MESH = {"replica": 2, "data": 4, "model": 1}
 LINK, NETWORK, HOP = 4.5e10, 6.25e9, 1e-6
@@ -90,6 +100,41 @@ def test_matmuls_are_padded_to_tiles():
     assert Matmul(count=1, rows=512, inner=448, columns=4096).padded_flops == 2 * 512 * 512 * 4096
     assert Matmul(count=1, rows=8192, inner=4096, columns=8).padded_flops == 2 * 8192 * 4096 * 8
     assert Matmul(count=1, rows=2, inner=1, columns=3).padded_flops == 2 * 8 * 128 * 128
+
+
+@pytest.mark.parametrize(("size", "factor"), [(None, 1), (256, 1), (192, 1), (128, 2), (64, 2)])
+def test_heads_that_are_narrower_than_the_matrix_unit(size, factor):
+    """Heads are padded to lanes, and one at a time fills the columns of a unit."""
+    matmul = Matmul(count=1, rows=512, inner=4096, columns=1024, head_size=size)
+    assert matmul.unit_flops(256) == factor * matmul.padded_flops
+    assert matmul.unit_flops(128) == matmul.padded_flops
+
+
+def test_matmuls_with_heads_before_the_last_axis_of_their_weight():
+    """Levanter has projections to heads as {kv_head, head_size, embed}, the output's as {embed, heads, head_size}."""
+    step = plan_step(build_model(read_config("llama-3.2-1b", None), 1024), Workload("train", 8, 1024))
+    narrow = {task.label.split(".")[-2] for task in step.tasks if task.kind == "contraction" and task.head_axis}
+    others = {task.label.split(".")[-2] for task, _ in step.weight_matmuls if not task.head_axis}
+    assert narrow == {"q_proj", "k_proj", "v_proj"}
+    assert others >= {"o_proj", "gate_proj", "up_proj", "down_proj"} and not others & narrow
+
+
+def test_trainings_have_factors_of_their_own():
+    factors = Calibration(products=1.1, elementwise=3.0, copying=9.0, training=TrainingFactors(1.2, 2.0, weight_passes=1))
+    model = build_model(read_config("llama-3.2-1b", None), 1024)
+    evaluation, training = (plan_step(model, Workload(kind, 8, 1024)) for kind in ("eval", "train"))
+    assert factors.of(evaluation) is factors
+    of_training = factors.of(training)
+    assert of_training == replace(factors, products=1.2, elementwise=2.0, weight_passes=1)
+    task, weight = next(pair for pair in training.weight_matmuls if "down_proj" in pair[0].label)
+    assignment = ShardingAssignment({"data": 4}, {"batch": ("data",)}, {"embed": ("data",)}, {}, ("batch", "position"))
+    cost = device_cost(task, assignment)
+    assert cost.weight_bytes == task.executions * weight.elements * weight.itemsize  # gathered
+    of_all, without = (
+        compute_seconds(task, cost, parse_slice("v5p-8"), replace(of_training, weight_passes=passes))
+        for passes in (1, 0)
+    )
+    assert of_all - without == pytest.approx(2.0 * cost.weight_bytes / 2.765e12)
 
 
 @pytest.mark.parametrize(
