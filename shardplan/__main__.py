@@ -32,8 +32,8 @@ def main(command: str | None = None, argv: Sequence[str] | None = None) -> int:
     """Run a command, and return its exit code (see `shardplan.errors`).
 
     Args:
-        command: its name; default: the first of `argv`.
-        argv: the arguments; default: those of the process.
+        command: name of the command; default: the first element of `argv`.
+        argv: the arguments; default: the arguments of the process.
     """
     given = list(sys.argv[1:] if argv is None else argv)
     if "--version" in given:

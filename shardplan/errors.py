@@ -55,7 +55,7 @@ class CheckpointError(ShardplanError):
 
 
 class PeerError(ShardplanError):
-    """A process of the run was lost, failed, or is stuck."""
+    """Another process of the run was lost, failed, or is stuck."""
 
     exit_code = 5
 
@@ -77,11 +77,11 @@ def closest(
 ) -> str | None:
     """Return the valid value that `name` means, or None if none is near.
 
-    First the same letters and digits, then a synonym, then the most similar text. Other digits mean another thing:
-    bfloat16 is no misspelt float64.
+    It looks for a value with the same letters and digits, then for a synonym, then for the most similar text. A value
+    with other digits is never similar: bfloat16 is not a misspelt float64.
 
     Args:
-        synonyms: other name, as `fold` returns it -> the value that it means.
+        synonyms: synonym, as `fold` returns it -> the value that it means.
     """
     choices, folded = sorted(map(str, valid)), fold(name)
     for choice in choices:
@@ -116,10 +116,10 @@ def names_text(names: Iterable[str]) -> str:
 
 
 def missing_path(path: str, others: Iterable[str]) -> str:
-    """Return for a message why a path cannot be opened: it is a dangling link, or does not exist; with a hint.
+    """Explain in a message why a path cannot be opened: it is a dangling link, or does not exist; with a hint.
 
     Args:
-        others: paths that exist and could be meant.
+        others: existing paths that could be meant instead.
     """
     if os.path.islink(path):
         return f"is a link to {os.readlink(path)}, which does not exist"
@@ -137,11 +137,11 @@ def check_argument(function: str, name: str, value: Any, kind: type | tuple[type
     """Check the type of an argument of a public function.
 
     Args:
-        function, name: of the argument, for the message.
-        remedy: what to pass.
+        function, name: names of the function and of the argument, for the message.
+        remedy: what to pass instead, for the message.
 
     Raises:
-        ConfigError: it has another type.
+        ConfigError: the argument has another type.
     """
     if not isinstance(value, kind):
         shown = " ".join(repr(value).split())

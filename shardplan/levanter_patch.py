@@ -26,10 +26,10 @@ LEVANTERS_JIT_LOG = levanter.tracker.jit_log
 def patch_levanter(experts: ExpertMethod | HasExpertMethod | None = None) -> None:
     """Make Levanter stream and save checkpoints as shardplan does, and fix its losses.
 
-    Experts of its Mixtral and Qwen3-MoE are computed by shardplan's blocks, so that they can be sharded. Sections
-    `model: {type: shardplan_decoder, ...}` are then understood, and gradient checkpointing keeps activations of
-    Levanter's models by name. Call it before a script of Levanter runs;
-    `scripts/levanter_main.py` does so.
+    Shardplan's blocks compute the experts of Levanter's Mixtral and Qwen3-MoE, so that they can be sharded. Levanter
+    then also understands sections `model: {type: shardplan_decoder, ...}`, and gradient checkpointing can keep
+    activations of its models by name. Call this function before a Levanter script runs, as `scripts/levanter_main.py`
+    does.
 
     Args:
         experts: how experts are computed, or a plan that says so; default: tokens are gathered.

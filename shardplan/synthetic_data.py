@@ -31,7 +31,7 @@ class MarkovSequences(AsyncDataset[dict[str, np.ndarray]]):
     """Sequences of a Markov chain, each computed when it is read."""
 
     def __init__(self, vocab_size: int, position: int, seed: int, first: int, count: int):
-        """Describe `count` sequences of `position` tokens, from the sequence of index `first` on."""
+        """Describe `count` sequences of `position` tokens; the first one has the index `first`."""
         self._states, self._position = min(vocab_size, STATES), position
         self._seed, self._first, self._count = seed, first, count
         order = np.random.default_rng(seed).permutation(self._states)

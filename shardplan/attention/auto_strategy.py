@@ -33,14 +33,14 @@ def choose_strategy(
     """Return the fastest strategy that fits in memory, and its Ulysses degree.
 
     Args:
-        mask: only its part that is known while tracing is considered.
-        layout: the order that positions are in already, or the whole layout.
+        mask: the mask; only the part that is known while tracing counts.
+        layout: the order or the layout that positions have already.
         itemsize: bytes per element of query, key and value.
-        hardware: name of the slice; default: that of JAX's devices.
+        hardware: name of the slice; default: the slice of JAX's devices.
 
     Raises:
-        ConfigError: the slice has another number of devices than the mesh, the layout another than positions have, or
-            no strategy fits in memory.
+        ConfigError: the slice has another number of devices than the mesh, the layout is for another number of devices
+            than positions are sharded over, or no strategy fits in memory.
     """
     if not sharding.position_mesh_axes:
         return Strategy.NONE, 1

@@ -20,7 +20,7 @@ from shardplan.errors import ConfigError, nearest
 
 @dataclass(frozen=True)
 class AxisRoles:
-    """The axes of query, key and value, by role."""
+    """The axes of query, key and value, sorted by what they stand for: batch, heads, positions, head size."""
 
     batch: tuple[Axis, ...]
     key_heads: tuple[Axis, ...]
@@ -39,7 +39,7 @@ class AxisRoles:
 
     @property
     def all(self) -> tuple[Axis, ...]:
-        """Every axis once."""
+        """Every axis of query, key and value, listed once."""
         return (*self.query, self.keys, *(axis for axis in self.value_size if axis.name != self.head_size.name))
 
     @property
@@ -59,12 +59,12 @@ class AxisRoles:
 
     @property
     def output(self) -> tuple[Axis, ...]:
-        """Axes of the output array, in the order of kernels."""
+        """Axes of the output array, in the order that kernels return."""
         return (*self.batch, *self.key_heads, *self.query_groups, self.queries, *self.value_size)
 
 
 class AxisSelectors(NamedTuple):
-    """The axes that the caller of an attention names; see `shardplan.attention.dot_product.dot_product_attention`."""
+    """The axes that the caller of `dot_product_attention` names, see `shardplan.attention.dot_product`."""
 
     QPos: AxisSelector
     KPos: AxisSelector
@@ -83,8 +83,8 @@ def resolve_axis_roles(selectors: AxisSelectors, query: NamedArray, key: NamedAr
     ['kv_head', 'position', 'head_size']
 
     Raises:
-        ConfigError: query and key positions have one name, queries or values miss an axis of keys, or keys miss one of
-            heads.
+        ConfigError: query and key positions have the same name, queries or values lack an axis of keys, or an axis in
+            `heads` is not an axis of keys.
     """
     QPos, KPos, Key, heads = selectors
     for name, axis in (("QPos", QPos), ("KPos", KPos), ("Key", Key)):
@@ -132,7 +132,7 @@ def resolve_axis_roles(selectors: AxisSelectors, query: NamedArray, key: NamedAr
 
 @dataclass(frozen=True)
 class AttentionSharding:
-    """The mesh axes that shard each axis of an attention."""
+    """The axes of one attention call, and the mesh axes that shard each of them."""
 
     axes: AxisRoles
     mesh: Mapping[str, int]
@@ -216,7 +216,7 @@ def resolve_attention_sharding(axes: AxisRoles, mapping: ResourceMapping) -> Att
 
     Raises:
         ConfigError: the mesh has axes of type Explicit, positions are mapped but no mesh is set, or an axis is mapped
-            to a mesh axis that does not exist, or twice to one.
+            to an unknown mesh axis, or to the same mesh axis twice.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if AxisType.Explicit in mesh.axis_types:
@@ -230,7 +230,7 @@ def resolve_attention_sharding(axes: AxisRoles, mapping: ResourceMapping) -> Att
 
 
 def _mesh_axes(axis: Axis, mapping: ResourceMapping, mesh: Mapping[str, int]) -> tuple[str, ...]:
-    """Return the mesh axes of several devices that shard a logical axis."""
+    """Return the mesh axes of size > 1 that shard a logical axis."""
     mapped = mapping.get(axis.name) or ()
     names = (mapped,) if isinstance(mapped, str) else mapped
     for name in names:
@@ -257,7 +257,8 @@ def pad_axes(x: NamedArray, lengths: Mapping[str, int]) -> NamedArray:
 def merge_axes(x: Array, axes: Sequence[Axis], groups: Sequence[Sequence[Axis]], sizes: Mapping[str, int]) -> Array:
     """Merge the axes of `x` into one dimension per group.
 
-    A group of which `x` has some axes is broadcast to all of its axes; a group of which it has none gets size 1.
+    If `x` has only some axes of a group, it is broadcast along the others; if it has none, the group's dimension has
+    size 1.
 
     >>> Batch, Head, Size = Axis("batch", 2), Axis("head", 3), Axis("head_size", 4)
     >>> groups, sizes = ([Batch], [Head, Size]), {"batch": 2, "head": 3, "head_size": 4}

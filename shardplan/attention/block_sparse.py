@@ -36,7 +36,7 @@ def attend_to_blocks(
     layout: str = SequenceOrder.CONTIGUOUS,
     queries_per_chunk: int = QUERIES_PER_CHUNK,
 ) -> NamedArray:
-    """Attend to the tokens of given blocks that are not after the query.
+    """Compute causal attention of each query to the tokens of given blocks.
 
     Block j has the tokens from j * block_size on, and the sequence's last block may be shorter. Scores have the factor
     head_size ** -0.5. The result is sharded as the current `hax.axis_mapping` shards batch, position, kv_head and
@@ -57,15 +57,15 @@ def attend_to_blocks(
         keys: {batch, position, kv_head, head_size}.
         values: {batch, position, kv_head, ...}; the last axis is the head size of values, and may have any name.
         blocks: int{batch, position, kv_head, ...}; the last axis counts the blocks of a query, and may have any name.
-            They are in any order. -1 is no block, and a block after the query's own has no token for it. These two
-            rules are not checked, because numbers are known only when a program runs: no query has a block twice, and
-            no number is below -1. No gradient flows through the numbers; the name of `blocks` for gradient
-            checkpointing is `ActivationName.SELECTED_BLOCKS`.
+            They are in any order. -1 stands for no block, and a block after the query's own adds nothing. No query may
+            have a block twice, and no number may be below -1; neither is checked, because numbers are known only when a
+            program runs. No gradient flows through the numbers; the name of `blocks` for gradient checkpointing is
+            `ActivationName.SELECTED_BLOCKS`.
         block_size: tokens of a block.
         method: dense_mask (scores of all tokens, most of them masked: for short sequences), gathered_blocks (copies
-            the tokens of its blocks for each query), or kernel (Pallas: queries side by side walk the union of their
-            blocks: for long sequences whose neighbours select much the same blocks; blocks of a multiple of 8 tokens).
-            It changes no result.
+            the tokens of its blocks for each query), or kernel (Pallas: neighbouring queries attend together to the
+            union of their blocks; for long sequences in which neighbours select similar blocks; the block size is a
+            multiple of 8 tokens). It changes no result.
         layout: the order that positions are in already: contiguous or zigzag; see
             `shardplan.positions.sequence_layout`. The numbers of blocks count from the start of the sequence.
         queries_per_chunk: queries of a device that are computed at a time; it bounds the memory of dense_mask and
@@ -76,8 +76,8 @@ def attend_to_blocks(
         a query without a token.
 
     Raises:
-        ConfigError: an array has other axes, numbers of blocks are no integers, an unknown method or layout, sizes
-            cannot be divided as the axis mapping says, or there is no kernel for the size of blocks.
+        ConfigError: an array has other axes, `blocks` is not an integer array, the method or layout is unknown, the
+            axis mapping does not divide a size evenly, or there is no kernel for the block size.
     """
     for name, given, valid in (("method", method, SelectedMethod), ("layout", layout, SequenceOrder)):
         if given not in [*valid]:
@@ -125,7 +125,7 @@ def _check_axes(queries: NamedArray, keys: NamedArray, values: NamedArray, block
     """Check that the arrays have the axes that `attend_to_blocks` requires.
 
     Raises:
-        ConfigError: one of them has others, or of other sizes.
+        ConfigError: an array has other axes, or axes of other sizes.
     """
     batch = [BATCH] * queries.has_axis(BATCH)
     required = [*batch, POSITION, KV_HEAD, Q_HEADS, HEAD_SIZE]

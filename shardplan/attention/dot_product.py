@@ -72,10 +72,10 @@ def dot_product_attention(
     block: int | None = None,
     hardware: str | None = None,
 ) -> NamedArray:
-    """Compute attention with QPos sharded over mesh axes: Levanter's function of this name, sequence-parallel.
+    """Sequence-parallel version of Levanter's function of this name: attention with QPos sharded over mesh axes.
 
-    It takes all arguments of Levanter's function, in their order, and refuses what it cannot do: biases, dropout, and
-    the choice of one of Levanter's implementations.
+    It takes all arguments of Levanter's function, in their order, and refuses biases, dropout, and the choice of one of
+    Levanter's implementations.
 
     >>> Pos, KPos, Head, Size = hax.make_axes(position=3, key_position=3, kv_head=1, head_size=1)
     >>> query, key = hax.zeros((Head, Pos, Size)), hax.zeros((Head, KPos, Size))
@@ -88,14 +88,14 @@ def dot_product_attention(
         KPos: axis of the keys' positions, of another name.
         Key: axis of head sizes, in queries and keys.
         query: {..., heads, QPos, Key}; axes that key does not have are query heads of one key head.
-        key: {..., key heads, KPos, Key}; axes that are no key heads are batch axes.
+        key: {..., key heads, KPos, Key}; all other axes are batch axes.
         value: {..., key heads, KPos, ...}; an axis that key does not have is its head size, which may differ from Key.
         mask: which keys a query may attend to; default: all. A causal offset may be an integer, traced or not, or a
             named array of integers. Hops and blocks that it makes empty are skipped if it is known while tracing: one
             number, and not an argument of jit. `shardplan.attention.with_chunks` adds chunks.
         bias: must be None.
         attention_dtype: dtype that query, key and value are cast to; sums are in float32 in any case.
-        precision: of products; the blockwise kernel computes them at the highest, whatever it is.
+        precision: precision of matmuls; the blockwise kernel ignores it and uses the highest.
         use_flash: must not be False.
         attn_backend: must be None or DEFAULT; see `kernel`.
         flash_block_size: Levanter's name of `block`.
@@ -103,9 +103,9 @@ def dot_product_attention(
         heads: axes of key heads; default: the last one of keys that queries have too, but Key. () for none.
         strategy: all_gather (of keys and values), ring, ulysses, hybrid (a ring of groups of `ulysses` neighbours),
             none (positions are not sharded: every device attends for its part of the batch and of the heads), or auto:
-            the fastest by `shardplan.attention.strategy_cost` for the mask, the layout and the hardware among
-            those that fit in a device's memory. With Ulysses, if a device has fewer query heads than the group has
-            devices, heads are padded.
+            the fastest strategy that fits in a device's memory, by `shardplan.attention.strategy_cost` for the mask,
+            the layout and the hardware. With Ulysses, if a device has fewer query heads than the group has devices,
+            heads are padded.
         ulysses: devices of a group, for hybrid; default: the greatest common divisor of a device's query heads and the
             devices along QPos. `auto` chooses it.
         layout: the order that positions, segment ids and explicit masks are in already; see
@@ -121,8 +121,8 @@ def dot_product_attention(
         logits_soft_cap: scores become soft_cap * tanh(scores / soft_cap).
         inference, prng: only dropout needs them.
         attn_sink: {heads}: a score per head that takes weight and contributes no value.
-        kernel: what computes attention on a device: blockwise (XLA), or splash (Pallas, TPUs only; head sizes from 64
-            to 256, a multiple of 128 positions per ring index, no explicit masks and no traced offsets).
+        kernel: implementation of attention on a device: blockwise (XLA), or splash (Pallas, TPUs only; head sizes from
+            64 to 256, a multiple of 128 positions per ring index, no explicit masks and no traced offsets).
         block: side of a block of scores in positions, for the blockwise kernel; default: 512.
         hardware: name of the slice, such as v5p-128, that `auto` chooses for; default: the slice of JAX's devices.
 
@@ -263,7 +263,7 @@ def _sequence_layouts(
     """Return the layouts of queries and of keys.
 
     Raises:
-        ConfigError: a layout of other lengths or degrees, documents given twice, or a length that does not divide.
+        ConfigError: a layout has other lengths or degrees, documents are given twice, or the length is not divisible.
     """
     queries, keys, ring = sharding.axes.queries, sharding.axes.keys, sharding.degree // ulysses
     if isinstance(layout, SequenceLayout):
@@ -323,7 +323,7 @@ def _check_splash_mask(mask: MaskSpec) -> None:
     """Check that the splash kernel supports a mask: no explicit mask, and a causal offset known while tracing.
 
     Raises:
-        ConfigError: it has another part.
+        ConfigError: the mask has a part that the kernel does not support.
     """
     # the kernel skips blocks by a grid that is computed while tracing, which arrays cannot decide
     unsupported = {

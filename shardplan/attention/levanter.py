@@ -133,7 +133,7 @@ def accept_layout(module: Any, layout: SequenceLayout) -> Any:
     (False, True)
 
     Raises:
-        ConfigError: its attention has a layout of another order, or of other documents.
+        ConfigError: the module's attention has a layout with another order or with other documents.
     """
     for layer in filter(_is_sparse, jax.tree.leaves(module, is_leaf=_is_sparse)):
         own = SequenceLayout(layout.length, layout.ring, layout.ulysses, layer.config.layout)

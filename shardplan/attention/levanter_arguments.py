@@ -12,7 +12,7 @@ from shardplan.plan.attention_plan import KernelName
 
 @dataclass(frozen=True)
 class LevanterArguments:
-    """The arguments that only Levanter's implementations have; they are accepted if they do not change the result."""
+    """Arguments of Levanter's `dot_product_attention` that shardplan accepts only if they do not change the result."""
 
     bias: Any = None
     precision: Any = None
@@ -27,7 +27,7 @@ class LevanterArguments:
         """Check that no argument would change the result.
 
         Raises:
-            ConfigError: one that would change it, or that requires one of Levanter's implementations.
+            ConfigError: an argument would change the result, or requires one of Levanter's implementations.
         """
         if self.bias is not None:
             raise ConfigError(
@@ -50,10 +50,10 @@ class LevanterArguments:
         """Return the side of a block of scores in positions.
 
         Args:
-            block: the side by shardplan's own argument.
+            block: the value of shardplan's own argument.
 
         Raises:
-            ConfigError: it is given by both names, or a block has no positions.
+            ConfigError: both arguments are given, or the side is less than 1.
         """
         if block is not None and self.flash_block_size is not None:
             raise ConfigError(

@@ -99,8 +99,8 @@ def make_mask_spec(
         documents: lengths of the documents of every sequence, if they are known while tracing.
 
     Raises:
-        ConfigError: a mask of another type, a causal offset that is no integer and no named array of integers, a prefix
-            that is not known while tracing, or an explicit mask that is not bool.
+        ConfigError: the mask has another type, the causal offset is neither an integer nor a named array of integers,
+            the prefix is not known while tracing, or the explicit mask is not bool.
     """
     structured = _structured_mask(mask)
     if not isinstance(prefix, int | np.integer):
@@ -128,10 +128,11 @@ def make_mask_spec(
 def _structured_mask(mask: AttentionMask | NamedArray | None) -> AttentionMask:
     """Return the mask as an `AttentionMask`; its causal offset is None or a named array.
 
-    Levanter's own attention accepts offsets that are numbers, and ignores those of masks that are not causal.
+    Levanter's own attention accepts offsets that are numbers, and ignores the offsets of masks that are not causal.
 
     Raises:
-        ConfigError: another type, or a causal offset that is no integer and no named array of integers.
+        ConfigError: the mask has another type, or its causal offset is neither an integer nor a named array of
+            integers.
     """
     if mask is None:
         return AttentionMask()

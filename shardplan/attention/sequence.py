@@ -130,7 +130,8 @@ def next_token_losses(
         module: a Levanter model with sequence-parallel attention of the sequence's layout
             (`shardplan.attention.levanter.with_sequence_parallel`).
         soft_cap: soft cap of the logits.
-        blocks: parts of the positions whose logits are in memory one after the other; a divisor of their number.
+        blocks: number of blocks of positions, which divides the number of positions; the logits of only one block are
+            in memory at a time.
 
     Raises:
         ConfigError: the module's attention has another layout.

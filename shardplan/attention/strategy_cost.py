@@ -77,7 +77,7 @@ def enumerate_layouts(
     [(2, 1, 'contiguous'), (2, 1, 'zigzag'), (2, 1, 'striped'), (1, 2, 'contiguous')]
 
     Args:
-        documents: their lengths, if they are known.
+        documents: lengths of the documents, if they are known.
     """
     return [
         SequenceLayout(length, degree // ulysses, ulysses, order, documents)
@@ -105,7 +105,7 @@ def rank_strategies(
 ) -> list[StrategyCost]:
     """Return the cost of every strategy with every layout, fastest first.
 
-    A layout is left out if the groups of Ulysses are no parts of mesh axes.
+    A layout is left out if its Ulysses groups would split a mesh axis unevenly.
 
     >>> from shardplan.hardware import parse_slice
     >>> heads = HeadShape(batch=1, key_heads=8, queries_per_key_head=4, head_size=128, value_size=128)
@@ -171,7 +171,7 @@ def strategy_cost(strategy: Strategy, layout: SequenceLayout, attention: Sharded
 def _split_for_ulysses(
     placement: MeshPlacement, mesh_axes: MeshAxes, ulysses: int
 ) -> tuple[MeshPlacement, MeshAxes] | None:
-    """Split a mesh axis, if necessary, so that the last mesh axes of the positions have `ulysses` devices together.
+    """Split a mesh axis, if necessary, so that the minor mesh axes of positions have `ulysses` devices in total.
 
     Returns:
         The placement, and its mesh axes that shard positions; None if no part of an axis makes up that number.

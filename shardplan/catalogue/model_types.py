@@ -64,7 +64,7 @@ def describe_type(model_type: str, released: Sequence[str]) -> TypeFacts:
     """Return the facts about a model type, derived from its first released model.
 
     Args:
-        released: names of its released models, at least one.
+        released: names of the type's released models, at least one.
     """
     hf_config = read_config(released[0], None)
     model = build_model(hf_config, 1)
@@ -113,7 +113,7 @@ class RecordedKeys(ConfigKeys):
     """The keys of a config.json, with a record of the keys that a family reads and the values that it allows."""
 
     def __init__(self, values: dict[str, Any]) -> None:
-        """Hold the keys of a file, none of them read yet."""
+        """Hold the keys of a file; none of them has been read yet."""
         super().__init__(values, "config.json")
         self.only_values: dict[str, tuple[Any, ...]] = {}
 

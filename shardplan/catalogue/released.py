@@ -46,6 +46,6 @@ def describe_model(name: str) -> ReleasedModel:
 
 
 def count_layers(model: Model) -> dict[AttentionKind, int]:
-    """Return kind of attention -> number of layers, most frequent first, for sequences of all the model's positions."""
+    """Return kind of attention -> number of layers, most frequent first, for sequences of the model's full length."""
     step = plan_step(model, Workload(batch=1, position=model.positions).resolve())
     return dict(Counter(step.attention_calls).most_common())

@@ -14,9 +14,9 @@ from shardplan.errors import ConfigError, check_argument
 def best_effort_sharding(shape: Sequence[int], mesh: Mesh | AbstractMesh) -> NamedSharding:
     """Shard an array of `shape` over as many devices of `mesh` as its dimensions allow.
 
-    Every mesh axis is used if some dimension is divisible by it. Among the assignments that use the most devices, the
-    one whose shards are the fewest contiguous pieces on disk (row-major) wins, then the one on the leftmost dimensions.
-    There are no size thresholds.
+    Every mesh axis is used if some dimension is divisible by it. Among the assignments that use the most devices, it
+    chooses the one whose shards are the fewest contiguous pieces on disk (row-major), and among these the one on the
+    leftmost dimensions. There are no size thresholds.
 
     >>> mesh = AbstractMesh((2, 4), ("data", "model"))
     >>> best_effort_sharding((4096, 128), mesh).spec

@@ -32,7 +32,7 @@ def convert_checkpoint(config: LoadingConfig, to: str, file_format: Format) -> s
     Everything is written in `workload.param_dtype`, except that a router is not rounded: its parameters keep their
     stored type if that is wider.
 
-    The folder is first looked at after the load, which takes long; `open_target` says before whether it can be used.
+    The folder is checked only after the load, which takes long; call `open_target` first to check it early.
 
     Raises:
         ConfigError: the folder cannot be written to, or holds a checkpoint.
@@ -59,7 +59,7 @@ def convert_checkpoint(config: LoadingConfig, to: str, file_format: Format) -> s
 
 
 def _read_config_json(session: Session) -> dict[str, Any]:
-    """Read the config.json that the model is built from; of a multimodal model, only the text model's part."""
+    """Read the config.json that the model is built from; for a multimodal model, only the text model's part."""
     path = session.config.model.config
     text = read_config_file(path) if path is not None else read_bytes(session.folder, CONFIG)
     config_json: dict[str, Any] = json.loads(text or b"")

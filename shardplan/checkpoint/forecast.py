@@ -39,7 +39,7 @@ from shardplan.storage.folder import REMOTE
 
 @dataclass(frozen=True)
 class ArrayForecast:
-    """The reads of one array of the model, of all processes together."""
+    """What is read for one array of the model, summed over all processes."""
 
     path: str
     nbytes: int
@@ -53,7 +53,7 @@ class ArrayForecast:
 
 @dataclass(frozen=True)
 class Forecast:
-    """The read schedule of a plan in numbers."""
+    """What a load reads according to its schedule: bytes per process and per array."""
 
     source: str
     """The checkpoint whose byte offsets the forecast uses."""
@@ -114,11 +114,11 @@ class _AssumedFile:
 
 
 def forecast_reads(config: CheckpointCommand, plan: Plan, model: Model) -> Forecast:
-    """Forecast the reads as `plan` loads the checkpoint `model.ref`, or a checkpoint that model.config describes.
+    """Forecast what is read when `plan` loads the checkpoint `model.ref`, or one that `model.config` describes.
 
     Raises:
         CheckpointError: the checkpoint does not match the model, or is damaged.
-        ConfigError: weights are to stay as they are stored, and no checkpoint is named.
+        ConfigError: `load.keep_dtype` is set, and no checkpoint is named.
     """
     path = config.model.config
     stored = _read_checkpoint(config, model) if path is None else _assume_checkpoint(path, config, model)
@@ -128,7 +128,7 @@ def forecast_reads(config: CheckpointCommand, plan: Plan, model: Model) -> Forec
 def forecast_match(
     match: Match, plan: Plan, model: Model, load: LoadConfig, bandwidth: float | None = None
 ) -> Forecast:
-    """Forecast the reads as `plan` loads a checkpoint whose index was read.
+    """Forecast what is read when `plan` loads a checkpoint whose index was read.
 
     Args:
         match: the checkpoint, and how its tensors make the arrays of `model`.
@@ -168,7 +168,7 @@ def _stored_model(match: Match, model: Model) -> _StoredModel:
 
 
 def _assume_checkpoint(config_path: str, config: CheckpointCommand, model: Model) -> _StoredModel:
-    """Lay out all tensors of a config.json in one file, in the type that config.json names."""
+    """Lay out the tensors of a config.json's model in one assumed file, in the dtype that config.json names."""
     if model.kept is not None:
         raise ConfigError(
             "load.keep_dtype reads codes and scales where a checkpoint has them, and model.config names none; name it "
@@ -188,7 +188,7 @@ def _assume_checkpoint(config_path: str, config: CheckpointCommand, model: Model
 
 
 def _summarise(planned: LoadPlan) -> tuple[list[ArrayForecast], dict[int, ReadVolume]]:
-    """Sum up the reads of a schedule by array and by process; reads of scales count for the array of their codes."""
+    """Sum up the reads of a schedule by array and by process; scales count as reads of their array."""
     schedule = planned.schedule
     by_path: defaultdict[str, list[Transfer]] = defaultdict(list)
     for transfer in schedule.transfers:

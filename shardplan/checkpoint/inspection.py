@@ -126,7 +126,7 @@ class InspectedCheckpoint:
     match: Match | None
 
     def with_problem(self, problem: ShardplanError) -> "InspectedCheckpoint":
-        """Return the normal form of a path in an index."""
+        """Return the checkpoint with `problem` recorded in its facts."""
         return dataclasses.replace(self, facts=dataclasses.replace(self.facts, problem=problem))
 
 

@@ -17,17 +17,17 @@ from shardplan.model.dtypes.parameter_dtypes import kept_dtypes
 def with_kept_parts(
     template: Any, views: Mapping[str, View], tensors: Mapping[str, Tensor], where: str
 ) -> tuple[dict[str, View], dict[str, Tensor]]:
-    """Replace kept weights by their codes and scales, in views and in tensors.
+    """Replace every kept weight by its codes and its scales, in the views of arrays and in the tensors.
 
     Args:
         template: the model, with `jax.ShapeDtypeStruct`s in place of arrays.
-        views: path of an array -> its elements, of which scales are those of the first codes of their blocks.
-        tensors: name -> tensor; coded ones under the names of weights.
+        views: path of an array -> view of tensors; an array of scales has the view of the first code of each block.
+        tensors: name -> tensor; `CodedTensor`s have the names of weights.
         where: name of the checkpoint, for messages.
 
     Raises:
-        CheckpointError: a weight is stored otherwise than its configuration says.
-        ConfigError: its scales are in too many parts of tensors, or an adapter changes it.
+        CheckpointError: a weight is not stored as its configuration says.
+        ConfigError: the scales of a weight are in too many parts of tensors, or an adapter changes the weight.
     """
     dtypes = kept_dtypes(template)
     changed, parts = dict(views), dict(tensors)
@@ -50,11 +50,11 @@ def with_kept_parts(
 
 
 def _coded(name: str, tensor: Tensor, dtype: str, where: str) -> CodedTensor:
-    """Return the tensor, checked to be stored as codes of a type.
+    """Check that a tensor is stored as codes of type `dtype`, and return it.
 
     Raises:
-        CheckpointError: it is stored otherwise.
-        ConfigError: an adapter changes it.
+        CheckpointError: the tensor is stored in another way.
+        ConfigError: an adapter changes the tensor.
     """
     if isinstance(tensor, CodedTensor) and str(tensor.dtype) == dtype:
         return tensor

@@ -85,9 +85,9 @@ def load_pretrained(
             an empty mapping replicates.
         dtype: type that floating-point parameters are cast to, except that the decoder's routers become float32;
             default: the plan's, else the stored type of each array.
-        config: a Levanter model configuration; default: the one that the checkpoint's config.json describes, of the
-            plan's class, and without a plan of Levanter's class for the type, or of shardplan's decoder for types and
-            windows that Levanter does not have.
+        config: a Levanter model configuration. By default it is made from the checkpoint's config.json, with the plan's
+            class. Without a plan, it is Levanter's class for the model type, or shardplan's decoder for types and
+            windows that Levanter does not support.
         budget: most host memory to use beyond the arrays themselves, bytes.
         checksum: compare the files with the checksums that their store recorded, if it recorded any.
         strict: refuse a checkpoint with tensors that the model has no use for, instead of a warning.
@@ -98,8 +98,8 @@ def load_pretrained(
         The Levanter model (an `LmHeadModel`), its arrays sharded over the plan's mesh or the current one.
 
     Raises:
-        ConfigError: there is no such checkpoint or adapter, no mesh, the plan is for another model, or layers with
-            Native Sparse Attention take positions in another order than the plan's.
+        ConfigError: the checkpoint or adapter does not exist, there is no mesh, the plan is for another model, or
+            layers with Native Sparse Attention need another order of positions than the plan's.
         CheckpointError: the checkpoint or the adapter does not match the model, or is damaged.
     """
     if not isinstance(plan, Plan | None):
@@ -144,12 +144,13 @@ class HFCheckpointConverter(SavingConverter):
         resize_vocab_to_match_tokenizer: bool = False,
         dtype: Any = None,
     ) -> Any:
-        """Stream a checkpoint into the shardings of `axis_mapping` (default: the current one, else best effort).
+        """Stream a checkpoint into the shardings of `axis_mapping` (default: the current mapping, else best effort).
 
-        Signature and result are those of Levanter's method.
+        The signature and the result are the same as in Levanter's method.
 
         Raises:
-            ConfigError: there is no such checkpoint, neither is one named nor has the converter one, or no mesh.
+            ConfigError: there is no such checkpoint; no checkpoint is named and the converter has none; or there is no
+                mesh.
             CheckpointError: the checkpoint does not match the model, or is damaged.
         """
         del lm_model_cls  # Levanter ignores it too: the configuration names the class
@@ -173,9 +174,9 @@ class HFCheckpointConverter(SavingConverter):
 
 
 def _class_without_plan(folder: Folder) -> str | None:
-    """Choose the class of a model that is loaded without a plan: Levanter's if it supports everything in config.json.
+    """Choose the class of a model that is loaded without a plan: Levanter's, or the decoder for models with windows.
 
-    Windows are in the mask that its caller gives to a model of Levanter, and in the layers of the decoder.
+    Levanter's models get their windows from the caller's mask; the decoder's layers have them built in.
     """
     hf_config = read_config(None, folder, LEVANTER)
     return None if has_windows(hf_config) else LEVANTER
@@ -185,7 +186,7 @@ def _loadable_dtype(dtype: Any) -> np.dtype | None:
     """Return the numpy type for a floating-point type that a caller gives, if JAX has it; None for None.
 
     Raises:
-        ConfigError: it is no floating-point type, or JAX has it only with other settings.
+        ConfigError: the type is not a floating-point type, or JAX has it only with other settings.
     """
     result = float_dtype("load_pretrained", dtype)
     if result is not None and (canonical := jax.dtypes.canonicalize_dtype(result)) != result:
@@ -203,9 +204,9 @@ def _config_class(converter: Any) -> type:
 
 
 def _custom_config(converter: Any, hf_config: dict[str, Any]) -> Any:
-    """Return the configuration of a user's own class; None for the decoder, and for Levanter's class for the type.
+    """Return the configuration of a user's own model class; None for the decoder and for Levanter's own classes.
 
-    `build_model` makes these from config.json, and corrects what Levanter reads differently.
+    For these two, `build_model` makes the configuration from config.json, and corrects what Levanter misreads.
     """
     if name_of_class(_config_class(converter)) in (DECODER, LEVANTER_CLASSES.get(hf_config["model_type"])):
         return None
@@ -214,9 +215,9 @@ def _custom_config(converter: Any, hf_config: dict[str, Any]) -> Any:
 
 
 def _make_template(hf_config: dict[str, Any], config: Any, folder: Folder, adapter: Folder | None = None) -> Any:
-    """Make the model without weights, from a Levanter configuration, or from config.json if `config` is None.
+    """Make the model without weights, from a Levanter configuration `config`, or from config.json if it is None.
 
-    The latter has an output head of its own if the checkpoint in `folder`, or the adapter, holds one.
+    A model from config.json has a separate output head if the checkpoint in `folder`, or the adapter, holds one.
     """
     if config is None:
         template = build_model(hf_config, position=1).template
@@ -232,10 +233,10 @@ def _make_template(hf_config: dict[str, Any], config: Any, folder: Folder, adapt
 
 
 def _check_plan(plan: Plan, template: Any) -> None:
-    """Check that every array of the model `template` has the axes that `plan` was made for, and positions its order.
+    """Check that the model `template` has the axes and the order of positions that `plan` was made for.
 
     Raises:
-        ConfigError: one has not.
+        ConfigError: an axis or the order differs.
     """
     check_head(plan, template)
     order = position_order(template.config.segments) if isinstance(template.config, Architecture) else None
@@ -264,7 +265,7 @@ def _current_mesh() -> Mesh:
     """Return the mesh that `jax.set_mesh` or `hax.partitioning.set_mesh` made current.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no current mesh.
     """
     mesh = jax.sharding.get_mesh()
     if mesh.empty:
@@ -296,8 +297,8 @@ def stream_checkpoint(
         checksum: compare the files with the checksums that their store recorded, if it recorded any.
         deadline_s: most seconds without progress.
         strict: refuse a checkpoint with tensors that the model has no use for.
-        is_copy: the model is written again: parameters that it keeps in float32 are cast to the narrowest type that
-            holds `dtype` and their stored type.
+        is_copy: whether the model is going to be written again. Parameters that it keeps in float32 are then cast to
+            the narrowest type that holds both `dtype` and their stored type.
         adapter: the folder of an adapter, whose changes are added to the weights.
 
     Returns:
@@ -415,7 +416,7 @@ def _array_dtype(view: View, tensors: Mapping[str, Tensor], dtype: Any, stays_fl
         stays_float32: whether the model keeps the parameter in float32.
 
     Raises:
-        CheckpointError: its stored type is no floating-point type.
+        CheckpointError: the stored type is not a floating-point type.
     """
     # the pieces of an array have one type in every checkpoint that transformers writes; otherwise take the widest
     kinds = {tensors[name].value_dtype for name in view.tensors}

@@ -82,10 +82,10 @@ def match_checkpoint(
         template: a Levanter model with `jax.ShapeDtypeStruct`s in place of arrays.
         where: name of the checkpoint, for messages.
         quantization: how its config.json says that weights are stored; None for plain numbers.
-        adapter: changes tensors of the checkpoint.
+        adapter: adapter that changes tensors of the checkpoint.
 
     Raises:
-        CheckpointError: the checkpoint does not match the model, or the adapter is for another one.
+        CheckpointError: the checkpoint does not match the model, or the adapter is for another model.
     """
     expected = expected_tensors(template)
     base, not_read = decode_index(index, quantization, where)
@@ -173,7 +173,7 @@ def check_values(match: Match, tensors: Mapping[str, Tensor], template: Any) -> 
         template: the model that was matched.
 
     Raises:
-        CheckpointError: they differ.
+        CheckpointError: two values differ.
     """
     if match.head is not None:
         head, embedding = match.head
@@ -220,7 +220,7 @@ def _trace_stored_names(
 ) -> tuple[StateDictProgram, dict[str, str]] | None:
     """Trace the conversion of the stored tensor names; None if Levanter cannot read them.
 
-    A converter may read more names than those that it writes, such as those of older checkpoints.
+    A converter may read names that it does not write, such as names of older checkpoints.
 
     Returns:
         The program, and name in it -> name in the checkpoint.

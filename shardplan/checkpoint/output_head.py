@@ -35,7 +35,7 @@ def has_own_head(template: Any, folder: Folder, processes: ProcessGroup, adapter
         adapter: the folder of an adapter, which may have saved a head.
 
     Raises:
-        CheckpointError: the checkpoint does not match the model, or is damaged; or the adapter.
+        CheckpointError: the checkpoint or the adapter does not match the model, or is damaged.
     """
     index = read_shared_index(folder, processes)
 
@@ -67,7 +67,7 @@ def check_head(plan: Plan, template: Any) -> None:
     shardplan.errors.ConfigError: the plan has lm_head.weight, and the model has its embedding as output head; ...
 
     Raises:
-        ConfigError: only one of the two has.
+        ConfigError: only one of the two has an output head.
     """
     is_planned = any(parameter.path == HEAD_PATH for parameter in plan.parameters)
     if is_tied(template) and is_planned:

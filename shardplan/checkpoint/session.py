@@ -45,9 +45,9 @@ class Session:
         """Load the weights of a Levanter module, sharded and cast as planned.
 
         Args:
-            template: `model.template`, or that of `specialize(model, plan)`, with shapes in place of arrays.
+            template: `model.template`, or the template of `specialize(model, plan)`, with shapes in place of arrays.
             deadline_s: most seconds without progress.
-            is_copy: the module is written again; see `stream_checkpoint`.
+            is_copy: whether the module is going to be written again; see `stream_checkpoint`.
 
         Returns:
             The module, and the program that maps the checkpoint's tensors to its arrays.
@@ -106,16 +106,16 @@ PLAN_PARTS = ("mesh", "compute_mapping", "param_mapping", "workload", "attention
 def agree_on_plan(
     processes: ProcessGroup, given: Plan | None, make: Callable[[], Plan], check: Callable[[Plan], None]
 ) -> Plan:
-    """Check that all processes of the run have the same plan, because different plans would deadlock; return the plan.
+    """Check that all processes have the same plan, because different plans would deadlock; return the plan.
 
-    Process 0 makes it for all of them: what fits depends on the memory of its host if the devices are CPU devices.
+    Process 0 makes the plan for all processes, because on CPU devices the host's memory decides which plan fits.
 
     Args:
         given: the plan that this process was started with.
-        check: raises if a plan is not for the model.
+        check: function that raises an error if a plan is not for the model.
 
     Raises:
-        ConfigError: two processes were started with different ones, or it is for another model.
+        ConfigError: two processes were started with different plans, or the plan is for another model.
         InfeasibleError: no plan fits.
     """
     first = processes.broadcast("plan", lambda: (given or make()).to_json())

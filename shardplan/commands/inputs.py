@@ -35,7 +35,7 @@ def local_inputs(config: EvalCommand) -> dict[str, str]:
 def local_training_inputs(config: TrainCommand) -> dict[str, str]:
     """Return key -> path on each host's disk that a training reads, besides its configuration and plan.
 
-    Of Levanter's keys those whose value is a file or folder of this machine.
+    Levanter's keys are included if their value is a file or folder of this machine.
     """
     inputs = {key: path for key, path in _local_model(config).items() if path}
     for key, value in config.levanter.items():

@@ -15,7 +15,7 @@ def main(argv: Sequence[str]) -> None:
     """Run `shardplan models` with the arguments `argv`.
 
     Raises:
-        ConfigError: other arguments, or a name that no model and no model type has.
+        ConfigError: arguments are wrong, or no model or model type has the name.
     """
     parser = make_parser("models", description=WITHOUT_CONFIGURATION["models"])
     parser.add_argument("name", nargs="?", help="a released model, its repository on the hub, or a model type")

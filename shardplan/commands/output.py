@@ -36,10 +36,10 @@ def check_outputs(inputs: Iterable[str], **targets: str | None) -> None:
 
     Args:
         inputs: paths of files and folders that the command reads.
-        targets: configuration key -> its path; None and `-`, for stdout, can always be written.
+        targets: configuration key -> output path; None and `-` (stdout) can always be written.
 
     Raises:
-        ConfigError: one cannot.
+        ConfigError: an output cannot be written, or would replace another file.
     """
     used = {os.path.realpath(path) for path in inputs}
     for key, target in targets.items():
@@ -67,9 +67,9 @@ def write_report(
     """Write the page of a plan to the path `target`.
 
     Args:
-        verdicts: on the plan, and on others beside it.
+        verdicts: verdicts on the plan, and on other plans to compare.
         judgements: verdicts that were read from a file.
-        repair: of a hand-written layout, of which `plan` is the prediction.
+        repair: review of a hand-written layout, for which `plan` is the prediction.
         experts: the section `experts` of the summary of an evaluation.
         selection: the section `selection` of the summary of a training.
     """

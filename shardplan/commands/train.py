@@ -68,10 +68,10 @@ def dry_run(config: TrainCommand) -> None:
 
 
 def show(config: TrainCommand, plan: Plan, is_first: bool) -> "Sequence[tuple[Case, Verdict]]":
-    """Print the plan, and compile it if the configuration says so; every process calls this.
+    """Print the plan, and compile it if the configuration requests this; every process calls this function.
 
     Returns:
-        The verdict of the compiler; empty without one.
+        The verdict of the compiler, in a list that is empty if nothing was compiled.
     """
     from shardplan.commands.verify import check_fits, show_verdict
 

@@ -14,7 +14,7 @@ INDENT = 22
 def usage(commands: Iterable[str]) -> str:
     """Return the usage of `shardplan`, with the purpose of each command, in the width of the terminal.
 
-    The purpose is the first paragraph of a docstring; `shardplan COMMAND --help` has the others.
+    The purpose is the first paragraph of the command's docstring; `shardplan COMMAND --help` has the other paragraphs.
     """
     first_paragraphs = {name: (cls.__doc__ or "").partition("\n\n")[0] for name, cls in COMMANDS.items()}
     purposes = first_paragraphs | WITHOUT_CONFIGURATION

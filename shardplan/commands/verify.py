@@ -92,8 +92,8 @@ def best_plan(config: PlanCommand, out: TextIO) -> "tuple[Plan, Sequence[tuple[C
     """Print the compiler's ranking of the `config.verify` best plans by estimate; return the first one and the ranking.
 
     Raises:
-        InfeasibleError: none fits.
-        UndecidedError: none fits, and the compiler reached a limit first.
+        InfeasibleError: no plan fits.
+        UndecidedError: no plan is known to fit, because the compiler reached a limit.
     """
     from shardplan.search.make_plan import model_from_config, rank_plans
     from shardplan.verify.select_cases import build_case
@@ -132,7 +132,7 @@ def check_fits(verdict: "Verdict") -> None:
     """Check that a verdict says that the program fits.
 
     Raises:
-        InfeasibleError: it does not.
+        InfeasibleError: the program does not fit.
         UndecidedError: there is no verdict, because the compiler reached a limit first, or crashed.
     """
     if verdict.fits:

@@ -10,7 +10,7 @@ def check_config(function: str, config: Any) -> None:
     """Check that an argument of a public function is a configuration.
 
     Raises:
-        ConfigError: it is a file's name, a mapping, a plan, or anything else.
+        ConfigError: the argument is a file name, a mapping, a plan, or anything else.
     """
     check_argument(
         function, "config", config, PlanConfig, "a configuration, such as shardplan.load_config('configs/8b.yaml')"

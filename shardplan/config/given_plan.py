@@ -20,7 +20,7 @@ def load_given_plan[C: PlanConfig](config: C) -> tuple[C, Plan | None]:
     """Load the Plan file that the configuration names, if it names one.
 
     Returns:
-        The configuration, with the model, slice, mesh and workload of the Plan; and the Plan.
+        The configuration with the Plan's model, slice, mesh and workload, and the Plan.
 
     Raises:
         ConfigError: the file cannot be read or is not a plan, or contradicts the configuration.

@@ -104,7 +104,8 @@ _KEY_OF = {fold(name): key for key, names in KEY_SYNONYMS.items() for name in na
 def nearest_key(name: str, keys: Collection[str]) -> str | None:
     """Return the valid key that an unknown dotted name means; None if no key is similar.
 
-    The last part decides first: as that of a key, as a synonym, then by similarity to keys of the same section.
+    The last part of the name is compared first: with the last parts of all keys, then with synonyms, then by similarity
+    with keys of the same section.
     """
     section, _, last = name.rpartition(".")
     if section in keys:

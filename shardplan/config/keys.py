@@ -38,7 +38,7 @@ class Key:
     def problem(self, value: Any) -> str | None:
         """Describe what is wrong with the type of `value`; None if the type is right.
 
-        Exactly these types: True is an int in Python, and a number in a YAML file was not meant as a path.
+        Types must match exactly: in Python, True is also an int, and a number in a YAML file was not meant as a path.
         """
         if value == "" and type(None) in self.types:
             return "it must not be empty; leave it out, or write null"

@@ -98,7 +98,7 @@ def is_levanters(name: str) -> bool:
 
 
 def closest_value(name: str) -> str | None:
-    """Return the key of Levanter outside of sections that a misspelt name means; None if none is similar."""
+    """Return the top-level key of Levanter that a misspelt name probably means; None if none is similar."""
     return closest(name, (*SECTIONS, *VALUES), cutoff=0.8)
 
 
@@ -106,7 +106,7 @@ def check_undecided(values: Collection[str], where: str) -> None:
     """Check that the file sets none of Levanter's keys that the plan or the output folder decides.
 
     Raises:
-        ConfigError: one is.
+        ConfigError: such a key is set.
     """
     for name in values:
         for decided, remedy in DECIDED.items():

@@ -32,11 +32,11 @@ EXPONENT = re.compile(r"[-+]?\d+[eE][-+]?\d+")
 def load_config(*files: str, **sections: Any) -> PlanConfig:
     """Read a configuration from YAML files, where later files win, and from keys that override them.
 
-    As in `load_config("configs/8b.yaml", workload={"batch": 4}, pin=["mlp=model"])`. Keys that only a command has are
-    checked and left out. `model="x"` means what `--model x` does on the command line, in a file as well.
+    An example is `load_config("configs/8b.yaml", workload={"batch": 4}, pin=["mlp=model"])`. Keys that only a command
+    has are checked and left out. `model="x"`, also in a file, means the same as `--model x` on the command line.
 
     Raises:
-        ConfigError: a file that cannot be read, an unknown key, or a value of the wrong type.
+        ConfigError: a file cannot be read, a key is unknown, or a value has the wrong type.
     """
     return load_command(PlanConfig, files, sections, "load_config")
 
@@ -45,7 +45,7 @@ def load_command[C: PlanConfig](cls: type[C], files: Sequence[str], sections: Ma
     """Read the configuration `cls` of a command from files and keys, as `load_config` takes them.
 
     Args:
-        function: the public function that takes them, for messages.
+        function: name of the public function that received the arguments, for messages.
     """
     for file in files:
         check_argument(function, "its argument", file, (str, os.PathLike), YAML_FILES)
@@ -219,11 +219,11 @@ def _interpret(key: Key | None, value: Any) -> Any:
 
 
 def _load_yaml(path: str) -> dict[str, Any]:
-    """Read the sections of a YAML file of configuration.
+    """Read the sections of a configuration's YAML file.
 
     Raises:
-        ConfigError: the file does not exist, cannot be read, is not YAML, has a key twice, holds no mapping, or is
-            one of Levanter.
+        ConfigError: the file does not exist, cannot be read, is not YAML, has a key twice, is not a mapping, or is a
+            Levanter configuration.
     """
     if not path or not Path(path).exists():
         others = [str(file) for folder in {Path(path).parent, Path("configs")} for file in folder.glob("*.yaml")]
@@ -242,7 +242,7 @@ def _split(path: str, loaded: dict[str, Any], is_training: bool) -> tuple[dict[s
     """Split the values of the file `path` into shardplan's and Levanter's keys, by dotted name.
 
     Args:
-        loaded: its sections.
+        loaded: sections of the file.
         is_training: whether the command trains, so that a section `data` is Levanter's.
 
     Raises:

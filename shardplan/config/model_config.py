@@ -9,7 +9,7 @@ def check_model_config(config: PlanConfig) -> None:
     """Read the model's config.json, unless it is on another machine.
 
     Raises:
-        ConfigError: the file or the checkpoint's folder does not exist, or is not that of a model.
+        ConfigError: the file or the checkpoint's folder does not exist, or does not describe a model.
     """
     from shardplan.model.huggingface.hf_config import read_config
     from shardplan.storage import open_folder

@@ -85,7 +85,7 @@ class PlanConfig:
     def facts(self) -> dict[str, str]:
         """Key -> value of the settings that decide programs and weights, which must be equal in all processes.
 
-        Paths may differ between hosts; what they lead to is compared when it is read.
+        Paths may differ between hosts; the content of files is compared when they are read.
         """
         keys = flatten(asdict(self))
         return {name: str(value) for name, value in keys.items() if name.partition(".")[0] in SHARED_KEYS}

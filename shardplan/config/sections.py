@@ -313,7 +313,7 @@ def check_minimum(key: str, value: float | None, minimum: float) -> None:
     """Check that an optional size is at least `minimum` and at most `MAX_SIZE`.
 
     Raises:
-        ConfigError: it is not, or is not a number.
+        ConfigError: the value is out of range, or is not a number.
     """
     if value is not None and not minimum <= value <= MAX_SIZE:
         limit = f"at most {MAX_SIZE}" if value > MAX_SIZE else f"at least {minimum}"

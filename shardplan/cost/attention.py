@@ -70,11 +70,10 @@ def kind_of(task: Task) -> AttentionKind:
 
 
 def has_kernel(task: Task, assignment: ShardingAssignment) -> bool:
-    """Return whether each device alone can run a kernel: it has all keys, and the key heads of its query heads.
+    """Return whether a kernel can run on each device: it has all keys, and the key heads of its query heads.
 
-    Of the axes of scores, those that keys have too may be sharded, and with shardplan's attention also positions.
-    Sharding of the query heads of a group alone would pair them with the wrong key heads. Values of another size than
-    keys are taken by shardplan's kernel, and not by Levanter's.
+    Axes that queries and keys share may be sharded; shardplan's attention also shards positions. Query heads of a group
+    must not be sharded without their key head. Value heads of another size than key heads need shardplan's kernel.
     """
     if assignment.quirks.plain_attention:
         return False
@@ -97,9 +96,9 @@ def has_kernel(task: Task, assignment: ShardingAssignment) -> bool:
 
 
 def with_kernels(step: Step, assignment: ShardingAssignment) -> AttentionPlan:
-    """Return the method and kernel of each kind of attention; the kernel is splash if it can compute all of the kind.
+    """Return the method and kernel of each kind of attention; splash is the kernel if it can compute all of the kind.
 
-    Levanter's own attention has one setting for the whole model, so that all kinds computed by it have one kernel.
+    Levanter's own attention has one setting for the whole model, so that all kinds that it computes have one kernel.
     """
     attention = [task for task in step.tasks if task.kind == TaskKind.ATTENTION]
     without_kernel = {kind_of(task).name for task in attention if not has_kernel(task, assignment)}
@@ -144,15 +143,15 @@ def ring_hops(task: Task, assignment: ShardingAssignment) -> int:
 
 
 def hop_output_bytes(task: Task, assignment: ShardingAssignment) -> float:
-    """Return the bytes of the output of a hop, in float32."""
+    """Return the bytes of the output of a ring hop, in float32."""
     return _float32_bytes(task.results[0], assignment)
 
 
 def extra_attention_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
     """Return the extra live bytes per device for keys or values, beyond queries, local values and local outputs.
 
-    Gathered keys and values exist once more, in another order. A ring holds the next keys and the present ones, the
-    outputs of a hop as a kernel writes them, and in float32 these and the outputs of all hops before.
+    An all-gather needs its result twice: as gathered, and in another order. A ring needs the keys of this hop and of
+    the next, the hop's output, and float32 copies of the hop's output and of the merged output.
     """
     array, outputs = buffer.array, buffer.related_arrays
     method = assignment.attention_of(buffer.attention or UNMARKED)
@@ -170,7 +169,7 @@ def extra_attention_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) ->
 
 
 def attention_traffic(task: Task, assignment: ShardingAssignment) -> Iterator[Traffic]:
-    """Yield the transfers of an attention: keys, values, their gradients, and sums over sharded axes."""
+    """Yield the transfers of one attention task: keys, values, their gradients, and sums over sharded axes."""
     positions = score_positions(task.scores)
     is_sequence_parallel = _method(task, assignment).strategy != Strategy.NONE
     axes = next(filter(None, (mapped(name, assignment.compute) for name in positions)), ())
@@ -190,8 +189,9 @@ def attention_traffic(task: Task, assignment: ShardingAssignment) -> Iterator[Tr
 def _sequence_parallel_traffic(task: Task, assignment: ShardingAssignment, axes: MeshAxes) -> Iterator[Traffic]:
     """Yield the traffic of sequence-parallel attention over the mesh axes `axes` that shard positions.
 
-    The backward pass has gathered or resharded keys and values from the forward pass (or its rematerialization), and
-    sends their gradients; in a ring, it passes both around. Gradients are summed in float32.
+    The backward pass reuses the keys and values that the forward pass (or its rematerialization) gathered or resharded,
+    and sends gradients only. In a ring, it sends keys and values around again, with their gradients. Gradients are
+    summed in float32.
     """
     method, keys = _method(task, assignment), task.keys
     is_gradient, count = task.computes_kv_gradients, task.executions
@@ -233,7 +233,7 @@ def _float32_bytes(array: TracedArray, assignment: ShardingAssignment) -> float:
 
 
 def _head_sharding(task: Task, assignment: ShardingAssignment) -> HeadSharding:
-    """Return the head sharding of a Ulysses group, for the heads that one of its devices holds before the exchange."""
+    """Return how Ulysses shards heads within a group of devices, given the heads of a device before the all-to-all."""
     keys, scores = task.keys, task.scores
     others = {*score_positions(scores), *assignment.activation_axes}
     local = {

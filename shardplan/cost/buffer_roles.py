@@ -79,7 +79,7 @@ def log_sum_exp_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> flo
 
 
 def block_log_sum_exp_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
-    """Return the bytes of a log-sum-exp of attention to selected blocks; 0 by a method without kernels."""
+    """Return the bytes of a log-sum-exp of attention to selected blocks; 0 for methods without kernels."""
     if buffer.blocks is not None:
         method = buffer.blocks.method
     else:
@@ -146,14 +146,15 @@ def float32_result_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> 
 
 
 def unfreed_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
-    """Return the bytes of rows that the compiler neither frees nor overwrites after their last use."""
+    """Return the bytes of expert rows that the compiler neither frees nor overwrites after their last use."""
     return 0.0 if assignment.quirks.frees_rows else live_bytes(buffer, assignment)
 
 
 def gathered_row_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
-    """Return the bytes of rows gathered from shards; 0 unless experts' parameters have more shards than the rows.
+    """Return the bytes of expert rows that are gathered before grouped matmuls slice them; 0 if nothing slices them.
 
-    Grouped matmuls take slices of rows only then, and a compiler gathers them early only if it frees rows.
+    Grouped matmuls slice rows if the experts' parameters have more shards than the rows. Only compilers that free rows
+    gather them early.
     """
     rows = buffer.array
     is_sliced = assignment.num_shards(rows, assignment.params) > assignment.num_shards(rows)

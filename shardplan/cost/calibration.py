@@ -89,10 +89,9 @@ class Calibration:
 
 @cache
 def load_calibration(generation: str, larger_tiles: bool = True) -> Calibration:
-    """Return the factors of a generation.
+    """Load the factors on rooflines of a generation.
 
-    Virtual CPU devices have plain rooflines, and so has a TPU generation that nothing is fitted for yet, with a
-    warning.
+    All factors are 1 for virtual CPU devices, and, with a warning, for TPU generations that nothing is fitted for yet.
 
     Args:
         larger_tiles: whether plans ask for larger tiles, on generations on which matmuls gain from them.
@@ -147,11 +146,11 @@ def usable_host_bytes(hardware: Slice, host_gib: float | None = None) -> float:
 def compiler_quirks(hardware: Slice, factors: Calibration | None = None) -> CompilerQuirks:
     """Return the behaviour of the compiler for `hardware`.
 
-    In a plane of chips it depends on the shape: over a rectangle, most reduce-scatters stay what they are, and over a
-    square none (programs for v5e and v6e in docs/benchmarks).
+    On a 2D torus, reduce-scatters over the slice depend on its shape: if it is a rectangle, the compiler leaves most of
+    them as they are; if it is a square, it replaces all of them (programs for v5e and v6e in docs/benchmarks).
 
     Args:
-        factors: those of the generation, if they are not yet in the file.
+        factors: factors of the generation; default: the factors in calibration.json.
     """
     quirks = (factors or load_calibration(hardware.generation.name)).quirks
     is_rectangle = len(hardware.torus) == 2 and len({*hardware.torus}) == 2

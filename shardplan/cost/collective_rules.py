@@ -79,10 +79,10 @@ def _collective_traffic(task: Task, assignment: ShardingAssignment) -> Iterator[
 
 
 def _collective_axes(task: Task, assignment: ShardingAssignment) -> MeshAxes:
-    """Return the mesh axes of several devices that a collective spans.
+    """Return the mesh axes of size > 1 that a collective spans.
 
-    What each device has computed by itself is summed along all mesh axes that do not shard the result: the traced
-    program, in which logical axes stand for mesh axes, names every other one.
+    In the traced program, logical axes stand for mesh axes, so that a collective names all of them. Results that each
+    device computes by itself are summed only along the mesh axes that do not shard the result.
     """
     sharding = assignment.mesh_axes(task.results[0].factors) if task.is_local else ()
     named = [axis for axis in task.mesh_axes if axis not in sharding]
@@ -229,7 +229,7 @@ def _keeps_sharding(dim: Dim, flat: str, assignment: ShardingAssignment) -> bool
 
 
 def _lookup_traffic(task: Task, assignment: ShardingAssignment) -> Iterator[Traffic]:
-    """Yield the traffic of a lookup in a sharded parameter; nothing for tables that are no parameters."""
+    """Yield the traffic of a lookup in a sharded parameter; nothing for tables that are not parameters."""
     table, result = task.operands[0], task.results[0]
     if table.weight is None:
         return
@@ -282,9 +282,10 @@ def _reshard_traffic(task: Task, assignment: ShardingAssignment) -> Iterator[Tra
 
 
 def _selection_traffic(task: Task, assignment: ShardingAssignment) -> Iterator[Traffic]:
-    """Yield the exchange of the candidates that each device selects from its shard of a dimension.
+    """Yield the traffic of a top-k along a sharded dimension, where each device selects candidates from its shard.
 
-    The compiler has each device select for a part of the rows, and gathers the results of all rows.
+    The compiler exchanges the candidates so that each device selects the result of some rows, and then gathers all
+    rows.
     """
     axes = assignment.mesh_axes(task.contracted)
     if axes:

@@ -155,7 +155,8 @@ def permute_traffic(array_bytes: float, axes: MeshAxes, count: int, distance: in
 def _bytes_of_others(size: float, assignment: ShardingAssignment, axes: MeshAxes, count: int) -> float:
     """Return the bytes that a device receives in `count` executions.
 
-    For each it needs `size` bytes, and holds an equal part of them like all others along `axes`.
+    In each execution it needs `size` bytes. The devices along `axes` hold equal parts of them, so that it receives all
+    parts but its own.
     """
     n = mesh_size(assignment.mesh, axes)
     return count * size * (n - 1) / n

@@ -88,7 +88,7 @@ class ExpertOperands:
 
 @dataclass(frozen=True)
 class KernelCalls:
-    """Equal calls of a kernel for grouped matmuls."""
+    """Several equal calls of a kernel for grouped matmuls."""
 
     matmul: GroupedMatmul
     buffer_rows: float
@@ -248,10 +248,10 @@ def expert_work(kind: ExpertKind, x: TracedArray, up: TracedArray, assignment: S
 
 
 def busiest_part(kind: ExpertKind, shards: float) -> float:
-    """Return rows of the busiest device / mean rows of a device, for experts divided among `shards` devices.
+    """Return the rows of the busiest device, divided by the mean rows of a device, for experts on `shards` devices.
 
-    Loads of experts are taken to be independent and normal: those of the experts of a device add up, and the largest of
-    several sums is that of as many normal numbers.
+    The model assumes that the loads of experts are independent and normally distributed. A device's load is the sum of
+    its experts' loads; the result is the expected maximum over devices.
 
     >>> skewed = ExpertKind(experts=8, experts_per_token=2, embed=4096, mlp=14336, load_spread=0.3)
     >>> round(busiest_part(skewed, shards=8), 2), busiest_part(skewed, shards=1)
@@ -292,8 +292,8 @@ def sliced_weight_bytes(task: Task, assignment: ShardingAssignment) -> float:
 def moved_bytes(task: Task, work: ExpertWork, is_wide: bool) -> float:
     """Return the bytes that one execution reads and writes outside kernels to look up rows and add them up by token.
 
-    Rows that are exchanged are copied before and after, too, and biases are looked up for each row. A gradient removes
-    rows that hold nothing.
+    Rows that are exchanged are also copied before and after the exchange, and biases are looked up for each row. A
+    gradient also masks rows without a token.
 
     Args:
         is_wide: whether kernels write rows in float32.
@@ -326,7 +326,7 @@ def _bias_bytes(work: ExpertWork) -> float:
 
 
 def _exchange_bytes(work: ExpertWork) -> float:
-    """Return HBM bytes equivalent to the compiler's copies around an exchange and its return; 0 without an exchange."""
+    """Return the HBM bytes of the compiler's copies around an exchange of rows; 0 without an exchange."""
     if not work.exchanges_rows:
         return 0.0
     sent, received = work.rows * work.row_bytes, work.buffer_rows * work.row_bytes
@@ -344,8 +344,8 @@ def _exchange_bytes(work: ExpertWork) -> float:
 def elementwise_bytes(task: Task, work: ExpertWork, is_wide: bool) -> float:
     """Return the bytes that one execution reads and writes in elementwise work besides activation functions.
 
-    Outputs are converted if kernels write them in float32. A gradient adds up gradients: of rows, those by gates and by
-    projections up, and once more where rows are exchanged; of weights, those by each part of the tokens.
+    Outputs are converted if kernels write them in float32. A backward pass adds the gradients of rows from the gate and
+    the up projection (once more if rows are exchanged), and the gradients of weights from all chunks of tokens.
     """
     projections = work.kind.matrices - 1
     outputs = projections if _is_gradient(task) else 1
@@ -399,9 +399,10 @@ def gradient_sum_axes(task: Task, assignment: ShardingAssignment) -> MeshAxes:
 def expert_buffer_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
     """Return the bytes of temporary buffers while a block of experts runs, besides its operands and results.
 
-    While an activation is computed, these are gathered tokens, or rows that are sent and received; the rows of the
-    device; and its gates and projections up, of which the hidden states take over one. Of several parts of tokens, the
-    next one is gathered, and the sums of the one before are sent. Gathered weights are those of a product and the next.
+    The most bytes are in memory while the activation is computed: gathered tokens, or the rows sent and received; the
+    rows of the device; and its gates and up projections, one of which the hidden states overwrite. If tokens are
+    divided into chunks, the next chunk is gathered and the results of the previous one are sent at the same time.
+    Weights are gathered for one matmul and the next.
     """
     work = _work_of_buffer(buffer, assignment)
     hidden = (work.kind.matrices - 1) * work.hidden_buffer

@@ -50,7 +50,7 @@ class LookupStep:
 
 @dataclass(frozen=True)
 class PartitionedLookup:
-    """The collectives of a lookup, in order."""
+    """The collectives that the partitioner adds to a lookup, in order."""
 
     steps: tuple[LookupStep, ...]
     result_bytes: float
@@ -63,11 +63,11 @@ class PartitionedLookup:
 
     @property
     def transient_bytes(self) -> float:
-        """Largest bytes in memory besides the result during a step after the table's gather.
+        """Largest bytes of temporary arrays during any step after the table's gather.
 
-        A step's input and output are in memory together. The result takes the place of one of them, except where a sum
-        of partial results becomes the result by an all-to-all. Transient arrays that are no larger than the result are
-        fused with it.
+        A step's input and output are in memory together. One of them becomes the result, except if a sum of partial
+        results becomes the result by an all-to-all. Transient arrays that are no larger than the result are fused with
+        it.
         """
         steps = [step for step in self.steps if not step.is_of_table]
         size = max((step.bytes_before + step.bytes_after for step in steps), default=0.0)
@@ -131,7 +131,7 @@ class _Array(Enum):
 
 
 class _Exchange(NamedTuple):
-    """A collective of a lookup, before it has mesh axes."""
+    """A collective of a lookup, before its mesh axes are chosen."""
 
     kind: CollectiveKind
     array: _Array
@@ -142,7 +142,7 @@ class _Exchange(NamedTuple):
 
 
 class _Resharding(Enum):
-    """How a column-sharded result becomes token-sharded."""
+    """The ways to reshard a lookup's result from shards of columns to shards of tokens."""
 
     GATHER = auto()
     """Tokens are sharded already, over other devices than columns; the columns are all-gathered."""
@@ -197,7 +197,7 @@ class _Estimate:
     """The cost of a method for a lookup: bytes of its largest arrays in memory, and bytes that it moves."""
 
     def __init__(self, table: float, result: float, indices: float) -> None:
-        """Begin with a lookup of `result` bytes in `table` bytes, with `indices` bytes of indices, on every device."""
+        """Start with a lookup of `result` bytes in `table` bytes, with `indices` bytes of indices, on every device."""
         self.largest = table + result + indices
         self.moved = 0.0
 
@@ -343,7 +343,7 @@ def _split_by_rows(lookup: _Lookup) -> tuple[_Exchange, ...]:
 def _group_of_rows(lookup: _Lookup) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the shards of tokens and of the result's tokens within a group of devices with the same table rows.
 
-    Where a group would hold all tokens of one of the two, it has the sharding of the other.
+    If one of the two would be unsharded within the group, it takes the sharding of the other.
     """
     tokens = _group(lookup.tokens, lookup.devices, lookup.rows)
     result_tokens = _group(lookup.result_tokens, lookup.devices, lookup.rows)
@@ -362,10 +362,10 @@ def _gather(array: _Array, devices: int, size: float) -> tuple[_Exchange, ...]:
 
 
 def _group(shards: tuple[int, ...], devices: int, num_groups: int) -> tuple[int, ...]:
-    """Return the shards of each dimension of an array within a group of devices that together holds all of it.
+    """Return how many shards each dimension has within a group, if each of `num_groups` groups holds the whole array.
 
-    Groups take over copies of the array. If there are too few, dimensions are gathered in order, as far as groups need
-    it, or else the whole array is.
+    Each group gets a copy that devices have already. If there are fewer copies than groups, dimensions are gathered in
+    order until there are enough; if that is impossible, the whole array is gathered.
     """
     copies = devices // math.prod(shards)
     if copies % num_groups == 0:

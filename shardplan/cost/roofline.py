@@ -121,7 +121,7 @@ def _conversion_bytes(task: Task, cost: DeviceCost, calibration: Calibration) ->
 
 
 def task_seconds(task: Task, cost: DeviceCost, placement: MeshPlacement, calibration: Calibration) -> TaskSeconds:
-    """Return the compute and exposed seconds of a task on one device with the work `cost`; host copies are exposed."""
+    """Return the compute and exposed seconds of a task with the work `cost`; host copies count as exposed."""
     compute = compute_seconds(task, cost, placement.hardware, calibration)
     if not cost.traffic and task.kind != TaskKind.HOST_COPY:
         return TaskSeconds(compute, 0.0)  # as below, but faster: most tasks transfer nothing
@@ -147,13 +147,13 @@ def seconds_beside(flops: float, hardware: Slice, calibration: Calibration) -> f
 def exposed_host_copies(
     copies: Iterable[tuple[Task, float]], hardware: Slice, calibration: Calibration
 ) -> Iterator[float]:
-    """Yield the seconds of each copy to or from the host that nothing hides.
+    """Yield the exposed seconds of each copy between device and host, which no computation hides.
 
     The copies of a loop run one after the other, the most urgent first, and each hides behind the matmuls before it is
-    due. What is late of them is shared in proportion to their seconds.
+    due. The largest delay is divided among the copies in proportion to their seconds.
 
     Args:
-        copies: each with its seconds.
+        copies: each copy task with its seconds.
     """
     copies = [*copies]
     of_loop: defaultdict[int | None, list[tuple[float, float]]] = defaultdict(list)
@@ -215,7 +215,7 @@ def _collective_times(
 
 
 def _seconds_behind(times: Iterable[_CollectiveTime]) -> dict[float, float]:
-    """Return seconds of compute -> seconds of the collectives that can overlap with it."""
+    """Return a mapping from seconds of compute to the total seconds of the collectives that can overlap with it."""
     behind: defaultdict[float, float] = defaultdict(float)
     for each in times:
         behind[each.hiding] += (1 - each.waited) * each.seconds
@@ -223,7 +223,7 @@ def _seconds_behind(times: Iterable[_CollectiveTime]) -> dict[float, float]:
 
 
 def _not_hidden(behind: Mapping[float, float]) -> dict[float, float]:
-    """Return seconds of compute -> seconds of the overlapping collectives that it does not hide."""
+    """Return a mapping from seconds of compute to the seconds of its collectives that remain exposed."""
     return {hiding: max(0.0, seconds - hiding) for hiding, seconds in behind.items()}
 
 

@@ -124,7 +124,7 @@ class ShardingAssignment:
         return is_parameter_like(array, self.activation_axes)
 
     def dimension_mesh_axes(self, array: TracedArray, mapping: AxisMapping | None = None) -> list[MeshAxes]:
-        """Return the mesh axes that shard each dimension of `array`, under `mapping` or else between tasks."""
+        """Return the mesh axes that shard each dimension of `array` under `mapping`; default: as between tasks."""
         if mapping is None:
             mapping = self.params if self.is_stored_like_a_parameter(array) else self.compute
         used: set[str] = set()
@@ -139,7 +139,7 @@ class ShardingAssignment:
         return result
 
     def num_shards(self, array: TracedArray, mapping: AxisMapping | None = None) -> int:
-        """Return the number of shards of `array`, under `mapping` or else in its sharding between tasks."""
+        """Return the number of shards of `array` under `mapping`; default: as it is between tasks."""
         if mapping is None:
             mapping = self.params if self.is_stored_like_a_parameter(array) else self.compute
         if mapping is self.compute:
@@ -157,7 +157,7 @@ class ShardingAssignment:
         return math.prod(mesh_size(self.mesh, axes) for axes in self.dimension_mesh_axes(array, mapping) if axes)
 
     def bytes(self, array: TracedArray, mapping: AxisMapping | None = None) -> float:
-        """Return the bytes of one shard of `array`, under `mapping` or else in its sharding between tasks."""
+        """Return the bytes of one shard of `array` under `mapping`; default: as it is between tasks."""
         return array.elements * array.itemsize / self.num_shards(array, mapping)
 
     def mesh_axes(self, factors: Dim, mapping: AxisMapping | None = None) -> MeshAxes:
@@ -209,8 +209,8 @@ class ShardingAssignment:
     def is_gathered_whole_by_mistake(self, array: TracedArray) -> bool:
         """Return whether XLA's partitioner gathers a parameter over more mesh axes than computation needs.
 
-        It does so in jaxlib 0.10 and 0.11. Where a dimension is stored on two mesh axes, of which computation keeps the
-        first, and the parameter is replicated along the third, the partitioner confuses the third axis with the first
+        This happens in jaxlib 0.10 and 0.11, if a dimension is stored on two mesh axes, the compute sharding keeps only
+        the first, and the parameter is replicated along a third. The partitioner confuses the third axis with the first
         if both have the same size.
         """
         if not any(len(mapped(name, self.params)) == 2 for name in array.majors):

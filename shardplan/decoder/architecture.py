@@ -118,13 +118,13 @@ class Architecture(LmConfig):
         return Kernel(self.attn_backend, self.flash_attention_block_size)
 
     def check_length(self, length: int, key: str) -> None:
-        """Check that a sequence is not so long that the indexer would leave out positions.
+        """Check that a sequence is short enough for the model's indexer to choose all of its positions.
 
         Args:
             key: name of the length, for the message.
 
         Raises:
-            ConfigError: the indexer of the model would choose some of them.
+            ConfigError: the indexer would leave out positions.
         """
         if self.index_topk is not None and length > self.index_topk:
             raise ConfigError(

@@ -48,7 +48,7 @@ class ConfigKeys:
     """The keys of a config.json; a family takes every key that it understands."""
 
     def __init__(self, values: Mapping[str, Any], where: str) -> None:
-        """Hold the keys of a file, none taken yet.
+        """Hold the keys of a file; none of them is taken yet.
 
         Args:
             values: the content of the file.

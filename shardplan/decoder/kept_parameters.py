@@ -26,10 +26,12 @@ MATRICES = ("gate", "up", "down")
 
 
 def keep_weights(model: Any, codes: ByteCodes) -> Any:
-    """Replace weights that the checkpoint stores as codes by kept weights with placeholder values.
+    """Replace weights by arrays of codes with scales, for weights that the checkpoint stores as one-byte codes.
+
+    The arrays are placeholders of the right shapes; see `shardplan.model.dtypes.kept_weights`.
 
     Args:
-        codes: how the checkpoint stores them.
+        codes: how the checkpoint stores weights.
     """
     rules = parameter_rules(model.settings, model.Vocab.size)
 
@@ -55,7 +57,7 @@ def keep_weights(model: Any, codes: ByteCodes) -> Any:
 
 
 def _has_plain_tensor(rule: Rule, codes: ByteCodes) -> bool:
-    """Return whether config.json says that a tensor of a parameter is stored unquantized."""
+    """Return whether the checkpoint stores any tensor of a parameter unquantized, according to its config.json."""
     return bool(codes.plain_modules) and any(codes.is_plain(stored.name) for stored in stored_tensors(rule))
 
 

@@ -118,7 +118,7 @@ class Decoder(ModuleWithStateDictSerialization, LmHeadModel[Architecture]):
         """Compute the input {..., position, embed} of the output head from int32[..., position] tokens.
 
         Args:
-            attn_mask: which keys a query may attend to; default: those up to its own position.
+            attn_mask: which keys a query may attend to; default: keys up to its own position.
             pos_ids: int32[..., position], the index of each token in its text; default: its index in its document
                 if the mask has segment ids, else its index in the array.
 
@@ -182,8 +182,8 @@ class Decoder(ModuleWithStateDictSerialization, LmHeadModel[Architecture]):
     ) -> jax.Array | NamedArray | tuple[jax.Array | NamedArray, dict[str, Any]]:
         """Compute the loss of every next token as Levanter's models do, with the bias and the soft cap of the head.
 
-        With `expert_statistics` or `selection_statistics` the mean over all tokens, the loss of Levanter's Trainer,
-        comes with metrics.
+        The result is (loss, metrics) if `expert_statistics` or `selection_statistics` is set and the loss is the mean
+        over all tokens, as Levanter's Trainer asks for; otherwise it is the loss alone.
 
         Args:
             settings: keyword arguments of Levanter's `LmHeadModel.compute_next_token_loss`.
@@ -240,7 +240,7 @@ class Decoder(ModuleWithStateDictSerialization, LmHeadModel[Architecture]):
         """Return the model with the parameters of a checkpoint, read by the rules of its family.
 
         Raises:
-            CheckpointError: a tensor holds codes of one byte, which are numbers only with their scales.
+            CheckpointError: a tensor holds one-byte codes, which have no meaning without their scales.
         """
 
         def read(stored: StoredTensor) -> jax.Array:
@@ -268,7 +268,7 @@ class Decoder(ModuleWithStateDictSerialization, LmHeadModel[Architecture]):
         Rules move every element to one place in one parameter, so the transposed linear map moves it back.
 
         Raises:
-            CheckpointError: weights are codes.
+            CheckpointError: the model holds weights as one-byte codes.
         """
         check_has_numbers(self)
         rules = parameter_rules(self.settings, self.Vocab.size)
@@ -291,7 +291,7 @@ class Decoder(ModuleWithStateDictSerialization, LmHeadModel[Architecture]):
 
 
 class _Arrays:
-    """The operations of loading rules, on arrays."""
+    """Applies loading rules to arrays: reshape, transpose, slice, concatenate and stack."""
 
     def reshape(self, value: jax.Array, shape: Shape) -> jax.Array:
         return jnp.reshape(value, shape)

@@ -41,7 +41,7 @@ def parameter_rules(config: Architecture, vocab: int) -> Mapping[str, Rule]:
 
 
 def stored_constants(config: Architecture) -> dict[str, float]:
-    """Return name -> value of the scalars that a checkpoint holds, but that are no parameters.
+    """Return name -> value of the scalars in a checkpoint that are not parameters.
 
     >>> from shardplan.decoder.config import DecoderConfig
     >>> from shardplan.model.huggingface.hf_config import read_config

@@ -59,9 +59,9 @@ class DecoderSection(LmConfig):
         """Make the configuration that the keys describe.
 
         Raises:
-            ConfigError: there is no config.json, the decoder has no family for it, or the model has fewer positions
-                than `max_seq_len`, no routed experts or no selection for statistics, or no attention for
-                `selected_method`.
+            ConfigError: there is no config.json, or the decoder has no family for it; `max_seq_len` is more positions
+                than the model has; or a key is set for routed experts or Native Sparse Attention, and the model has
+                none.
         """
         keys = {field.name: given.get(field.name, field.default) for field in dataclasses.fields(cls)}
         reference, positions = keys["reference_checkpoint"], keys.pop("max_seq_len")

@@ -15,7 +15,7 @@ from shardplan.model.huggingface.quantization import ByteCodes
 
 @dataclass(frozen=True)
 class Blocked:
-    """An array with the lengths, along each dimension, of its blocks that share a scale."""
+    """The shape of an array, and the lengths of its blocks that share a scale."""
 
     shape: Shape
     blocks: Shape
@@ -25,9 +25,9 @@ def blocks_of_rule(rule: Rule, codes: ByteCodes, shape: Shape) -> Shape:
     """Return the lengths of a parameter's blocks that share a scale.
 
     Args:
-        rule: of the parameter.
+        rule: the loading rule of the parameter.
         codes: how its tensors are stored.
-        shape: of the parameter.
+        shape: shape of the parameter.
 
     >>> weight = StoredTensor("q_proj.weight", (8 * 192, 512))
     >>> blocks_of_rule(weight, ByteCodes("fp8", (), "float8_e4m3fn", (128, 128)), (8, 192, 512))
@@ -41,7 +41,7 @@ def blocks_of_rule(rule: Rule, codes: ByteCodes, shape: Shape) -> Shape:
 
 
 def _blocks_of_tensor(shape: Shape, codes: ByteCodes) -> Shape:
-    """Return the lengths of a tensor's blocks; a tensor without blocks counts as blocks of one row."""
+    """Return the lengths of a tensor's blocks that share a scale; without a block size, each row has one scale."""
     *others, rows, columns = shape
     if codes.block is None:
         return (*[1] * len(others), 1, columns)
@@ -49,7 +49,7 @@ def _blocks_of_tensor(shape: Shape, codes: ByteCodes) -> Shape:
 
 
 class _BlockLengths:
-    """The operations of loading rules, on lengths of blocks."""
+    """Applies loading rules to lengths of blocks, in place of arrays."""
 
     def reshape(self, value: Blocked, shape: Shape) -> Blocked:
         blocks: list[int] = []
@@ -81,12 +81,12 @@ BLOCKS = _BlockLengths()
 
 
 def _common(values: Sequence[Blocked]) -> Shape:
-    """Return the largest block lengths that divide the block lengths of all values."""
+    """Return the greatest common divisor of all values' block lengths, for each dimension."""
     return tuple(math.gcd(*lengths) for lengths in zip(*(value.blocks for value in values), strict=True))
 
 
 def _runs(old: Shape, new: Shape) -> list[tuple[slice, slice]]:
-    """Return the shortest runs of dimensions of two shapes that have the same elements."""
+    """Match the dimensions of two shapes in the shortest runs whose sizes have the same product."""
     runs = []
     i = j = 0
     while i < len(old) or j < len(new):
@@ -99,7 +99,7 @@ def _runs(old: Shape, new: Shape) -> list[tuple[slice, slice]]:
 
 
 def _flat_length(shape: Shape, blocks: Shape) -> int:
-    """Return the length of row-major runs, each starting at a multiple of the length, whose elements share a scale."""
+    """Return the length of runs of row-major elements that share a scale; each starts at a multiple of the length."""
     length = 1
     for n, block in zip(reversed(shape), reversed(blocks), strict=True):
         length *= block

@@ -20,7 +20,7 @@ def check_folder(key: str, folder: str, unwritable: Level = Level.ERROR) -> Host
 
     Args:
         key: name of the folder for people, such as a configuration key.
-        unwritable: how much it matters if nothing can be written there.
+        unwritable: level of the finding if nothing can be written there.
     """
     path = Path(folder).expanduser().absolute()
     existing = next(parent for parent in (path, *path.parents) if os.path.lexists(parent))

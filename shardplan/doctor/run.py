@@ -69,7 +69,7 @@ def run_checks(subject: HostSubject, on_done: Callable[[set[Check]], None]) -> H
     """Run all checks at the same time.
 
     Args:
-        on_done: called with the checks that still run, whenever one has ended.
+        on_done: called with the checks that are still running, whenever a check has ended.
     """
     running = {process.result: process for process in (_CheckProcess(check, subject) for check in checks_of(subject))}
     deadline = time.monotonic() + LIMIT_S

@@ -23,7 +23,7 @@ def device_files() -> list[str]:
 def lock_holder(path: str = LOCK_FILE) -> int | None:
     """Return the process that holds a POSIX lock on a file; None if no such process is visible.
 
-    0 is a process that this one cannot see, as from within a container.
+    The result is 0 for a process that this process cannot see, for example from within a container.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY)

@@ -23,19 +23,19 @@ COMMAND_ONLY_KEYS = ("dry_run", "json", "precision_study", "report", "verify")
 def evaluate(*files: str, **sections: Any) -> dict[str, Any] | None:
     """Evaluate texts as `shardplan eval` does, in a program or a notebook, and write the results folder.
 
-    As in `evaluate("configs/tiny.yaml", output="results/first")`; every process of a run calls it with the same
-    arguments. A run that was interrupted goes on.
+    An example is `evaluate("configs/tiny.yaml", output="results/first")`. Every process of a run calls it with the same
+    arguments. An interrupted run continues where it stopped.
 
     Args:
-        files: YAML files, of which later ones win.
-        sections: keys that override those of the files, such as `data={"path": "texts.jsonl"}`.
+        files: YAML files; later files override earlier ones.
+        sections: keys that override the files, such as `data={"path": "texts.jsonl"}`.
 
     Returns:
-        In process 0 the summary, which is in the file summary.json as well: `total`, `texts` (by id) and, of
-        extraction, `plots`; empty in the others. None if the run was stopped before its end.
+        In process 0 the summary, which is also in the file summary.json: `total`, `texts` (by id) and, for extraction,
+            `plots`. An empty mapping in other processes. None if the run was stopped before its end.
 
     Raises:
-        ConfigError: an unusable configuration, or a key that only the command has.
+        ConfigError: the configuration cannot be used, or has a key that only the command has.
         InfeasibleError: no plan fits.
         CheckpointError: the checkpoint is damaged, or does not match its tokenizer.
         PeerError: a process of the run was lost, failed, or is stuck.
@@ -57,10 +57,11 @@ def evaluate(*files: str, **sections: Any) -> dict[str, Any] | None:
 
 
 def open_inputs(config: EvalCommand) -> "TextStore":
-    """Check and open the inputs of an evaluation, as far as that needs neither JAX nor Levanter.
+    """Check and open the inputs of an evaluation without importing JAX or Levanter.
 
     Raises:
-        ConfigError: as `check_evaluation`; or the texts or the model's config.json cannot be read.
+        ConfigError: `check_evaluation` refuses the configuration, or the texts or the model's config.json cannot be
+            read.
     """
     check_evaluation(config)
     assert config.data.path is not None
@@ -81,7 +82,7 @@ def check_evaluation(config: EvalCommand) -> None:
     shardplan.errors.ConfigError: data.path is not set; name a file or folder of texts to evaluate, or use --dry_run
 
     Raises:
-        ConfigError: there are no texts or no weights, or the output is no folder.
+        ConfigError: texts or weights are not named, or the output is not a folder.
     """
     if config.data.path is None:
         raise ConfigError("data.path is not set; name a file or folder of texts to evaluate, or use --dry_run")
@@ -94,9 +95,9 @@ def check_evaluation(config: EvalCommand) -> None:
 
 
 def with_windows(config: EvalCommand) -> EvalCommand:
-    """Return the configuration with the workload of an extraction's windows; without an extraction, unchanged.
+    """Return the configuration with the workload for an extraction's windows; for other tasks, return it unchanged.
 
-    Where they are not set, the batch is the fastest one, and the sequences those that windows fill best.
+    By default, the batch is the fastest one, and sequences have the length that windows fill best.
 
     >>> sections = {"model": "llama-3.1-8b", "task": {"kind": "extraction"}, "hardware": {"slice": "v5e-8"}}
     >>> workload = with_windows(load_command(EvalCommand, [], sections, "evaluate")).workload

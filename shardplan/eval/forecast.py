@@ -38,7 +38,7 @@ def forecast_run(task: EvaluationTask[Any], store: TextStore, ref: str, plan: Pl
     """Count the windows of the texts, and estimate how long they take with a plan.
 
     Args:
-        ref: the checkpoint; where it has no tokenizer, the number of tokens is estimated.
+        ref: the checkpoint; if it has no tokenizer, the number of tokens is estimated.
 
     Raises:
         ConfigError: the plan is not for this task, or no text has a window.
@@ -61,7 +61,7 @@ def forecast_run(task: EvaluationTask[Any], store: TextStore, ref: str, plan: Pl
 
 
 def _count_tokens(store: TextStore, tokenizer: bytes, name: str) -> list[np.ndarray]:
-    """Return the tokens of every piece of every text, int64[piece]."""
+    """Return the number of tokens of every piece of every text, int64[piece]."""
     source = make_source(store, tokenizer, name)
     with open_workers(source, os.cpu_count() or 1) as workers:
         pieces = source.all_pieces

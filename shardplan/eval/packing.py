@@ -8,9 +8,9 @@ import numpy as np
 def pack(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
     """Place windows in rows of `capacity` tokens by best fit, the longest first.
 
-    Every window goes to the row with the least room that it fits in, and to a new row if there is none. That needs at
-    most 11/9 of the fewest rows, and one more (D. S. Johnson, "Near-optimal bin packing algorithms", 1973). Windows of
-    equal length are placed together, so that a million of them take seconds.
+    Every window goes to the row with the least room that it fits in, or to a new row. This needs at most 11/9 of the
+    optimal number of rows, plus one (D. S. Johnson, "Near-optimal bin packing algorithms", 1973). Windows of equal
+    length are placed together, so that a million of them take seconds.
 
     >>> rows, offsets = pack(np.array([3, 5, 2, 6]), capacity=8)
     >>> rows.tolist(), offsets.tolist()

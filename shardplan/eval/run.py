@@ -84,8 +84,8 @@ def run_evaluation(
         stops: once this is set in any process, the run stops after the shard under way.
 
     Returns:
-        In process 0 the summary: the parts of the task (`total`, `texts` by id, ...), `run`, `load`, `plan`,
-        `versions`; empty in the others. None if the run was stopped before its end.
+        In process 0 the summary: the task's parts (`total`, `texts` by id, ...), `run`, `load`, `plan`, `versions`. An
+            empty mapping in other processes. None if the run was stopped before its end.
 
     Raises:
         ConfigError: the plan is not for this task, no text has a window, the folder is of another run, or processes
@@ -218,7 +218,7 @@ def _determinants(session: Session, store: TextStore, tokenizer: bytes) -> dict[
 def _digests(determinants: Mapping[str, Any]) -> dict[str, str]:
     """Return digests of each text, of each file of the checkpoint, and of each other input or setting.
 
-    Of more than `MAX_NAMED` texts or files it is one digest of all: every process sends them.
+    More than `MAX_NAMED` texts or files have one digest together, because every process sends all digests.
     """
     digests = {}
     for name, value in determinants.items():
@@ -243,7 +243,7 @@ def _count_all(
     """Return the number of tokens of every piece of every text, int64[piece]; each process counts some pieces.
 
     Args:
-        check: called with the largest of all tokens.
+        check: called with the largest token id.
         deadline_s: most seconds without progress.
     """
     pieces = source.all_pieces
@@ -302,7 +302,7 @@ def _write(results: ResultsFolder, windows: Windows, shards: Shards, shard: int,
     """Write the results of a shard's lanes, one part per run of consecutive windows.
 
     Args:
-        scored: lane -> its results.
+        scored: lane -> results of the lane.
     """
     lanes = sorted(scored)
     ranges = {lane: _windows_of(windows, *shards.lane_range(shard, lane)) for lane in lanes}
@@ -327,8 +327,9 @@ def _finish(
     """Merge the results of all windows, and write and return the summary; only in process 0.
 
     Args:
-        statistics, load: of this run; without `load`, all results were there, and those of the run before are kept.
-        experts: how tokens were routed to experts, if that is to be measured.
+        statistics: statistics of this run.
+        load: how the weights were loaded; None if all results existed already, so that the earlier summary is kept.
+        experts: records of how tokens were routed to experts, if they are requested.
     """
     summary: dict[str, Any] = {}
 

@@ -38,7 +38,7 @@ class EvaluationTask[W: Windows](Protocol):
 
     @property
     def shard_windows(self) -> int:
-        """Upper bound on the windows of a shard, which has as many complete steps as fit, but at least one."""
+        """Most windows of a shard; a shard has as many complete steps as fit, but at least one."""
 
     def determinants(self, plan: Plan) -> dict[str, Any]:
         """Return the settings that determine the results, besides texts, tokenizer, weights and types."""
@@ -47,14 +47,14 @@ class EvaluationTask[W: Windows](Protocol):
         """Check that a workload suits this task.
 
         Raises:
-            ConfigError: it is not.
+            ConfigError: the workload does not suit the task.
         """
 
     def divide(self, store: TextStore, pieces: Sequence[np.ndarray], special: SpecialTokens, plan: Plan) -> W:
         """Divide texts into windows.
 
         Args:
-            pieces: of each text int64[piece], the tokens of its pieces; empty unless `counts_tokens`.
+            pieces: for each text int64[piece], the number of tokens of its pieces; empty unless `counts_tokens`.
 
         Raises:
             ConfigError: no text has a window.

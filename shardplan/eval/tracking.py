@@ -69,11 +69,11 @@ def _lacks_tensorboard(error: Exception) -> bool:
 
 
 def step_metrics(statistics: LoopStatistics, plan: Plan, done: int, total: int) -> dict[str, Any]:
-    """Return the metrics of a run after a step.
+    """Return the metrics for trackers after a step: rate, rate relative to the plan, and progress.
 
     Args:
-        done: windows that have results, those of earlier runs included.
-        total: windows of the run.
+        done: number of windows that have results, including results of earlier runs.
+        total: number of windows of the run.
     """
     metrics: dict[str, Any] = {
         "eval/progress": done / total,

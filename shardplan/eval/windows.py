@@ -23,7 +23,7 @@ from shardplan.monitoring.step_statistics import Count
 
 @dataclass(frozen=True)
 class Rows:
-    """Sequences of a run, with the facts about their windows that need no model."""
+    """Sequences of a run, and the facts about their windows that are known without the model."""
 
     inputs: tuple[np.ndarray, ...]
     """Arguments of the program after the model, each [sequence, position]; the first is int32 tokens."""
@@ -52,17 +52,17 @@ class Windows(Protocol):
     def count(self, sequences: int) -> Count:
         """Count the windows and tokens in the first `sequences` sequences.
 
-        The windows of a sequence have consecutive numbers, which follow those of the sequence before.
+        The windows of a sequence have consecutive numbers, which continue the numbers of the sequence before.
         """
 
     def job(self, first: int, last: int) -> SequenceJob:
-        """Return the job that makes the sequences from `first` to `last`; those past the end are padding."""
+        """Return the job that makes the sequences from `first` to `last`; sequences past the end are padding."""
 
     def table(self, first: int, rows: Rows, scores: Mapping[str, np.ndarray]) -> pa.Table:
         """Return the results of some sequences, one row per window.
 
         Args:
-            first: number of their first window.
+            first: number of the first window in these sequences.
             scores: output of the program -> [sequence, position].
         """
 

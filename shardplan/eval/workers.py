@@ -62,7 +62,7 @@ def count_tokens(
     """Count the tokens of pieces in worker processes; return the result of `TextReader.count_tokens`.
 
     Args:
-        on_counted: called with how many more pieces are done.
+        on_counted: called with the number of pieces that were counted since the last call.
     """
     jobs = [pieces[i : i + PIECES_PER_JOB] for i in range(0, len(pieces), PIECES_PER_JOB)]
     parts = []

@@ -32,10 +32,10 @@ DECIDED_BY_PLAN = (
 def planned_attention(model: Model, plan: Plan) -> Iterator[None]:
     """Compute the attention calls of a model by the methods of a plan, unless its attention modules already do so.
 
-    Where the plan does not shard positions, a model of your own computes its attention itself.
+    If the plan does not shard positions, a user's own model computes its attention itself.
 
     Args:
-        model: as `shardplan.execution.specialize.specialize` returns it.
+        model: model that `shardplan.execution.specialize.specialize` has returned.
 
     Raises:
         ConfigError: the plan was edited, and has another order of positions than the sequence.

@@ -15,7 +15,7 @@ from shardplan.plan.plan import Plan
 
 
 class RecordedResults(NamedTuple):
-    """The results of a recorded program."""
+    """The results of a step, and the records of how its tokens were routed to experts."""
 
     results: Any
     """The results of the program without records."""
@@ -26,10 +26,10 @@ class RecordedResults(NamedTuple):
 def with_expert_records(program: Program, plan: Plan) -> Program:
     """Make the program of a step return `RecordedResults`.
 
-    It has one more argument, bool[batch, position], sharded like tokens: which of them count.
+    The program gets one more argument, bool[batch, position], sharded like the tokens: which tokens count.
 
     Args:
-        program: its second argument are the tokens.
+        program: program whose second argument is the tokens.
         plan: the plan that the program was made for.
     """
     forward, tokens = planned_forward(plan), program.arguments[1]

@@ -41,7 +41,7 @@ def specialize(model: Model, plan: Plan) -> Model:
     """Return `model` with the attention, the blocks of experts and the gradient checkpointing of `plan`.
 
     Raises:
-        ConfigError: the plan was edited, and its kernel cannot compute attention with its mappings; the plan has an
+        ConfigError: the plan was edited, and its kernel cannot compute attention under its mappings; the plan has an
             option of another compiler; or the model has no setting for gradient checkpointing.
     """
     checkpointing = plan.workload.checkpoint_policy
@@ -80,7 +80,8 @@ def _with_sparse_method(model: Model, plan: Plan) -> tuple[Segment, ...]:
     """Return the segments of a decoder with the plan's method for Native Sparse Attention.
 
     Raises:
-        ConfigError: the plan was edited, and layers with this attention have several methods, or no kernel.
+        ConfigError: the plan was edited, so that layers with this attention have several methods, or a kernel that
+            cannot compute them.
     """
     kinds = plan_step(model, dataclasses.replace(plan.workload, kind="eval", microbatches=1).resolve()).attention_kinds
     methods = {plan.attention.of(kind.name).sparse_kernel for kind in kinds if kind.sparse is not None}
@@ -100,7 +101,7 @@ def _check_kernels(model: Model, plan: Plan) -> None:
     """Check that the kernel of each kind of attention can compute the attention's shape on each device.
 
     Raises:
-        ConfigError: a kernel of the plan cannot.
+        ConfigError: a kernel of the plan cannot compute its attention.
     """
     # the forward pass has every kind of attention
     step = plan_step(model, dataclasses.replace(plan.workload, kind="eval", microbatches=1).resolve())

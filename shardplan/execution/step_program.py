@@ -26,7 +26,7 @@ from shardplan.steps.kinds import step_of
 def step_program(model: Model, plan: Plan, mesh: Mesh, is_packed: bool = False) -> Program:
     """Return the program of the plan's workload, which runs the `compute` of its kind of step; see `shardplan.steps`.
 
-    Levanter's own loss has the blocks that it has on the devices of the mesh.
+    Levanter's own loss uses the block sizes that it would choose on the devices of the mesh.
 
     Args:
         is_packed: whether several windows of different lengths are packed into a sequence. The plan must not shard

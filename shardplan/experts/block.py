@@ -28,7 +28,7 @@ from shardplan.model.replaceable import Replaceable
 
 @dataclass(frozen=True)
 class RoutedCall:
-    """The arguments of a call of `routed_mlp`; arrays have the order of dimensions that devices need."""
+    """The arguments of a call of `routed_mlp`, with the dimensions of arrays in the order that devices need."""
 
     Experts: Axis
     Mlp: Axis
@@ -63,7 +63,7 @@ def routed_mlp(
 ) -> NamedArray:
     """Compute for each token the weighted sum of the outputs of its experts.
 
-    Within `replace_routed_mlp` something else computes it, by the method of a plan; otherwise `method` does.
+    Within `replace_routed_mlp` it is computed by the method of a plan; otherwise by `method`.
 
     >>> Experts, Mlp, Embed = hax.make_axes(experts=2, mlp=1, embed=1)
     >>> up = hax.named(jnp.array([[[1.0]], [[10.0]]]), (Experts, Embed, Mlp))
@@ -76,11 +76,11 @@ def routed_mlp(
     Args:
         Experts: axis of the experts, in their weights.
         Mlp: axis of the hidden states, in the weights.
-        Embed: axis of the elements of a token, in `x`. In the weights it may have another name, so that it can have a
-            mapping of its own.
-        x: {..., embed}, sharded by the axis mapping in force, which does not shard embed.
+        Embed: axis of the elements of a token, in `x`. It may have another name in the weights, so that it can be
+            mapped separately there.
+        x: {..., embed}, sharded by the active axis mapping, which does not shard embed.
         chosen: int32{..., k}, the numbers of each token's experts; k is the axis that `x` does not have.
-        routing_weights: float32{..., k}, the factors of their outputs.
+        routing_weights: float32{..., k}, the factors of the chosen experts' outputs.
         weights: the weights of all experts.
         function: what experts compute besides matmuls.
         method: how experts are computed; default: tokens are gathered.
@@ -89,8 +89,8 @@ def routed_mlp(
         The axes of `x`, in their order.
 
     Raises:
-        ConfigError: the axis mapping shards the elements of a token, or it shards experts by a mesh axis that does not
-            shard tokens, where tokens are exchanged.
+        ConfigError: the axis mapping shards the elements of a token; or tokens are exchanged, and a mesh axis shards
+            experts but not tokens.
     """
     axes, embed = x.axes, x.resolve_axis(axis_name(Embed))
     tokens = tuple(axis for axis in axes if axis != embed)
@@ -117,8 +117,8 @@ def compute_routed_mlp(
     """Compute a call of `routed_mlp` on the devices of the mesh; raises the errors of `routed_mlp`.
 
     Args:
-        method: default: that of the call.
-        generation: of the TPUs that compute it; default: that of JAX's own devices.
+        method: how experts are computed; default: the method of the call.
+        generation: generation of the TPUs that run it; default: the generation of JAX's devices.
     """
     arrays, embed = call.weights, call.Embed
     program = DeviceProgram(
@@ -156,7 +156,7 @@ and returns its result with the axes of `RoutedCall.x`."""
 
 
 class DeviceInputs[Leaf](NamedTuple):
-    """The arrays of a block of experts, a device's shards of them, or their specs."""
+    """The arrays of a block of experts: all of them, one device's shards of them, or their specs."""
 
     x: Leaf
     """Tokens, [..., embed]."""
@@ -210,7 +210,7 @@ class DeviceProgram:
         return _row_major(outputs).reshape(inputs.x.shape)
 
     def _gather_tokens(self, tokens: Array, chosen: Array, routing_weights: Array, weights: LocalWeights) -> Array:
-        """Apply the experts of this device to the tokens of all devices that share experts or hidden states with it."""
+        """Apply this device's experts to the tokens of all devices that share experts or hidden states with it."""
         group = DeviceGroup(self.token_axes, (*self.expert_axes, *self.mlp_axes))
         weights, first_expert = self._with_bias_once(weights), self._first_expert(weights)
         chunks = self.method.token_chunks if len(tokens) % self.method.token_chunks == 0 else 1
@@ -263,7 +263,8 @@ def _row_major(tokens: Array) -> Array:
 class DeviceGroup:
     """Devices along some mesh axes that compute outputs together.
 
-    Each gathers the tokens of all, computes one summand of every output, and gets back the sums for its own tokens.
+    Each device gathers the tokens of all devices, computes its part of every output, and receives the summed outputs of
+    its own tokens.
     """
 
     token_axes: tuple[str, ...]
@@ -293,7 +294,7 @@ class DeviceGroup:
 
 
 def _order_weights(weights: ExpertWeights[NamedArray], experts: str, mlp: str) -> ExpertWeights[NamedArray]:
-    """Reorder the axes of arrays as in `ExpertWeights`."""
+    """Put the axes of the arrays in the order that `ExpertWeights` describes."""
     inputs_first, outputs_last = (experts, ..., mlp), (experts, mlp, ...)
     return ExpertWeights(
         gate=_rearrange(weights.gate, inputs_first),
@@ -313,7 +314,7 @@ def _spec(array: NamedArray, sharded: Container[str] | None = None) -> Partition
     """Return the spec of an array under the active axis mapping.
 
     Args:
-        sharded: names of the axes that it may shard; default: all.
+        sharded: names of the axes that may be sharded; default: all.
     """
     return PartitionSpec(
         *(physical_axis_name(axis) if sharded is None or axis.name in sharded else None for axis in array.axes)

@@ -28,8 +28,8 @@ class ExpertFunction:
 class ExpertWeights[Leaf](eqx.Module):
     """The weights of experts: named arrays of all experts, plain arrays of one device's experts, or their specs.
 
-    Inputs come before outputs, as grouped matmuls take them. Levanter's checkpoints would take a generic named tuple
-    for a plain one.
+    In each matrix, inputs come before outputs, as grouped matmuls require. The class is not a named tuple, because
+    Levanter's checkpoints would treat a generic named tuple as a plain tuple.
     """
 
     gate: Leaf | None
@@ -69,10 +69,10 @@ class SortedRows(NamedTuple):
 
 
 def apply_experts(rows: SortedRows, weights: LocalWeights, function: ExpertFunction) -> Array:
-    """Return the output of each row's expert, multiplied by the row's weight, [rows, embed].
+    """Return the output of each row's expert, multiplied by the row's routing weight, [rows, embed].
 
-    The weight is multiplied into the hidden state, which is computed in float32, or into the token. Rows that hold
-    nothing are no work for the grouped matmuls, and their results have any values.
+    The routing weight multiplies the hidden state, which is in float32, or with `weighs_inputs` the token. Grouped
+    matmuls skip unused rows, whose results have arbitrary values.
 
     >>> rows = SortedRows(jnp.array([[1.0], [2.0]]), weights=jnp.array([1.0, 0.5]), expert_sizes=jnp.array([1, 1]))
     >>> weights = ExpertWeights(gate=None, up=jnp.array([[[1.0]], [[10.0]]]), down=jnp.ones((2, 1, 1)))
@@ -100,7 +100,7 @@ def apply_experts(rows: SortedRows, weights: LocalWeights, function: ExpertFunct
 
 
 def _expert_of_row(rows: SortedRows) -> Array:
-    """Return the index of each row's expert, int32[rows]; the last expert's for unused rows."""
+    """Return the index of each row's expert, int32[rows]; for unused rows, the index of the last expert."""
     ends = jnp.cumsum(rows.expert_sizes)
     indices = jnp.searchsorted(ends, jnp.arange(rows.tokens.shape[0]), side="right", method="compare_all")
     return jnp.minimum(indices, len(rows.expert_sizes) - 1)

@@ -35,13 +35,13 @@ def grouped_matmul(rows: Array, matrices: Array, sizes: Array, generation: Gener
     [[1.0, 1.0], [10.0, 10.0], [10.0, 10.0]]
 
     Args:
-        rows: [rows, inputs]; those of group 0 first.
+        rows: [rows, inputs], the rows of group 0 first.
         matrices: [groups, inputs, outputs].
         sizes: int32[groups], the number of rows of each group.
-        generation: of the TPUs that compute it; None for other devices.
+        generation: generation of the TPUs that run it; None for other devices.
 
     Returns:
-        [rows, outputs] in the dtype of `rows`; rows after those of the last group have any values.
+        [rows, outputs] in the dtype of `rows`; rows that belong to no group have arbitrary values.
     """
     groups, inputs, outputs = matrices.shape
     matmul = GroupedMatmul(len(rows), groups, inputs, outputs, rows.dtype.itemsize)

@@ -72,7 +72,7 @@ class ExpertParallelMixtral(MixtralSparseMoeBlock):
 
     @named_call  # for profiles and reports
     def __call__(self, x: NamedArray, *, key: Any = None) -> Result:
-        """Compute {..., embed} from the same axes, and Levanter's statistics and auxiliary losses."""
+        """Compute the output {..., embed} from an input with the same axes, and Levanter's statistics and losses."""
         del key  # for noise in projections, which no model has
         return _mixtral_block(self, x, self.method)
 
@@ -85,7 +85,7 @@ class ExpertParallelQwen3Moe(Qwen3MoeSparseMoeBlock):
 
     @named_call  # for profiles and reports
     def __call__(self, x: NamedArray, *, key: Any = None) -> Result:
-        """Compute {..., embed} from the same axes, and Levanter's auxiliary loss."""
+        """Compute the output {..., embed} from an input with the same axes, and Levanter's auxiliary loss."""
         del key  # for noise in projections, which no model has
         return _qwen3_moe_block(self, x, self.method)
 
@@ -102,11 +102,11 @@ LEVANTERS_CALLS: dict[Any, Any] = {original: original.__call__ for original in P
 
 
 def with_expert_parallel(module: Any, method: ExpertMethod | HasExpertMethod) -> Any:
-    """Return a Levanter model, with or without weights, whose experts are computed by `method`, or as a plan says.
+    """Return a Levanter model, with or without weights, whose experts are computed by a method or by a plan's method.
 
-    Parameters, their names and their axes stay as they are, and with them what is loaded and saved. How experts and
-    their hidden states are sharded follows from the axis mapping in force. A plan under which Levanter's own blocks
-    compute the experts leaves the model unchanged.
+    Parameters keep their names and axes, so that checkpoints are loaded and saved as before. The active axis mapping
+    decides how experts and their hidden states are sharded. If the plan leaves experts to Levanter's own blocks, the
+    model is unchanged.
 
     >>> import haliax as hax, jax
     >>> from levanter.models.mixtral import MixtralConfig, MixtralLMHeadModel
@@ -119,7 +119,7 @@ def with_expert_parallel(module: Any, method: ExpertMethod | HasExpertMethod) ->
     'ExpertParallelMixtral'
 
     Raises:
-        ConfigError: the model has no block of Levanter's Mixtral or Qwen3-MoE, or one that does more.
+        ConfigError: the model has no block of Levanter's Mixtral or Qwen3-MoE, or a modified one.
     """
     check_argument(
         "with_expert_parallel", "method", method, (ExpertMethod, HasExpertMethod),
@@ -205,7 +205,7 @@ def restore_blocks(module: Any) -> Any:
 
 
 def has_replaceable_experts(module: Any) -> bool:
-    """Return whether a model has blocks of experts of Levanter's, all of them replaceable.
+    """Return whether a model has Levanter's blocks of experts, and all of them are replaceable.
 
     >>> from levanter.models.mixtral import MixtralConfig
     >>> config = MixtralConfig(use_bias=True)
@@ -229,7 +229,7 @@ def has_parallel_experts(module: Any) -> bool:
 
 
 def _has_method(block: Any) -> bool:
-    """Return whether a block is one of shardplan's."""
+    """Return whether a block of experts is one of shardplan's blocks."""
     return isinstance(block, tuple(PARALLEL_CLASSES.values()))
 
 
@@ -311,7 +311,7 @@ def _token_axes(block: Any, x: NamedArray) -> tuple[Axis, ...]:
 
 
 def _router_logits(block: Any, x: NamedArray) -> NamedArray:
-    """Return the router's products with tokens, {..., expert_score}; the router's experts are not sharded.
+    """Return the products of the router and the tokens, {..., expert_score}, unsharded along experts.
 
     Tokens may be sharded over the mesh axes of the experts.
     """
@@ -338,7 +338,7 @@ def _unmapped(axis: str) -> Iterator[None]:
 
 
 def _mark_unsharded(array: NamedArray, axis: str) -> NamedArray:
-    """Mark for traces that no mapping shards a logical axis of an array."""
+    """Mark a logical axis of an array as one that no mapping shards, for traces."""
     if axis not in {each.name for each in array.axes}:
         return array
     return NamedArray(checkpoint_name(array.array, UNSHARDED + axis), array.axes)

@@ -23,7 +23,7 @@ OVERFLOW_ROWS = 4 * BUFFER_MULTIPLE
 
 @dataclass(frozen=True)
 class LocalRounds:
-    """Computes the rows of one round, and adds them up by token."""
+    """Computes one round of expert rows on a device, and adds up the outputs by token."""
 
     experts_per_token: int
     first_rows: int
@@ -31,10 +31,10 @@ class LocalRounds:
     function: ExpertFunction
 
     def __call__(self, index: int | Array, order: RowOrder, operands: tuple[Array, Array, LocalWeights]) -> Array:
-        """Return sums by token of the outputs of the round's rows, [tokens, embed].
+        """Compute the rows of one round, and sum their outputs by token: [tokens, embed].
 
         Args:
-            index: of the round; the number 0 for the first one.
+            index: index of the round; the Python number 0 for the first round.
             order: the rows of all tokens, sorted by expert.
             operands: tokens [tokens, embed], their routing weights float32[tokens, k], and the weights of the experts.
         """
@@ -62,7 +62,8 @@ def take_rows(tokens: Array, index: Array, receiver: Array) -> Array:
 
     Args:
         index: int32[rows].
-        receiver: int32[rows], the token that the gradient of each row is added to; none where it is out of bounds.
+        receiver: int32[rows], the token that the gradient of each row is added to; an index out of bounds drops the
+            gradient.
     """
     del receiver  # of gradients
     return tokens.at[index].get(mode="promise_in_bounds")
@@ -81,7 +82,7 @@ take_rows.defvjp(_take_rows_forward, _take_rows_backward)
 
 
 def add_rows(rows: Array, receiver: Array, count: int) -> Array:
-    """Add up rows by receiver, [count, embed]; a row without a receiver may have any values.
+    """Add up rows by receiver, [count, embed]; rows without a receiver are ignored, whatever their values.
 
     >>> add_rows(jnp.array([[1.0], [2.0], [5.0]]), jnp.array([0, 0, 2]), count=2).tolist()
     [[3.0], [0.0]]
@@ -111,7 +112,7 @@ def sum_local_experts(
         chosen: int32[tokens, k], numbers of experts.
         routing_weights: float32[tokens, k].
         first_expert: the number of the first expert of `weights`.
-        max_rows: rows of the first round; default: all that there can be.
+        max_rows: rows of the first round; default: enough for all rows.
     """
     per_token = chosen.shape[1]
     most = len(tokens) * min(per_token, len(weights.up))

@@ -25,7 +25,8 @@ def largest_of_normals(count: float) -> float:
 def measured_load_spread(has_correction: bool) -> float:
     """Return the measured spread of loads: standard deviation / mean of the experts' rows.
 
-    Loads are taken to be normal, so that it follows from the largest of them; two digits are kept.
+    It is computed from the measured load of the busiest expert, assuming normally distributed loads, and rounded to two
+    digits.
 
     >>> measured_load_spread(has_correction=False), measured_load_spread(has_correction=True)
     (0.27, 0.017)

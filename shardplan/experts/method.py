@@ -14,7 +14,7 @@ as the experts' axis in a Levanter router."""
 
 
 class ExpertStrategy(StrEnum):
-    """The strategies of devices to compute experts, by what they exchange: tokens or weights."""
+    """The ways in which devices compute experts together, by what they exchange: tokens or weights."""
 
     GATHER_TOKENS = "gather_tokens"
     """Devices all-gather the tokens of their group, apply their own experts to them, and reduce-scatter the sums."""
@@ -26,9 +26,9 @@ class ExpertStrategy(StrEnum):
 
 @dataclass(frozen=True)
 class ExpertMethod:
-    """A strategy, and the size of its buffers.
+    """A strategy for routed experts, and the sizes of its buffers.
 
-    A row is a token for one of its experts.
+    Sizes count rows; a row is one token for one of the experts that it chose.
     """
 
     strategy: ExpertStrategy = ExpertStrategy.GATHER_TOKENS
@@ -43,10 +43,10 @@ class ExpertMethod:
     of one chunk run behind the experts of another."""
 
     def __post_init__(self) -> None:
-        """Check the values.
+        """Check the strategy and the sizes.
 
         Raises:
-            ConfigError: an unknown strategy, or a number that is not positive.
+            ConfigError: the strategy is unknown, or a number is not positive.
         """
         if self.strategy not in list(ExpertStrategy):
             raise ConfigError(f"experts.strategy is {self.strategy!r}; {nearest(self.strategy, ExpertStrategy)}")

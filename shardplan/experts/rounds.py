@@ -26,8 +26,8 @@ def sum_rounds(compute: Round, count: Array, integers: Any, operands: Any) -> An
     6.0
 
     Args:
-        compute: its results have the same shapes and dtypes in every round.
-        count: int32[]; the same on all devices, if rounds have collectives.
+        compute: function whose results have the same shapes and dtypes in every round.
+        count: int32[], number of rounds; the same on all devices if rounds have collectives.
         integers: arrays without gradients.
         operands: arrays with gradients.
     """

@@ -17,7 +17,7 @@ class RowOrder(NamedTuple):
 
 
 class RowWindow(NamedTuple):
-    """Consecutive rows of a `RowOrder`."""
+    """Consecutive rows of a `RowOrder`, of a fixed size."""
 
     rows: Array
     """Index of each row, int32[size]."""
@@ -36,8 +36,8 @@ def sort_by_expert(chosen: Array, first: int | Array, experts: int) -> RowOrder:
 
     Args:
         chosen: int32[tokens, k], the experts of each token.
-        first: the first of the experts; rows for others come last.
-        experts: how many experts there are from the first on.
+        first: index of the device's first expert; rows for experts of other devices come last.
+        experts: number of experts on the device.
     """
     local = chosen.reshape(-1).astype(jnp.int32) - first
     local = jnp.where((local >= 0) & (local < experts), local, experts)
@@ -61,7 +61,7 @@ def take_window(order: RowOrder, start: int | Array, size: int) -> RowWindow:
 
 
 def window_sizes(sizes: Array, start: int | Array, size: int) -> Array:
-    """Return how many rows of each of consecutive segments are in a window, int32 of the shape of `sizes`.
+    """Return how many rows of each consecutive segment are in a window, int32 of the shape of `sizes`.
 
     >>> window_sizes(jnp.array([2, 3, 1]), start=1, size=3).tolist()
     [1, 2, 0]

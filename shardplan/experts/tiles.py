@@ -53,7 +53,7 @@ class TileShape(NamedTuple):
 
 @dataclass(frozen=True)
 class GroupedMatmul:
-    """One kernel call: [rows, inner] x [groups, inner, columns], or the gradient of these matrices."""
+    """The sizes of one kernel call: [rows, inner] x [groups, inner, columns], or the gradient of these matrices."""
 
     rows: float
     """Number of rows that are used."""
@@ -101,7 +101,7 @@ class GroupedMatmul:
 
 @lru_cache(maxsize=4096)
 def fastest_tiles(matmul: GroupedMatmul, generation: Generation) -> TileShape:
-    """Return the fastest tiles that fit in the core's memory; of equally fast ones the largest.
+    """Return the fastest tiles that fit in the core's memory; among equally fast ones, the largest.
 
     >>> from shardplan.hardware.generations import GENERATIONS
     >>> of_mixtral = GroupedMatmul(rows=32768, groups=1, inner=4096, columns=14336)

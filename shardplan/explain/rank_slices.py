@@ -67,14 +67,14 @@ class RankedSlice:
 
     @property
     def days(self) -> float | None:
-        """Days of a whole run's steps, loading and saving excluded; None without its number of tokens."""
+        """Days of a whole run, without loading and saving; None if its number of tokens is unknown."""
         if self.tokens is None:
             return None
         return self.tokens / self.tokens_per_second / SECONDS_PER_HOUR / HOURS_PER_DAY
 
     @property
     def cost(self) -> float | None:
-        """Price of all chips for a whole run; None without a price, or without its number of tokens."""
+        """Price of all chips for a whole run; None without a price, or if the run's number of tokens is unknown."""
         if self.days is None or self.price is None:
             return None
         return self.price * self.chips * self.days * HOURS_PER_DAY
@@ -116,19 +116,19 @@ def rank_slices(
     report: Callable[[str], None] = lambda _: None,
     tokens: float | None = None,
 ) -> SliceRanking:
-    """Plan `config` for each of several slices, and rank these by tokens per second per chip, or by cost.
+    """Plan `config` for each of several slices, and rank the slices by tokens per second per chip, or by cost.
 
     Args:
         config: model, mesh and workload; its slice does not matter.
-        names: slices such as `v6e-8`, and generations such as `v6e`; or a single one. A generation means all of its
+        names: one or more slices such as `v6e-8`, or generations such as `v6e`. A generation stands for all of its
             slices that have a name on Cloud TPU.
         prices: generation -> price of a chip-hour, in any currency.
         model: the model, if it has been built already.
-        report: called with what is planned next.
-        tokens: tokens of a whole run, whose days and cost the ranking then has.
+        report: called with the name of what is planned next.
+        tokens: tokens of a whole run; with it, the ranking includes the days and the cost of the run.
 
     Raises:
-        ConfigError: an unknown name, a price that is no positive number, or a configuration that no slice can run.
+        ConfigError: a name is unknown, a price is not positive, or no slice can run the configuration.
 
     Example:
         >>> from shardplan import load_config, rank_slices

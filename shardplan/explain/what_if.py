@@ -41,11 +41,11 @@ class WhatIf(Displayed):
 
 
 def what_if(config: PlanConfig, model: Model | None = None, report: Callable[[str], None] = lambda _: None) -> WhatIf:
-    """Plan `config` itself and with one change at a time; if nothing fits, enlarge every change until a plan fits.
+    """Plan `config` unchanged, and with one change at a time; if nothing fits, enlarge each change until a plan fits.
 
     Args:
         model: the model, if it has been built already.
-        report: called with what is planned next.
+        report: called with the name of what is planned next.
     """
     check_config("what_if", config)
     model = model or model_from_config(config)
@@ -64,7 +64,7 @@ def what_if(config: PlanConfig, model: Model | None = None, report: Callable[[st
 
 
 def with_settings(plan: Plan, answer: WhatIf) -> Plan:
-    """Add the variants, except the unchanged first one, to the plan's details."""
+    """Add the variants to the plan's details, except the first one, which is unchanged."""
     settings = [_changed_setting(variant) for variant in answer.variants[1:]]
     return replace(plan, details=replace(plan.details or Details(), settings=settings))
 

@@ -79,7 +79,7 @@ def why_not(choice: str, plan: Plan, config: PlanConfig, model: Model | None = N
 
 
 def _compute_of_attention(plan: Plan) -> dict[str, float]:
-    """Return kind of attention -> seconds of compute; empty for one kind only, and for plans without details."""
+    """Return kind of attention -> seconds of compute; empty if there is one kind, or if the plan has no details."""
     attention = plan.details.attention if plan.details is not None else []
     return {each.kind: each.compute_seconds for each in attention} if len(attention) > 1 else {}
 
@@ -88,7 +88,7 @@ def _seconds_by_cause(plan: Plan, attention: Mapping[str, float]) -> dict[str, f
     """Return cause -> seconds of a step, for compute and for every kind and cause of collectives.
 
     Args:
-        attention: kind of attention -> its seconds of compute, where these are causes of their own.
+        attention: kind of attention -> its seconds of compute, if kinds are listed as separate causes.
     """
     compute = plan.cost.compute_seconds - sum(attention.values())
     causes = {COMPUTE_OUTSIDE_ATTENTION if attention else COMPUTE: compute}

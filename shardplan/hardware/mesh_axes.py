@@ -29,7 +29,7 @@ class TensorUse(Enum):
 
 @dataclass(frozen=True)
 class MeshAxis:
-    """The purpose of a plan's mesh axis."""
+    """A mesh axis of plans, and which logical axes it may shard."""
 
     name: str
     shards_tokens: bool
@@ -66,7 +66,7 @@ def _orders(axes: Sequence[str]) -> Iterator[tuple[str, ...]]:
 
 
 def _tensor_choices(own: Sequence[str], behind: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """Yield the empty choice, and every subset of `own` followed by every subset of `behind`, including none."""
+    """Yield the empty choice, and every subset of `own` followed by every subset of `behind`, also the empty one."""
     yield ()
     for size in range(1, len(own) + 1):
         for axes in combinations(own, size):

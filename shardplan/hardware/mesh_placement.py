@@ -56,7 +56,7 @@ class MeshPlacement:
 
         Args:
             mesh: mesh axis -> size, major to minor.
-            dimensions: of the torus of one slice.
+            dimensions: dimensions of the torus of one slice.
             factors: mesh axis -> its factors within one slice, major to minor.
         """
         self.hardware, self.mesh, self.dimensions = hardware, dict(mesh), dimensions
@@ -78,9 +78,9 @@ class MeshPlacement:
     ) -> TransferCost:
         """Return the cost of a collective whose groups are complete mesh axes; a permute shifts by one, cyclically.
 
-        In a group of n devices in s slices each device receives n-1 parts: n-s from its own slice and, because the
-        devices of a slice request different parts from the other slices, s-1 over the network. In an all-to-all n-n/s
-        parts come over the network.
+        In a group of n devices in s slices, each device receives n-1 parts: n-s parts from its own slice, and s-1 parts
+        over the network, because the devices of a slice request different parts from other slices. In an all-to-all,
+        n-n/s parts come over the network.
 
         Args:
             within_slice: whether each group is limited to the part of the mesh axes inside one slice.
@@ -204,7 +204,7 @@ class MeshPlacement:
     def _reduce_to_links_of(self, mesh_axes: tuple[str, ...]) -> "MeshPlacement":
         """Return the placement reduced to the devices that share links along `mesh_axes`.
 
-        Along all other torus dimensions the load is the same everywhere.
+        Along all other torus dimensions, every device has the same load.
         """
         shared = {factor.dimension for axis in mesh_axes for factor in self.factors[axis]}
         shared.update(range(len(self.hardware.torus), len(self.dimensions)))  # devices of a chip share its network
@@ -240,7 +240,7 @@ class MeshPlacement:
         )
 
     def _spans(self, mesh_axes: Iterable[str]) -> list[GroupSpan]:
-        """Return the devices of a group along `mesh_axes` in each torus dimension that the group uses."""
+        """Return, for each torus dimension that a group along `mesh_axes` uses, the group's devices in it."""
         by_dimension: dict[int, list[TorusFactor]] = defaultdict(list)
         for axis in mesh_axes:
             for factor in self.factors[axis]:
@@ -267,7 +267,7 @@ def place_mesh(hardware: Slice, mesh: Mapping[str, int]) -> MeshPlacement:
 
 @lru_cache(maxsize=4096)
 def _place_mesh(hardware: Slice, sizes: tuple[tuple[str, int], ...]) -> MeshPlacement:
-    """Place a mesh axis by axis, keeping the factors with the fastest all-gather; cached for `place_mesh`."""
+    """Place mesh axes one by one, each on the factors with the fastest all-gather; cached for `place_mesh`."""
     mesh = dict(sizes)
     if hardware.is_cpu:
         bandwidth = hardware.generation.link_bandwidth

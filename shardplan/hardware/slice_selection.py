@@ -18,11 +18,12 @@ def select_slices(names: Iterable[str]) -> list[tuple[Slice, ...]]:
     """Expand names of slices and of generations to slices, smallest first within a generation.
 
     Args:
-        names: slices as `parse_slice` reads them; a generation for all of its slices that have a name on Cloud TPU;
-            `all` for all of these of every generation. A text may hold several names, separated by commas.
+        names: slices as `parse_slice` reads them; a generation, which stands for all of its slices that have a name on
+            Cloud TPU; or `all`, which stands for every generation. A text may hold several names, separated by commas.
 
     Raises:
-        ConfigError: no name, or one that is neither; or virtual CPU devices, which have no speed of their own.
+        ConfigError: there is no name, a name is unknown, or a name is of virtual CPU devices, which have no speed of
+            their own.
 
     Example:
         >>> [[each.name for each in slices] for slices in select_slices(["v6e-16,v6e-8", "v5e-4"])]
@@ -41,7 +42,7 @@ def parse_prices(texts: Iterable[str]) -> dict[str, float]:
     """Parse prices of a chip-hour: `GENERATION=NUMBER`, several in one text separated by commas.
 
     Raises:
-        ConfigError: another form, an unknown generation, a price that is no positive number, or two for one generation.
+        ConfigError: the text has another form, a generation is unknown or has two prices, or a price is not positive.
 
     Example:
         >>> parse_prices(["v6e=2.70,v5p=4.20"])
@@ -60,10 +61,10 @@ def parse_prices(texts: Iterable[str]) -> dict[str, float]:
 
 
 def check_prices(prices: Mapping[str, float]) -> None:
-    """Check that prices are positive numbers, each of a generation.
+    """Check that every price is positive, and that its key is a generation.
 
     Raises:
-        ConfigError: one is not.
+        ConfigError: a price or a key is not valid.
     """
     for name, price in prices.items():
         if name not in GENERATIONS:
@@ -97,7 +98,7 @@ def _slices_of(name: str) -> tuple[Slice, ...]:
 
 
 def _hint(name: str, others: Iterable[str]) -> str:
-    """Return the generations that `name` means or begins, or else the valid value most similar to it."""
+    """Return the generations that `name` means, or that begin with it; otherwise the most similar valid value."""
     lower = name.lower()
     meant = [each for each in GENERATIONS if each.startswith(lower) or GENERATION_SPELLINGS.get(lower) == each]
     return f"did you mean {' or '.join(map(repr, meant))}?" if meant else nearest(lower, [*GENERATIONS, *others])

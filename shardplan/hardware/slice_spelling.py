@@ -15,7 +15,7 @@ NAME = re.compile(
 
 
 def _cloud_spellings() -> dict[str, str]:
-    """Return Google Cloud's name of a generation -> shardplan's name, where the two differ."""
+    """Return Google Cloud's name of a generation -> shardplan's name, for generations whose names differ."""
     spellings = {}
     for name, row in GENERATIONS.items():
         if row.cloud is not None and row.cloud.type != name:

@@ -180,7 +180,7 @@ def _validate_torus(name: str, prefix: str, generation: Generation, torus: tuple
 
 
 def _is_topology(torus: tuple[int, ...], generation: Generation) -> bool:
-    """Return whether Google Cloud offers a topology, in any order of sides: listed ones, and 3D tori of cubes."""
+    """Return whether Google Cloud offers a topology, in any order of sides: a listed one, or a 3D torus of cubes."""
     if sorted(torus) in [sorted(size) for size in generation.sizes]:
         return True
     has_cubes = len(torus) == 3 and all(n > 0 and n % _CUBE == 0 for n in torus)

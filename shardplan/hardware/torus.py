@@ -39,7 +39,7 @@ class TorusDimension:
     def shortest_routes(self, source: int, target: int) -> list[tuple[int, int, float]]:
         """Return (direction, number of links, fraction of the bytes) for each shortest route between two indices.
 
-        To the far side of an even ring, half of the bytes go either way.
+        To the opposite side of an even ring, half of the bytes go in each direction.
         """
         distance = target - source
         if not distance:
@@ -101,7 +101,7 @@ class GroupSpan:
     def all_to_all_seconds_per_byte(self) -> float:
         """Seconds of an all-to-all per byte on a device; half of the bytes cross the middle of the group.
 
-        That is n/4 bytes per link and direction on a line, and half of it on a ring. A group that is evenly spaced
+        On a line, n/4 bytes cross each link in each direction; on a ring, half as many. A group that is evenly spaced
         around a ring uses all of the ring, because every byte takes the shortest route.
         """
         is_even = self.factors[0].stride * self.size == self.dimension.size
@@ -148,7 +148,7 @@ def all_gather_seconds_per_byte(spans: Sequence[GroupSpan]) -> float:
     """Return the seconds of an all-gather or reduce-scatter, per byte that a device of the group receives.
 
     Over complete dimensions, parts of the shards travel in different dimension orders, so that all links are busy; the
-    time is that of the slowest subset of dimensions: received shards / total bandwidth. Over parts of dimensions, the
+    time is the maximum over subsets of dimensions of received shards / total bandwidth. Over parts of dimensions, the
     TPU compiler runs one dimension after another. A group of one device takes no time.
     """
     devices = math.prod(span.size for span in spans)

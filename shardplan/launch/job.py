@@ -65,8 +65,8 @@ def describe_job(
     """Describe the job of an evaluation or of a training on a slice.
 
     Raises:
-        ConfigError: `launch.hosts` is not the number of hosts that the TPU slice has, or does not divide the virtual
-            devices.
+        ConfigError: `launch.hosts` is not the number of hosts of the TPU slice, or does not divide the number of
+            virtual devices.
     """
     hosts, given = (1 if hardware.is_cpu else host_count(hardware)), settings.hosts
     if given is not None and not hardware.is_cpu and given != hosts:

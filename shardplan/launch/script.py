@@ -86,7 +86,7 @@ def _comment(text: str) -> str:
 
 
 def _delimiter(text: str, name: str) -> str:
-    """Return a here-document delimiter: `name` plus as many underscores as it takes not to be a line of `text`."""
+    """Return a here-document delimiter: `name`, with enough underscores that it is not a line of `text`."""
     while name in text.splitlines():
         name += "_"
     return name

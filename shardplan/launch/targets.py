@@ -28,7 +28,7 @@ def check_target(target: Target, job: Job) -> None:
     """Check that a launcher can start a job.
 
     Raises:
-        ConfigError: it cannot start such a slice, or a key that it needs is not set.
+        ConfigError: the launcher cannot start such a slice, or a key that it needs is not set.
     """
     problem = next(_problems(target, job), None)
     if problem is not None:

@@ -54,7 +54,7 @@ DEFAULT_FSDP_AXIS = "embed"
 
 
 def old_keys(sections: Mapping[str, Any]) -> list[str]:
-    """List the dotted keys that levanter 1.2 had and Levanter has no longer.
+    """List the dotted keys that levanter 1.2 has and today's Levanter does not.
 
     >>> old_keys({"trainer": {"model_axis_size": 2}, "model": {"seq_len": 4096}})
     ['trainer.model_axis_size', 'model.seq_len']
@@ -82,8 +82,8 @@ def convert_sections(sections: Mapping[str, Any], hardware: Slice) -> dict[str, 
     Keys that have no counterpart are left out, and keys that neither version has are kept.
 
     Raises:
-        CorrectableError: a mesh or mapping that cannot be read.
-        ConfigError: a value of the wrong type, or a trainer section that has a mesh in both forms.
+        CorrectableError: a mesh or mapping cannot be read.
+        ConfigError: a value has the wrong type, or the trainer section has a mesh in both forms.
     """
     converted = copy.deepcopy(dict(sections))
     if any(key.startswith("trainer.") for key in old_keys(sections)):
@@ -124,7 +124,7 @@ def _convert_trainer(trainer: Mapping[Any, Any], hardware: Slice) -> dict[str, A
 
 
 def _convert_per_device(trainer: Mapping[Any, Any], mesh: dict[str, Any], hardware: Slice) -> dict[str, int]:
-    """Return the changed numbers of sequences per device; old numbers count every device of replica and data."""
+    """Convert the numbers of sequences per device, because levanter 1.2 divides by all devices of replica and data."""
     parsed = parse_mesh_section(SectionReader("trainer.mesh", mesh), hardware.devices, hardware.slices)
     counted, shards = mesh_size(parsed.mesh, TOKEN_AXES), parsed.batch_shards
     changed = {}
@@ -187,7 +187,7 @@ def _convert_data(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _component(dataset: Mapping[str, Any], is_inner: bool = True) -> dict[str, Any]:
-    """Return the component of one data set; a single one keeps the cache of the data section."""
+    """Return the component of one data set; if there is only one data set, it keeps the cache of the data section."""
     source = {key: dataset[key] for key in SOURCE_KEYS if dataset.get(key) is not None}
     kept = ("format", "tags", *(("cache_dir",) if is_inner else ()))
     rest = {key: dataset[key] for key in kept if dataset.get(key) is not None}

@@ -43,7 +43,8 @@ def read_levanter_file(path: str) -> LevanterFile:
     """Read the Levanter configuration `path`, which must have a `trainer` section.
 
     Raises:
-        ConfigError: no such file, not YAML, a key twice, no `trainer` section, or a section that contains itself.
+        ConfigError: the file does not exist, is not YAML, has a key twice, has no `trainer` section, or has a section
+            that contains itself.
     """
     values = read_yaml(path)
     if isinstance(values, dict):
@@ -86,7 +87,8 @@ def _slice(resources: Any) -> str | None:
 def _recursive_alias(value: Any, name: str, parents: tuple[int, ...]) -> str | None:
     """Return the dotted name of a section or list within `value` that contains itself; None if none does.
 
-    YAML aliases allow that. `parents` has the ids of the objects that contain `value`, which itself is called `name`.
+    YAML aliases allow such sections. `parents` has the ids of the objects that contain `value`, and `name` is its
+    dotted name.
     """
     if not isinstance(value, dict | list):
         return None

@@ -35,7 +35,7 @@ class ParsedMesh:
 
 
 class MeshSizeError(CorrectableError):
-    """The sizes of the mesh axes do not multiply to the number of devices; they would with `nearest` at `key`."""
+    """The product of the mesh axes is not the number of devices; with `nearest` as the value of `key`, it would be."""
 
 
 def parse_mesh_section(section: SectionReader, devices: int, slices: int) -> ParsedMesh:
@@ -141,7 +141,7 @@ def _merge_dcn(axis: str, mesh_axes: list[str], within: Mapping[str, int], acros
 
     Args:
         within: mesh axis of a plan -> its size within a slice.
-        across: the same -> number of slices along it.
+        across: mesh axis of a plan -> number of slices along it.
     """
     merged = mesh_axes
     for name, dcn in DCN_AXES.items():

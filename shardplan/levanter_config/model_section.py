@@ -48,7 +48,7 @@ def parse_model_section(sections: Mapping[str, Any]) -> ModelSection:
     """Parse the `model` section among the `sections` of a configuration; it may be absent.
 
     Raises:
-        ConfigError: a value that Levanter does not take.
+        ConfigError: Levanter does not accept a value.
     """
     if not isinstance(sections.get("model"), dict):
         return NO_MODEL_SECTION
@@ -92,7 +92,7 @@ def _blocks(value: dict[str, Any]) -> int | None:
     """Return the number of blocks of layers that a policy gives; None if Haliax chooses it.
 
     Raises:
-        ConfigError: it is no positive number.
+        ConfigError: the number is not positive.
     """
     nested = value.get("nested")
     if nested is None or isinstance(nested, bool):
@@ -108,7 +108,7 @@ def _policy_kind(value: dict[str, Any]) -> str:
     """Return the kind of a gradient checkpointing policy that lists the kept activations.
 
     Raises:
-        ConfigError: it has two kinds at once.
+        ConfigError: the policy has two kinds at once.
     """
     moved = [key for key in ("save_carries", "save_inputs") if value.get(key) == "offload"]
     if value.get("nested") and moved:

@@ -119,12 +119,12 @@ class ProgramChoice:
 def choose_program(
     sections: Mapping[str, Any], kind: str = "eval", is_kind_given: bool = False, inside: Sequence[str] = ()
 ) -> ProgramChoice:
-    """Choose the program that has most of the keys of the file.
+    """Choose the program that has the most keys in common with the file.
 
     Args:
-        kind: the kind of workload where the keys fit programs of several kinds.
-        is_kind_given: the user asks for this kind, so that programs of other kinds are not considered.
-        inside: keys of the sections that hold `sections`, as in the form for pods.
+        kind: the kind of workload to choose if the keys fit programs of several kinds.
+        is_kind_given: whether the user requests this kind, so that programs of other kinds are excluded.
+        inside: keys of the sections that contain `sections`, as in configurations for pods.
 
     >>> choose_program({"trainer": {}, "optimizer": {}}).program.name
     'train_lm'
@@ -146,7 +146,7 @@ def choose_program(
 
 
 def _training_keys(sections: Mapping[str, Any]) -> list[str]:
-    """List the dotted keys of the trainer section that affect training alone."""
+    """List the dotted keys of the trainer section that affect only training."""
     trainer = sections.get("trainer")
     if not isinstance(trainer, Mapping):
         return []

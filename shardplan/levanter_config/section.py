@@ -12,7 +12,7 @@ AxisLists = dict[str, list[str]]
 
 @dataclass(frozen=True)
 class MappingEntry:
-    """One entry of an axis mapping in the file: a logical axis, its mesh axes, and the key that has it."""
+    """One entry of an axis mapping in the file: a logical axis, its mesh axes, and the key of the entry."""
 
     key: str
     """Dotted name of the key, as in trainer.axis_resources.mlp; the file may omit a key that has a default."""
@@ -29,7 +29,7 @@ class CorrectableError(ConfigError):
 
 
 class MappingError(CorrectableError):
-    """The logical axis `axis` is mapped to `unknown`, which is no mesh axis, or to an empty list."""
+    """The logical axis `axis` is mapped to `unknown`, which is not a mesh axis, or to an empty list."""
 
     def __init__(self, message: str, key: str, nearest: Any, axis: str, unknown: str | None) -> None:
         super().__init__(message, key, nearest)
@@ -40,7 +40,7 @@ class SectionReader:
     """Reads the keys of one section, and checks their values; `name` is the section's dotted name.
 
     Raises:
-        ConfigError: from the constructor and every method, if a value is not of the type that the key takes.
+        ConfigError: a value does not have the type of its key; raised by the constructor and by every method.
     """
 
     def __init__(self, name: str, values: Any) -> None:
@@ -118,7 +118,7 @@ class SectionReader:
 
 
 def _nearest_value(value: str | list[str], valid: Iterable[str]) -> str | list[str] | None:
-    """Replace every name of `value` by the most similar one of `valid`; with no name, the axis is replicated (None)."""
+    """Replace every name in `value` by the most similar one in `valid`; without any name, return None (replicated)."""
     names = [name if name in valid else closest(name, valid) for name in ([value] if isinstance(value, str) else value)]
     kept = [name for name in names if name is not None]
     return kept if isinstance(value, list) and len(kept) > 1 else next(iter(kept), None)

@@ -19,7 +19,7 @@ LORA_KEYS = ("r", "target_modules", "exclude_modules")
 
 @dataclass(frozen=True)
 class TrainingExtras:
-    """The sections of a training file that change the memory of a step; None or empty for omitted sections."""
+    """The sections of a training file that change a step's memory; None or empty if the file omits them."""
 
     optimizer: str = DEFAULT_OPTIMIZER
     """`optimizer.type`."""
@@ -44,7 +44,7 @@ class TrainingExtras:
 
 
 def parse_extras(sections: Mapping[str, Any], program: LevanterProgram) -> TrainingExtras:
-    """Read how a file's training differs from training all parameters with Adam; no difference if it does not train.
+    """Read how a file's training differs from training all parameters with Adam; other programs do not differ.
 
     >>> from shardplan.levanter_config.programs import PROGRAMS
     >>> parse_extras({"trainer": {"model_averaging": {"type": "ema"}}}, PROGRAMS[0]).averages

@@ -29,8 +29,9 @@ YAML_WIDTH = 48
 def trainer_section(plan: Plan) -> dict[str, Any]:
     """Write the plan as the content of a `trainer:` section.
 
-    A replicated axis is null, but for the batch: Levanter's data loader needs a mesh axis there, and gets one of a
-    single device. (Only if every axis has several, within and across slices, is it null too, and Levanter refuses it.)
+    A replicated axis is null. A replicated batch is mapped to a mesh axis of size 1, because Levanter's data loader
+    needs a mesh axis. If no mesh axis has size 1, within and across slices, the batch is null too, and Levanter refuses
+    the section.
     """
     mesh = mesh_keys(parse_slice(plan.hardware.slice).slices, plan.mesh, plan.compute_mapping, plan.param_mapping)
     return {"mp": _precision_policy(plan), **_batch_sizes(plan), "mesh": mesh}
@@ -79,7 +80,7 @@ def trainer_yaml(plan: Plan, schedule: list[dict[str, int]] | None = None) -> st
     """Write the trainer section as text to paste, followed by comments on settings outside of it.
 
     Args:
-        schedule: the stages of a schedule of batches, which the section has in place of the plan's batch.
+        schedule: stages of a batch schedule, which replaces the plan's batch in the section.
     """
     check_plan("trainer_yaml", plan)
     comments = list(_settings_outside_trainer(plan))
@@ -215,7 +216,7 @@ def _expert_settings(experts: ExpertMethod) -> Iterator[str]:
 
 
 def _method_text(attention: AttentionPlan) -> str:
-    """Return the text of the call that makes the method of a kind of attention."""
+    """Return the Python expression that makes the plan's `Method`."""
     arguments = [f'"{attention.strategy}"']
     if attention.ulysses > 1:
         arguments.append(f"ulysses={attention.ulysses}")
@@ -238,7 +239,7 @@ def _batch_mesh_axes(plan: Plan) -> MeshAxes:
 
 
 def _sharding_axes(plan: Plan, mesh_axes: MeshAxes) -> MeshAxes:
-    """Return the mesh axes among `mesh_axes` that have more than one device."""
+    """Return the mesh axes in `mesh_axes` that have more than one device."""
     return tuple(mesh_axis for mesh_axis in mesh_axes if plan.mesh[mesh_axis] > 1)
 
 

@@ -29,7 +29,7 @@ def is_activation_axis(model: Model, axis: str) -> bool:
 
 
 def _forward_jaxpr(model: Model, mapping: dict[str, str]) -> str:
-    """Return the text of the jaxpr of the forward pass on one sequence, under a `mapping` of logical axes."""
+    """Return the jaxpr of the forward pass on one sequence, as text, under a `mapping` of logical axes."""
     tokens = NamedArray(
         jax.ShapeDtypeStruct((1, TOKENS), jnp.int32), (hax.Axis(BATCH_AXIS, 1), model.template.Pos.resize(TOKENS))
     )

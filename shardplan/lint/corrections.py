@@ -87,7 +87,7 @@ def _read_nearest[Read](
 def correct_keys(
     trainer: Mapping[str, Any], hardware: Slice, also_valid: Sequence[str] = ()
 ) -> tuple[dict[str, Any], list[Finding]]:
-    """Rename every key that Levanter does not have to the probably intended key, or else remove it.
+    """Replace every key that Levanter does not have by the key that was probably intended, or remove it.
 
     Args:
         also_valid: keys of the trainer section that are taken besides Levanter's.

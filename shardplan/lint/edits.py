@@ -73,7 +73,7 @@ DEFAULTS = {
 
 
 def explain_lines(lines: Sequence[str]) -> list[str]:
-    """Add Levanter's default to diff lines without a counterpart: the default before or after the change.
+    """Add Levanter's default to diff lines of keys that are only added or only removed.
 
     >>> explain_lines(["+trainer.per_device_parallelism: 2"])
     ["+trainer.per_device_parallelism: 2 (instead of Levanter's default, -1)"]
@@ -114,7 +114,7 @@ def value_text(value: Any) -> str:
 
 
 def candidate_edits(trainer: Mapping[str, Any], subject: Subject) -> Iterator[Edit]:
-    """Yield every single edit that a repair tries: sizes of mesh and batch, entries changed, removed and added."""
+    """Yield every single edit that a repair tries: sizes of mesh and batch, and entries to change, remove or add."""
     written = flatten(trainer, TRAINER_PREFIX)
     yield from _corrections(written, subject)
     yield from _batch_edits(written, subject)  # early, because they repair most, should a limit of time stop the search
@@ -144,7 +144,7 @@ def _mesh_size_edits(written: Mapping[str, Any], subject: Subject) -> Iterator[E
 
 
 def _batch_edits(written: Mapping[str, Any], subject: Subject) -> Iterator[Edit]:
-    """Yield divisible batch sizes near an indivisible one in the file, and for training other microbatch sizes."""
+    """Yield divisible batch sizes near an indivisible size in the file, and, for training, other microbatch sizes."""
     if subject.section.stages:
         yield from _schedule_edits(written, subject)
         return
@@ -167,7 +167,7 @@ def _batch_edits(written: Mapping[str, Any], subject: Subject) -> Iterator[Edit]
 
 
 def _schedule_edits(written: Mapping[str, Any], subject: Subject) -> Iterator[Edit]:
-    """Yield batch schedules with the same starts and divisible stages, and other microbatch sizes."""
+    """Yield batch schedules with the same starts and with divisible sizes, and other microbatch sizes."""
     section, divisor = subject.section, stage_divisor(subject)
     axes = frozenset({section.batch_axis})
     if any(stage.size % divisor for stage in section.stages):

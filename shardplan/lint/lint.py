@@ -85,10 +85,10 @@ def target_of(
     """Build the model of `config`, and override the workload by the values of `model_section`.
 
     Args:
-        model: the model, if it is not that of `config`.
+        model: the model; default: the model of `config`.
 
     Raises:
-        ConfigError: it names no model or slice, one that is not supported, or another model than `model_section`.
+        ConfigError: `config` names no model or slice, an unsupported one, or another model than `model_section`.
     """
     levanter_model = dataclasses.replace(config.model, levanter_class=config.model.levanter_class or LEVANTER)
     workload = model_section.apply_to(config.workload)

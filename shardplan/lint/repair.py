@@ -48,10 +48,10 @@ def review(path: str, config: PlanConfig, report: Callable[[str], None] = lambda
     """Lint the Levanter configuration `path`, and search for its smallest repair and for the best plan.
 
     Args:
-        report: called with what is done next, for it takes up to a minute.
+        report: called with a description of each stage before it starts; all take up to a minute.
 
     Raises:
-        ConfigError: it cannot be read.
+        ConfigError: the configuration cannot be read.
     """
     check_argument("review", "path", path, (str, os.PathLike), "the path of a Levanter configuration")
     check_config("review", config)
@@ -108,7 +108,7 @@ def _plan_batch(result: LintResult, target: LintTarget, batch: int) -> Plan:
 def _find_repair(
     result: LintResult, prepared: PreparedFile, target: LintTarget, report: Callable[[str], None], limit: SearchLimit
 ) -> Repair | None:
-    """Find the smallest edit without errors in the trainer section, and add the corrections of all sections."""
+    """Find the smallest edit that leaves no error in the trainer section, and add the corrections of all sections."""
     if not prepared.corrected.is_complete:
         return None
     if not result.errors:
@@ -140,7 +140,7 @@ def _fastest_plan(best: Plan, repair: Repair | None, plan_batch: Callable[[int],
 
 
 def _with_findings(result: LintResult, prepared: PreparedFile) -> LintResult:
-    """Add the file's findings to the trainer section's, errors first, except on keys with errors in the section."""
+    """Add the file's findings to the trainer section's, errors first, but none on keys where the section has errors."""
     known = {finding.where for finding in result.errors}
     added = [finding for finding in prepared.findings if finding.where not in known]
     findings = sorted((*added, *result.findings), key=lambda finding: finding.severity != Severity.ERROR)

@@ -25,7 +25,7 @@ BEAM_WIDTH = 100
 
 
 class SearchLimit:
-    """A limit of time of a search."""
+    """A time limit for a search."""
 
     def __init__(self, seconds: float = math.inf) -> None:
         self.seconds = seconds
@@ -34,14 +34,14 @@ class SearchLimit:
         """Whether this limit has stopped the search."""
 
     def stops(self) -> bool:
-        """Return whether the time is over, so that the calling search ends."""
+        """Return whether the time is over; if so, record that the search was stopped."""
         self.has_stopped = self.has_stopped or time.monotonic() > self._deadline
         return self.has_stopped
 
 
 @dataclass(frozen=True)
 class Repair:
-    """A trainer section without errors, a few edits away from one with errors."""
+    """A trainer section without errors, and the few edits that lead to it."""
 
     edits: int
     """Number of keys that were changed, added, removed or renamed."""
@@ -62,16 +62,16 @@ def find_smallest_edit(
     report: Callable[[str], None] = lambda _: None,
     limit: SearchLimit | None = None,
 ) -> Repair | None:
-    """Find the fewest edits that leave no error; None if none do.
+    """Find the fewest edits of a trainer section that leave no error; None if there are none.
 
-    Above the memory by less than the estimate's error is no error: such a repair is returned if none fits. Among
-    repairs with the same number of edits, those with the fewest warnings about the edited keys win; then the fastest
-    per sequence, since edits can change the batch; and among those that tie to `TIME_RESOLUTION`, the lowest peak.
+    A repair that exceeds the memory by less than the estimate's error counts if no repair fits. Repairs with the same
+    number of edits are ordered by the number of warnings about edited keys, then by seconds per sequence (edits can
+    change the batch), and those that tie to `TIME_RESOLUTION` by peak memory.
 
-    Names that Levanter does not have are corrected first, since no repair keeps them. Then the beam search goes by
-    number of edits. While there are errors, it tries only edits of an axis of the first one, since one of those has to
-    change. It edits further only the `BEAM_WIDTH` sections that are closest to done, so a repair of many edits may not
-    be the smallest. When `limit` stops it, it returns what it has seen until then.
+    Names that Levanter does not have are corrected first, since no repair keeps them. Then a beam search adds one edit
+    at a time. While there are errors, it tries only edits of the axes that the first error names, since one of these
+    has to change. After each edit it keeps only the `BEAM_WIDTH` sections that are closest to a repair, so a repair of
+    many edits may not be the smallest. When `limit` stops the search, it returns the best repair found so far.
     """
     limit = limit or SearchLimit()
     target, lines = _correct_model_section(target)
@@ -109,7 +109,7 @@ def _correct_model_section(target: LintTarget) -> tuple[LintTarget, list[str]]:
 def _lint_edits(
     states: Iterable[LintResult], seen: set[str], target: LintTarget, limit: SearchLimit
 ) -> Iterator[LintResult]:
-    """Yield the result of every single edit of `states` that is not in `seen`, adding it there; end at `limit`."""
+    """Lint every single edit of `states` that is not in `seen`, add it there, and yield its result; end at `limit`."""
     for state in states:
         for trainer in _edit(state):
             identity = _identity(trainer)
@@ -163,7 +163,7 @@ def _identity(trainer: Mapping[str, Any]) -> str:
 
 
 def _distance(state: LintResult, usable: float) -> tuple[int, float]:
-    """Sort key for the distance to a repair: (number of errors, counting too much memory as one, bytes)."""
+    """Return a sort key for the distance to a repair: (number of errors, plus one if memory is exceeded; bytes)."""
     # a path to a repair may lead through sections without a prediction, such as a duplicate mesh axis, of which the
     # stored bytes decide: by the number of errors alone it is not found (docs/log.md)
     needed = state.needed_bytes

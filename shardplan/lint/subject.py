@@ -53,7 +53,7 @@ class Subject:
 
     @property
     def batch_axes(self) -> set[str]:
-        """Names of the sequences' logical axis: in the model's code, and in the trainer section."""
+        """The two names of the batch axis: the name in the model's code, and the name in the trainer section."""
         return {BATCH_AXIS, self.section.batch_axis}
 
     @cached_property
@@ -135,7 +135,7 @@ class Subject:
         return [p for p in parameters if not any(excluded & set(self.params.get(axis, ())) for axis in p.axes)]
 
     def replicated(self, parameters: dict[str, int]) -> dict[str, int]:
-        """Return the parameters of `parameters` (path -> bytes per device) that several devices store replicated."""
+        """Return those of the given `parameters` (path -> bytes per device) that several devices store replicated."""
         shards = {p.path: self.shards(p) for p in self.axes.parameters}
         return {path: amount for path, amount in parameters.items() if shards[path] == 1 and self.hardware.devices > 1}
 

@@ -7,7 +7,7 @@ from haliax.util import ensure_tuple
 
 
 def mesh_axes_of(axis: Axis) -> tuple[str, ...]:
-    """Return the mesh axes of several devices that shard an axis under the active axis mapping.
+    """Return the mesh axes that shard an axis under the active axis mapping, without mesh axes of size 1.
 
     >>> import haliax as hax
     >>> mesh = jax.sharding.AbstractMesh((1, 2, 4), ("replica", "data", "model"))

@@ -158,7 +158,7 @@ def bundled_name(ref: str) -> str | None:
 
 
 def _repository(name: str) -> str:
-    """Return a repository's name in lower case, with the newer name of Llama 3 and 3.1 in place of the older one."""
+    """Return a repository's name in lower case; older names of Llama 3 and 3.1 are replaced by newer ones."""
     return name.lower().replace("/meta-llama-", "/llama-")
 
 
@@ -166,7 +166,7 @@ def read_config_file(name: str) -> bytes:
     """Read, unchanged, the config.json at the path `name`, or else the config.json of the bundled model `name`.
 
     Raises:
-        ConfigError: there is neither, or the file cannot be read.
+        ConfigError: there is neither such a file nor such a model, or the file cannot be read.
     """
     path = Path(name)
     if name in BUNDLED and not path.is_file():

@@ -53,5 +53,5 @@ def class_of(hf_config: Mapping[str, Any]) -> str:
 
 
 def is_own_class(name: str) -> bool:
-    """Return whether a class is a user's own, neither the decoder nor a class of Levanter that shardplan knows."""
+    """Return whether a class is a user's own: neither the decoder nor a Levanter class that shardplan knows."""
     return name != DECODER and name not in LEVANTER_CLASSES.values()

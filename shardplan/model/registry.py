@@ -28,7 +28,7 @@ SAME_KEYS = {"kimi_k2": "deepseek_v3"}
 class Model:
     """A model without weights: its configuration, and its module tree with abstract arrays.
 
-    It is a Levanter `LmHeadModel`: shardplan's decoder, a class of Levanter, or a user's own.
+    The module is a Levanter `LmHeadModel`: shardplan's decoder, a class of Levanter, or a user's own class.
     """
 
     type: str
@@ -65,7 +65,7 @@ class Model:
 
     @property
     def is_attention_planned(self) -> bool:
-        """Whether plans choose the model's attention method; then all methods and orders of positions are possible."""
+        """Whether plans choose the model's attention method; if so, every method and order of positions is possible."""
         return self.uses_levanter_attention or self.is_decoder
 
     @property
@@ -110,7 +110,7 @@ def build_model(hf_config: dict[str, Any], position: int, shorten: bool = False)
     """Build the model of the config.json `hf_config`, for sequences of `position` tokens.
 
     Args:
-        hf_config: as `read_config` returns it; it says which class computes the model.
+        hf_config: config.json as `read_config` returns it, including the class that computes the model.
         shorten: if the model has fewer than `position` positions, build it for all of its positions.
 
     Raises:
@@ -173,7 +173,7 @@ def _check_positions(position: int, positions: int) -> None:
     """Check that a model has as many positions as a workload requires.
 
     Raises:
-        ConfigError: it has fewer.
+        ConfigError: the model has fewer.
     """
     if position > positions:
         raise ConfigError(f"workload.position is {position}; the model has {positions} positions, use at most that")

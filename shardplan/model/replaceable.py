@@ -10,7 +10,7 @@ from functools import update_wrapper
 
 
 class Replaceable[**Parameters, Result]:
-    """A function that something else may compute within a context; also a decorator.
+    """A function whose implementation can be replaced within a context; also usable as a decorator.
 
     >>> double = Replaceable(lambda x: 2 * x)
     >>> with double.replaced_by(lambda x: f"twice {x}"):
@@ -21,17 +21,17 @@ class Replaceable[**Parameters, Result]:
     """
 
     def __init__(self, compute: Callable[Parameters, Result]) -> None:
-        """Make a function that `compute` computes outside of contexts that replace it."""
+        """Make a replaceable function whose default implementation is `compute`."""
         update_wrapper(self, compute)
         self._compute: ContextVar[Callable[Parameters, Result]] = ContextVar(compute.__qualname__, default=compute)
 
     def __call__(self, *arguments: Parameters.args, **named: Parameters.kwargs) -> Result:
-        """Compute the function, by its replacement if there is one."""
+        """Call the replacement if there is one, else the default implementation."""
         return self._compute.get()(*arguments, **named)
 
     @contextmanager
     def replaced_by(self, compute: Callable[Parameters, Result]) -> Iterator[None]:
-        """Compute the function by `compute` within the context."""
+        """Replace the implementation by `compute` within the context."""
         token = self._compute.set(compute)
         try:
             yield

@@ -48,7 +48,7 @@ def build_section_model(section: Mapping[str, Any], vocabulary: int, position: i
     """Build the Levanter model of a `model` section, for a vocabulary of `vocabulary` tokens.
 
     Args:
-        position: tokens of a sequence, at most the positions of the model; None for as many as it has.
+        position: tokens of a sequence, at most the model's number of positions, which is the default.
 
     Raises:
         ConfigError: the type is not supported, Levanter refuses a value, or the model has too few positions.

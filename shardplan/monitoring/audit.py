@@ -42,7 +42,7 @@ class AuditedArray:
 
 @dataclass(frozen=True)
 class Audit(Displayed):
-    """The arrays of a model that agrees with its plan; a table when printed or shown in a notebook."""
+    """The arrays of a model that agrees with its plan; shown as a table by `print` and in notebooks."""
 
     arrays: list[AuditedArray]
 
@@ -99,7 +99,7 @@ def _difference(array: Any, axes: dict[str, int], planned: ParameterPlan, plan: 
 
 
 def _sharding_difference(array: Any, planned: ParameterPlan, plan: Plan) -> str:
-    """Describe how an array's sharding differs from its parameter's; empty if it does not."""
+    """Describe how an array's sharding differs from the planned sharding; empty if it does not."""
     sharding = array.sharding
     mesh = getattr(sharding, "mesh", None)
     names = _axis_names(mesh, plan)
@@ -121,7 +121,7 @@ def _sharding_difference(array: Any, planned: ParameterPlan, plan: Plan) -> str:
 def _axis_names(mesh: Mesh | None, plan: Plan) -> dict[str, tuple[str, ...]]:
     """Map the plan's mesh axes to the axes of `mesh`; empty if the meshes differ.
 
-    Levanter's meshes have a second axis for what crosses slices.
+    In Levanter's meshes, an axis across slices is a separate axis.
     """
     sizes = {} if mesh is None else dict(mesh.shape)
     names = {}
@@ -155,10 +155,10 @@ def check_like_parameters(state: Any, model_class: type, plan: Plan) -> None:
     """Check that an optimizer's state for each parameter is sharded like the parameter.
 
     Args:
-        state: the state of an optimizer of optax, in which there are trees of the class of the model.
+        state: the state of an optax optimizer, which contains trees of the model's class.
 
     Raises:
-        ConfigError: an array is sharded otherwise.
+        ConfigError: an array has another sharding.
     """
     planned = {parameter.path: parameter for parameter in plan.parameters}
     trees = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, model_class))

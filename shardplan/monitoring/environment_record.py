@@ -35,7 +35,7 @@ def describe_run(plan: Plan, processes: dict[int, dict[str, Any]]) -> dict[str, 
     """Return the command of a run, its plan, and the environment of each process.
 
     Args:
-        processes: process -> its `describe_process`.
+        processes: process -> its result of `describe_process`.
     """
     return {
         "command": sys.argv,

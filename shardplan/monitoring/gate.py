@@ -22,7 +22,7 @@ def describe_slowness(step_seconds: float, plan: Plan, least: float, attempt: At
 
     Args:
         step_seconds: mean time of a step.
-        least: least ratio of its rate to that of the plan.
+        least: lowest accepted ratio of the run's rate to the plan's rate.
         attempt: the time of the run so far.
     """
     ratio = plan.cost.step_seconds / step_seconds

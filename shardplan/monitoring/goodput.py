@@ -30,17 +30,17 @@ class Attempt:
 
     @property
     def compiling(self) -> float:
-        """Seconds in which the program of a step was compiled."""
+        """Seconds spent on compiling the program of a step."""
         return self.phases.get("compiling", 0.0)
 
     @property
     def host(self) -> float:
-        """Seconds of steps in which the host works, for example writes results."""
+        """Seconds during steps that the host spent on work of its own, for example on writing results."""
         return max(0.0, self.steps - self.blocked - self.waiting)
 
     @property
     def useful(self) -> float:
-        """Seconds in which devices computed steps at their usual speed."""
+        """Seconds during which devices computed steps at their usual speed."""
         return max(0.0, self.steps - self.waiting - self.stalled)
 
 

@@ -21,10 +21,10 @@ class StepProfile:
         self._is_running = False
 
     def on_step(self, steps: int) -> None:
-        """Begin or end the trace, depending on the number of steps done.
+        """Start or end the trace, depending on the number of finished steps.
 
         Raises:
-            ConfigError: it cannot be written.
+            ConfigError: the trace cannot be written.
         """
         if self._folder is None:
             return

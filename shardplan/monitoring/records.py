@@ -31,7 +31,7 @@ class RunRecords:
         self._local: Path | None = None
 
     def write(self, name: str, data: Mapping[str, Any] | str) -> None:
-        """Write a file about all processes, replacing an earlier run's; one process calls this."""
+        """Write a file about all processes, in place of an earlier run's file; one process calls this."""
         with self._folder.create(name) as file:
             file.write(data.encode() if isinstance(data, str) else json_bytes(data))
 

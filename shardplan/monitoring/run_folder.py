@@ -41,7 +41,7 @@ class RunFolder:
         Incomplete files, which a run that was killed left behind, are removed.
 
         Args:
-            determinants: what determines the results, by name.
+            determinants: inputs and settings that determine the results, by name.
 
         Raises:
             ConfigError: the folder holds something else, or cannot be written to.
@@ -70,7 +70,7 @@ class RunFolder:
         """Check that this process sees the folder that process 0 has claimed, because each host may have its own disk.
 
         Raises:
-            ConfigError: it does not.
+            ConfigError: this process sees another folder.
         """
         if not self._folder.has_file(RUN):
             raise ConfigError(f"output {self.ref} is not the same folder as for process 0; give all processes one")

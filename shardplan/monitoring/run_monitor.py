@@ -42,15 +42,15 @@ GOODPUT_S = 60.0
 
 
 class RunMonitor:
-    """Watches one run."""
+    """Keeps the records of one run, and compares its memory, arrays and speed with the plan."""
 
     def __init__(
         self, config: WatchConfig, plan: Plan, processes: ProcessGroup, records: RunRecords, figures: dict[str, float]
     ):
-        """Begin an attempt; every process makes a monitor.
+        """Start to record an attempt of the run; every process makes a monitor.
 
         Args:
-            figures: where `record_figures` puts the statistics of the last step.
+            figures: mapping into which `record_figures` writes the statistics of the last step.
         """
         self._figures = figures
         self._plan, self._processes, self._records = plan, processes, records
@@ -81,11 +81,11 @@ class RunMonitor:
         """Check that the arrays of a model agree with the plan, and record it.
 
         Args:
-            plan: what to compare them with, if it is not the plan of the run.
-            more: lines about what else is as planned.
+            plan: plan to compare with; default: the plan of the run.
+            more: further lines for the record, about other things that agree with the plan.
 
         Raises:
-            ConfigError: one is not.
+            ConfigError: an array does not agree with the plan.
         """
         audited = audit(module, plan or self._plan)
         if is_first_process():
@@ -99,7 +99,7 @@ class RunMonitor:
         """Record the memory in use after a stage of the run; every process calls this.
 
         Args:
-            measured: the memory of this process, if the stage has ended before; default: as it is now.
+            measured: memory of this process at the end of the stage; default: measure now.
         """
         uses = self._processes.exchange(f"memory {stage}", {0: vars(measured or measure_memory())})
         if is_first_process():
@@ -123,7 +123,7 @@ class RunMonitor:
         """Return whether the run continues; all processes call this, and all get the same answer.
 
         Args:
-            part: such as `shard 3`, the name of each part.
+            part: name of the part of the run, such as `shard 3`.
             is_stopped: whether this process has been asked to stop.
         """
         answer = self._processes.maximum(f"before {part}", TOO_SLOW if self._slowness is not None else int(is_stopped))
@@ -133,7 +133,7 @@ class RunMonitor:
         return not self.is_stopped
 
     def record_time(self, statistics: LoopStatistics, is_completed: bool) -> None:
-        """Record where the time went."""
+        """Record how the run spent its time."""
         self._written = time.monotonic()
         self._records.write(GOODPUT, describe_goodput(self._earlier, self._attempt(statistics, is_completed)))
 

@@ -77,22 +77,22 @@ class StepTimer:
     """Adds finished steps to statistics; the first step after a start is counted but not timed."""
 
     def __init__(self, statistics: LoopStatistics):
-        """Begin with no step."""
+        """Start without finished steps."""
         self._statistics = statistics
         self._previous: float | None = None
         """Time at which the results of the previous step came; None before the first step."""
         self._stalls = 0
 
     def start(self) -> None:
-        """Begin anew: the next step follows no step, and is not timed."""
+        """Start again: the next step is counted but not timed."""
         self._previous = None
 
     def add(self, scored: Count, now: float) -> None:
         """Add a step.
 
         Args:
-            scored: what the step has scored.
-            now: when its results came, in seconds.
+            scored: number of windows and tokens that the step has scored.
+            now: time at which the step's results arrived, in seconds.
         """
         statistics = self._statistics
         statistics.windows += scored.windows

@@ -15,7 +15,7 @@ def check_plan(function: str, plan: Any) -> None:
     shardplan.errors.ConfigError: save_orbax: plan is 'plan.json'; pass a plan, from shardplan.make_plan(config) or ...
 
     Raises:
-        ConfigError: it is a file's name, a configuration, or anything else.
+        ConfigError: the argument is a file name, a configuration, or anything else.
     """
     check_argument(
         function, "plan", plan, Plan, "a plan, from shardplan.make_plan(config) or shardplan.Plan.load('plan.json')"

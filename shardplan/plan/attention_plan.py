@@ -53,7 +53,7 @@ class AttentionPlan:
     """A plan's attention: its sequence parallelism, if positions are sharded, and its kernel.
 
     Raises:
-        ConfigError: an unknown strategy, layout or kernel.
+        ConfigError: the strategy, layout or kernel is unknown.
     """
 
     strategy: Strategy = Strategy.NONE
@@ -81,9 +81,9 @@ class AttentionPlan:
 
     @classmethod
     def of_kinds(cls, methods: Mapping[str, "AttentionPlan"]) -> "AttentionPlan":
-        """Return the plan for several kinds of attention, by name; the first kind stands for all others.
+        """Return the plan for several kinds of attention, by name; the first kind also stands for unnamed kinds.
 
-        Without any kind, as for a model without attention, it is the plan of Levanter's own attention.
+        Without any kind, it is the plan of Levanter's own attention.
         """
         first = next(iter(methods.values()), cls())
         return replace(first, kinds={name: method for name, method in methods.items() if method != first})

@@ -15,7 +15,7 @@ SETTINGS = ("model", "workload", "hardware", "compiler_options", "attention")
 
 @dataclass(frozen=True)
 class Change:
-    """A value that differs; None for a plan that does not have it."""
+    """A value that differs between two plans; None for a plan that does not have it."""
 
     name: str
     before: Any
@@ -39,7 +39,7 @@ class SpecChange:
 
 @dataclass(frozen=True)
 class PlanDiff:
-    """The differences between two plans, by part; the list of an equal part is empty."""
+    """The differences between two plans, by part; the list of a part without differences is empty."""
 
     settings: list[Change]
     """Changed settings of the model, the workload, the slice, compiler options and attention."""
@@ -105,7 +105,7 @@ def _changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change
 
 
 def _specs(before: list[ParameterPlan], after: list[ParameterPlan]) -> list[SpecChange]:
-    """Return parameters with different specs, or of one plan only, grouped by axes and specs; the largest first."""
+    """Return the parameters whose specs differ or that only one plan has, grouped by axes and specs, largest first."""
     old, new = ({parameter.path: parameter for parameter in parameters} for parameters in (before, after))
     groups: dict[str, SpecChange] = {}
     for path in dict.fromkeys((*old, *new)):

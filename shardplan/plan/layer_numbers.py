@@ -75,7 +75,7 @@ def run_text(first: int, last: int) -> str:
 
 
 def _period(layers: Sequence[int], total: int) -> int | None:
-    """Return the distance of equally spaced layers that continue to the model's end; None for other layers."""
+    """Return the distance between equally spaced layers that continue to the model's end; None for other layers."""
     if len(layers) < MIN_PERIODS:
         return None
     period = layers[1] - layers[0]

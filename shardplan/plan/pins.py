@@ -97,7 +97,7 @@ def parse_rules(pins: Sequence[str], forbidden: Sequence[str], axes: ModelAxes) 
     (['mlp=model', 'params.embed'], {'model': 4})
 
     Raises:
-        ConfigError: an unknown logical axis, mesh axis or tensor, a pin without `=`, or contradicting rules.
+        ConfigError: a logical axis, mesh axis or tensor is unknown, a pin has no `=`, or rules contradict each other.
     """
     by_subject: dict[tuple[str, bool], tuple[str, Rule | MeshSize]] = {}
     for text in pins:
@@ -133,7 +133,7 @@ def parse_pin(text: str, axes: ModelAxes, key: str = "pin") -> list[Rule | MeshS
     [('mlp', ('model',))]
 
     Args:
-        key: the configuration key that it comes from, for messages.
+        key: the configuration key of the pin, for messages.
 
     Raises:
         ConfigError: see `parse_rules`.

@@ -69,7 +69,7 @@ class Plan(Displayed):
     def mfu(self) -> float | None:
         """Model FLOP/s utilisation: FLOPs that the model needs / (step seconds * peak FLOP/s of all devices).
 
-        None where the Plan does not record the former, and for CPUs, which have no peak.
+        None if the Plan does not record the model's FLOPs, and for CPUs, which have no peak.
         """
         hardware, cost = parse_slice(self.hardware.slice), self.cost
         if hardware.is_cpu or cost.model_flops is None or not cost.step_seconds:
@@ -80,7 +80,7 @@ class Plan(Displayed):
         """Return which device holds which tile of a parameter; a notebook displays the tiles.
 
         Args:
-            path: of the parameter, or the end of it, such as mlp.gate_proj.weight.
+            path: path of the parameter, or its end, such as mlp.gate_proj.weight.
 
         Raises:
             ConfigError: no parameter has this path, or several end in it.
@@ -115,7 +115,7 @@ class Plan(Displayed):
         """Make a Plan from the JSON values of `to_json`.
 
         Raises:
-            ConfigError: another schema version, or not a plan.
+            ConfigError: the values are not a plan, or have another schema version.
         """
         version = values.get("schema_version") if isinstance(values, dict) else None
         if version is None:
@@ -183,7 +183,7 @@ class Plan(Displayed):
                 yield f"{parameter.path} has {parameter.bytes_per_device} bytes"
 
     def _attention_problems(self) -> Iterator[str]:
-        """Yield what is wrong with the attention plan, of all kinds of attention."""
+        """Yield what is wrong with the attention plan, for all kinds of attention."""
         yield from self._method_problems("attention", self.attention)
         for kind, method in self.attention.kinds.items():
             where = f"attention.kinds.{kind}"
@@ -236,7 +236,7 @@ class Plan(Displayed):
         """Read a Plan written by `save`.
 
         Raises:
-            ConfigError: no such file, not a plan, or a plan that was edited.
+            ConfigError: the file does not exist, is not a plan, or was edited.
         """
         try:
             values = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -269,7 +269,7 @@ def _edits(plan: Plan, values: dict[str, Any]) -> Iterator[str]:
 
 
 def _contradictions(plan: Plan) -> Iterator[str]:
-    """Yield contradictions between parts of `plan` or with its slice, as an edit of one part makes them."""
+    """Yield the contradictions within `plan`, which arise if one part of it is edited by hand."""
     yield from _hardware_contradictions(plan)
     known = {*plan.model.axes, BATCH_AXIS, plan.model.position}
     for where, mapping in (("compute_mapping", plan.compute_mapping), ("param_mapping", plan.param_mapping)):
@@ -287,7 +287,7 @@ def _contradictions(plan: Plan) -> Iterator[str]:
 
 
 def _hardware_contradictions(plan: Plan) -> Iterator[str]:
-    """Yield contradictions between the memory of the devices and the slice's."""
+    """Yield contradictions between the device memory that the plan records and the device memory of its slice."""
     hardware, expected = plan.hardware, parse_slice(plan.hardware.slice)
     # virtual devices share the memory of the machine that planned
     if not expected.is_cpu and hardware.hbm_gib != expected.generation.hbm_gib:

@@ -13,14 +13,14 @@ from shardplan.errors import ConfigError, ShardplanError, nearest, one_line
 
 
 def decode[T](cls: type[T], values: dict[str, Any]) -> T:
-    """Make the instance of the dataclass `cls` that nested `values` describe.
+    """Make an instance of the dataclass `cls` from nested `values`.
 
     >>> from shardplan.plan.attention_plan import AttentionPlan
     >>> decode(AttentionPlan, {"strategy": "ring"}).strategy
     <Strategy.RING: 'ring'>
 
     Raises:
-        ConfigError: a value that `cls` does not accept, an unknown key or a missing one.
+        ConfigError: `cls` does not accept a value, or a key is unknown or missing.
     """
     try:
         return draccus.decode(cls, values)
@@ -45,7 +45,7 @@ def json_bytes(value: Mapping[str, Any]) -> bytes:
     }
 
     Raises:
-        ValueError: a number is not finite, which JSON has no text for.
+        ValueError: a number is not finite, and JSON cannot express it.
     """
     return json.dumps(value, indent=1, allow_nan=False).encode() + b"\n"
 

@@ -26,7 +26,7 @@ class HeadSharding:
 
     @property
     def padding_ratio(self) -> float:
-        """Number of query heads with padding, divided by the number without."""
+        """Number of query heads with padding, divided by the number of query heads without padding."""
         return self.degree * self.query_heads_per_device / (self.key_heads * self.queries_per_key_head)
 
     @cached_property
@@ -52,7 +52,7 @@ class HeadSharding:
 
     @property
     def is_even(self) -> bool:
-        """Whether every device gets its own key heads, each with all of its query heads."""
+        """Whether every device gets key heads that no other device has, each with all of its query heads."""
         return self.key_heads % self.degree == 0
 
     @property
@@ -64,8 +64,9 @@ class HeadSharding:
     def key_heads_after_duplication(self) -> int:
         """Number of key heads in the attention of one device.
 
-        It is `max_key_heads` if each device has its own key heads, or only one. Otherwise the query heads of a device
-        may divide unevenly among its key heads, so that each query head gets a copy of its key head.
+        It is `max_key_heads` if no key head is on two devices, or if each device has only one. Otherwise the query
+        heads of a device may divide unevenly among its key heads, so that each query head gets its own copy of its key
+        head.
         """
         if self.is_even:
             return self.key_heads // self.degree

@@ -26,7 +26,7 @@ class PositionRun:
 
     @property
     def last(self) -> Any:
-        """The last position."""
+        """The last position of the run."""
         return self.start + (self.count - 1) * self.step
 
 
@@ -60,7 +60,7 @@ class Pattern:
 
     @property
     def difference_bounds(self) -> tuple[int | None, int | None]:
-        """Smallest and largest query position minus key position that windows and chunks allow; None for no bound."""
+        """Smallest and largest (query position - key position) that windows and chunks allow; None for no bound."""
         radius = self._radius
         if radius is None:
             return (None, None) if self.window is None else (0, self.window - 1)
@@ -70,16 +70,17 @@ class Pattern:
 
     @property
     def _radius(self) -> int | None:
-        """The largest distance of query and key that a window to both sides or a chunk allows; None for no bound."""
+        """Largest distance between query and key that the two-sided window or the chunk allows; None for no bound."""
         if self.chunk is None:
             return self.radius
         return self.chunk - 1 if self.radius is None else min(self.radius, self.chunk - 1)
 
     def without_chunks(self) -> "Pattern":
-        """Return a pattern without chunks that allows every pair this one allows, wherever chunks begin.
+        """Return a pattern without chunks that allows at least the pairs that this one allows, wherever chunks begin.
 
-        Chunks of documents are counted from the beginning of each, which no function of positions knows. The pattern
-        has a window to both sides in their place, and ids of documents tell them apart.
+        If a sequence has several documents, chunks are counted from the beginning of each document, so that they are
+        not a function of positions. In their place the pattern has a window to both sides, and segment ids separate the
+        chunks.
         """
         return replace(self, radius=self._radius, chunk=None)
 
@@ -99,7 +100,7 @@ class Pattern:
     def allows_block(self, q_min: Any, q_max: Any, k_min: Any, k_max: Any) -> tuple[Any, Any]:
         """Return (all pairs are allowed, any pair is allowed) for queries and keys in two ranges of positions.
 
-        Where ranges reach over several chunks, no pair may be allowed although the second result is true.
+        If a range spans several chunks, the second result may be true although no pair is allowed.
 
         Args:
             q_min, q_max: first and last position of the queries.
@@ -113,7 +114,7 @@ class Pattern:
         return every & is_one, some & (q_first <= k_last) & (k_first <= q_last)
 
     def _allows_differences(self, q_min: Any, q_max: Any, k_min: Any, k_max: Any) -> tuple[Any, Any]:
-        """Return the result of `allows_block` by the differences of positions alone."""
+        """Return the result of `allows_block`, considering only the differences of positions."""
         low, high = self.difference_bounds
         if not self.causal:
             return _compare_differences(q_min, q_max, k_min, k_max, low, high)
@@ -180,7 +181,7 @@ def _compare_differences(q_min: Any, q_max: Any, k_min: Any, k_max: Any, low: An
 
 
 def _has_difference(queries: PositionRun, keys: PositionRun, low: int | None, high: int | None) -> Any:
-    """Return whether query minus key lies in [low, high] for any pair of two runs."""
+    """Return whether any query position minus any key position of two runs lies in [low, high]."""
     min_difference, max_difference = queries.start - keys.last, queries.last - keys.start
     # if both runs have several positions, their steps are equal and every multiple in between occurs
     steps = (np.where(np.greater(run.count, 1), run.step, 0) for run in (queries, keys))

@@ -40,10 +40,10 @@ class SequenceLayout:
     """Lengths of the documents, if known, with the sum `length`; the order `documents` depends on them."""
 
     def __post_init__(self) -> None:
-        """Validate the fields.
+        """Check the order, the number of shards and the documents.
 
         Raises:
-            ConfigError: an unknown order, fewer than one shard, or documents that do not add up to the sequence.
+            ConfigError: the order is unknown, there is less than one shard, or documents do not add up to the sequence.
         """
         if self.documents is not None:
             object.__setattr__(self, "documents", tuple(map(int, self.documents)))
@@ -66,7 +66,7 @@ class SequenceLayout:
 
     @property
     def padded_length(self) -> int:
-        """Length of the array: a multiple of the number of shards, and for zigzag of the number of its parts."""
+        """Length of the array: a multiple of the number of shards, and for zigzag of the number of parts."""
         parts = self.ring * self.ulysses * (2 if self.kind == SequenceOrder.ZIGZAG else 1)
         return -(-self.length // parts) * parts
 
@@ -109,7 +109,7 @@ def _positions(layout: SequenceLayout) -> np.ndarray:
 
 
 def _order_by_document(positions: np.ndarray, layout: SequenceLayout) -> np.ndarray:
-    """Return int[ring, n]: zigzag parts of each document; remaining positions go to the ring index with fewest."""
+    """Return int[ring, n]: zigzag parts of each document; other positions go to the ring index with the fewest."""
     parts: list[list[np.ndarray]] = [[] for _ in range(layout.ring)]
     counts = np.zeros(layout.ring, int)
     start, remainders = 0, []
@@ -132,7 +132,8 @@ def document_ids(layout: SequenceLayout, chunk: int | None = None) -> np.ndarray
     """Return int[position]: the document id of every position; None if the documents are not known.
 
     Args:
-        chunk: gives an id to every `chunk` positions of a document, or of the sequence if the documents are not known.
+        chunk: number of positions that share an id, counted within each document, or within the sequence if the
+            documents are not known.
     """
     if layout.documents is None and chunk is None:
         return None
@@ -144,7 +145,7 @@ def document_ids(layout: SequenceLayout, chunk: int | None = None) -> np.ndarray
 
 @lru_cache(maxsize=CACHED_RESULTS)
 def ring_distances(queries: SequenceLayout, keys: SequenceLayout, pattern: Pattern) -> tuple[int, ...]:
-    """Return the ring distances over which any device needs keys, ascending; always with 0, a device's own keys.
+    """Return the ring distances over which any device needs keys, ascending; 0, for its own keys, is always included.
 
     At distance d the queries of ring index r need the keys of index r - d. Documents attend only to themselves.
     """
@@ -153,7 +154,7 @@ def ring_distances(queries: SequenceLayout, keys: SequenceLayout, pattern: Patte
 
 
 def count_blocks(queries: SequenceLayout, keys: SequenceLayout, pattern: Pattern, block: int) -> np.ndarray:
-    """Return int[ring, distance]: the number of `block` x `block` tiles of scores that the mask does not empty."""
+    """Return int[ring, distance]: the number of `block` x `block` tiles of scores with an unmasked pair."""
     (q, q_blocks), (k, k_blocks) = (_runs_by_block(each, block, pattern.chunk) for each in (queries, keys))
     # pair every run of queries with every run of keys of the same document, or of the same chunk of it
     (*_, q_documents), (*_, k_documents) = q, k
@@ -190,7 +191,7 @@ def _runs_by_block(layout: SequenceLayout, block: int, chunk: int | None) -> tup
     """Return the runs of all blocks, int[start count step document, run], and the block index of each run.
 
     Args:
-        chunk: positions of a chunk, which runs do not leave.
+        chunk: positions of a chunk; every run lies in one chunk.
     """
     ids, step = document_ids(layout, chunk), layout.ring if layout.kind == SequenceOrder.STRIPED else 1
     starts = [(shard, i) for shard in layout.positions_by_ring_index() for i in range(0, len(shard), block)]

@@ -56,7 +56,7 @@ def with_layer_flops(tasks: Iterable[Task]) -> tuple[Task, ...]:
 class MatmulsBefore:
     """The matmuls of a loop's body that come before each copy to the host, in the order in which they were traced.
 
-    The order of the walk depends on the policy, because it has what is kept first.
+    The order of the walk would not do, because it depends on the checkpointing policy: kept activations come first.
     """
 
     def __init__(self, loop: int | None) -> None:
@@ -69,11 +69,11 @@ class MatmulsBefore:
         self._last_of_value: defaultdict[int, int] = defaultdict(lambda: CARRIED)
 
     def add(self, first: int, tasks: Sequence[tuple[Operation, Task]], operation: Operation) -> None:
-        """Add an operation of the body.
+        """Add an operation of the loop's body, in the order of the walk.
 
         Args:
-            first: index of its first task.
-            tasks: what it does, and the operations that are fused into it; nothing if it is fused into others.
+            first: index of the operation's first task.
+            tasks: tasks of the operation and of the operations fused into it; empty if it is fused into others.
         """
         if self.loop is None:
             return
@@ -88,11 +88,11 @@ class MatmulsBefore:
             self._last_of_value[result] = last
 
     def finish(self, tasks: list[PlacedTask], first: int, executions: int) -> None:
-        """Complete the body's copies, in `tasks`, with their loop and the FLOPs behind which they hide.
+        """Set, for each host copy of the body in `tasks`, its loop and the FLOPs behind which it can hide.
 
         Args:
             first: index of the first task of the body.
-            executions: of the body, in a step.
+            executions: executions of the body per step.
         """
 
         def flops_of(matmuls: Iterable[Task]) -> float:

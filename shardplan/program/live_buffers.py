@@ -11,7 +11,7 @@ from shardplan.program.named_arrays import TracedArray
 
 
 class BufferRole(StrEnum):
-    """Names of the roles of buffers, as the walk assigns them; `shardplan.cost.buffer_roles` describes each."""
+    """The roles of buffers, which the walk assigns and `shardplan.cost.buffer_roles` describes."""
 
     PARAMETER = "parameter"
     OPTIMIZER_STATE = "optimizer state"

@@ -32,12 +32,12 @@ USERS_OF_WEIGHTS = (
 def make_task(operation: Operation, fusion: Fusion, executions: int, used_weights: set[str]) -> Task:
     """Return the task of an operation with all operations fused into it, and record the weights that it uses.
 
-    An elementwise operation reads the inputs of its whole fusion, except those of fused matmuls.
+    An elementwise operation reads the inputs of its whole fusion, except the inputs of fused matmuls.
 
     Args:
-        fusion: of the operations around it.
+        fusion: fusion of the sequence that contains the operation.
         executions: how often it runs in a step.
-        used_weights: the weights that earlier operations use; those of this one are added.
+        used_weights: the weights that earlier operations use; the weights of this operation are added.
     """
     arrays = fusion.arrays
     if operation.kind == OperationKind.ELEMENTWISE:

@@ -81,7 +81,7 @@ class TracedArray:
 
     @cached_property
     def axes(self) -> tuple[AxisName, ...]:
-        """The known names among `factors`."""
+        """The names among `factors`, without unnamed axes."""
         return tuple(name for name, _ in self.factors if name is not None)
 
     @cached_property
@@ -91,7 +91,7 @@ class TracedArray:
 
     @cached_property
     def majors(self) -> MajorAxes:
-        """The major logical axis of each dimension; of a flattened dimension only this axis can be sharded."""
+        """The major logical axis of each dimension, the only axis of a flattened dimension that can be sharded."""
         return tuple(dim[0][0] if dim else None for dim in self.dims)
 
     @cached_property
@@ -154,12 +154,12 @@ def dims_of_spec(spec: Any, shape: Sequence[int]) -> tuple[Dim, ...]:
 
 
 def most_named(dims: Sequence[Dim]) -> Dim:
-    """Return the dimension with the largest fraction of its axes named; of equals the first."""
+    """Return the dimension with the largest fraction of its axes named; the first one if several are equal."""
     return max(dims, key=lambda dim: sum(name is not None for name, _ in dim) / len(dim) if dim else 0)
 
 
 def adopt_names(array: TracedArray, dims: Sequence[Dim]) -> TracedArray:
-    """Return `array` with the names of `dims`, of the same shape, wherever they are more complete."""
+    """Return `array` with the names of `dims` where these are more complete; both have the same shape."""
     return replace(array, dims=tuple(map(most_named, zip(array.dims, dims, strict=True))))
 
 
@@ -238,7 +238,7 @@ def reshape_factors(
 
 
 def _join_minor_part(before: Sequence[Factor], factor: Factor) -> list[Factor]:
-    """Append `factor` to a list of at most one factor; join the two if `factor` is the other's minor part."""
+    """Append `factor` to a list of at most one factor; if it is the minor part of that factor, join the two."""
     (name, size), (major, count) = factor, before[0] if before else (None, 1)
     part = name
     while isinstance(part, AxisPart):

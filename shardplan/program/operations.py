@@ -16,7 +16,7 @@ BACKWARD_SCOPE, REMATERIALIZED_SCOPE = "transpose(", "rematted_computation"
 
 
 class OperationKind(StrEnum):
-    """The kinds of operations: how each uses its operands."""
+    """The kinds of operations, which differ in how they use their operands."""
 
     CONTRACTION = "contraction"
     """A matmul, or a convolution treated as one: `dot_general`, `ragged_dot`, `conv_general_dilated`."""

@@ -58,8 +58,7 @@ def trace_step(model: Model, workload: Workload, selects_again: bool = False) ->
     size 1, so that sharding constraints carry the names of logical axes.
 
     Args:
-        selects_again: whether the default policy of gradient checkpointing selects blocks of tokens again, as
-            `with_policy` requires.
+        selects_again: whether the backward pass recomputes the selection of blocks, as `with_policy` requires.
     """
     template = _template(model, workload.checkpoint_policy, selects_again)
     _check_blocks(workload.checkpoint_policy.blocks, template)
@@ -103,8 +102,8 @@ def trace_step(model: Model, workload: Workload, selects_again: bool = False) ->
 def plan_step(model: Model, workload: Workload) -> Step:
     """Return the traced step of `workload`, with the parameters and the state that it keeps in memory.
 
-    Steps of training differ in their batch, and most policies of gradient checkpointing in what they keep: all of
-    these come from one trace.
+    Training steps with other batches, and with most other policies of gradient checkpointing, are derived from one
+    trace.
     """
     if not workload.is_training:
         return _finished_step(model, trace_step(model, workload))
@@ -114,14 +113,14 @@ def plan_step(model: Model, workload: Workload) -> Step:
 
 @lru_cache(maxsize=128)
 def plan_kept_activations(model: Model, workload: Workload, with_host: bool) -> KeptActivations | None:
-    """Return the options for keeping activations in a training step, relative to the default policy.
+    """Return the options to keep or offload the activations of a training step, relative to the default policy.
 
     Args:
-        workload: of a training step with the default policy of gradient checkpointing.
+        workload: workload of a training step with the default policy of gradient checkpointing.
         with_host: whether activations can be copied to the host.
 
     Returns:
-        None if all that is known are the kinds of policies: of layers that are not stacked.
+        None if layers are not stacked, for which only whole policies can be compared.
     """
     traced, resizer = _with_traced_batch(model, workload)
     kept = _kept_activations(model, traced, with_host)
@@ -138,7 +137,7 @@ def _kept_activations(model: Model, workload: Workload, with_host: bool) -> Kept
 
 @lru_cache(maxsize=32)
 def _training_step(model: Model, workload: Workload) -> Step:
-    """Return the step of training under the policy of `workload`, if possible derived from the default policy."""
+    """Return the training step under the policy of `workload`, derived from the default policy's step if possible."""
     policy = workload.checkpoint_policy
     trace = _training_trace(model, replace(workload, gradient_checkpointing=DEFAULT), selects_again=True)
     if not is_rewritable(trace, policy):
@@ -153,7 +152,7 @@ def _training_trace(model: Model, workload: Workload, selects_again: bool = Fals
 
 
 def _with_traced_batch(model: Model, workload: Workload) -> tuple[Workload, Resizer]:
-    """Return the workload with the batch for tracing, and a `Resizer` to the requested batch."""
+    """Return the workload with the batch for tracing, and a `Resizer` that changes results to the requested batch."""
     parts, sizes = workload.num_microbatches, {workload.position}
     for _, leaf in named_leaves(model.template):
         sizes.update(axis.size for axis in axes_of(leaf))
@@ -184,7 +183,7 @@ def _finished_tasks(trace: Trace, tasks: Iterable[Task]) -> tuple[Task, ...]:
 def forward_workload(workload: Workload) -> Workload:
     """Return the workload of only the forward pass.
 
-    Of training it has one sequence, so that its trace serves every batch.
+    For training, it has one sequence, so that its trace serves every batch.
     """
     if not workload.is_training:
         return workload
@@ -195,7 +194,7 @@ def _check_blocks(blocks: int | None, template: Any) -> None:
     """Check that a nested policy's blocks divide the number of layers, as Haliax requires.
 
     Raises:
-        ConfigError: they do not.
+        ConfigError: a number of blocks does not divide the number of layers.
     """
     if blocks is None:
         return
@@ -212,7 +211,7 @@ def _check_names(kept: Sequence[str], known: Collection[str]) -> None:
     """Check that activations of a traced program have the names that gradient checkpointing refers to.
 
     Raises:
-        ConfigError: none has such a name.
+        ConfigError: a name belongs to no activation.
     """
     for name in kept:
         if name not in known:
@@ -232,7 +231,7 @@ def _activation_names(jaxpr: Jaxpr) -> Iterator[str]:
 
 
 def _mark_work_on_parameters(task: Task, activation_axes: tuple[str, ...]) -> Task:
-    """Mark `task` if it is no matmul and works only on parameters, their copies and gradients."""
+    """Mark `task` if it is not a matmul and works only on parameters, their copies and gradients."""
     arrays = (*task.operands, *task.results)
     kinds = (TaskKind.ELEMENTWISE, TaskKind.HOST_COPY)
     is_marked = task.kind in kinds and all(is_parameter_like(array, activation_axes) for array in arrays)

@@ -16,7 +16,7 @@ class AttentionAxes:
 
     @property
     def unsharded_in_kernels(self) -> tuple[str, ...]:
-        """Axes that must be unsharded on a device for Levanter's splash attention, however they are sharded outside."""
+        """Axes that must be unsharded inside Levanter's splash attention, however they are sharded outside."""
         return (*self.heads[1:], self.head_size)
 
 

@@ -51,7 +51,7 @@ class TaskKind(StrEnum):
 
 @dataclass(frozen=True)
 class Task:
-    """One operation on the devices with its number of executions per step."""
+    """One operation on the devices, and how often a step executes it."""
 
     kind: TaskKind
     operands: tuple[TracedArray, ...]
@@ -117,7 +117,7 @@ class Task:
 
     @cached_property
     def arrays_of_experts(self) -> frozenset[TracedArray]:
-        """Operands and results in the stored sharding of the experts' parameters: `routed` and these parameters."""
+        """Operands and results in the stored sharding of the experts' parameters: these parameters, and `routed`."""
         if self.groups == 1:
             return self.routed
         gradients = self.results if all(array.weight is None for array in self.operands) else ()
@@ -171,7 +171,7 @@ class Task:
 
     @cached_property
     def cost_key(self) -> "Task":
-        """The task without its label and with numbers in place of parameters' paths, equal for tasks of equal cost."""
+        """The task without its label and without paths of parameters; tasks of equal cost have equal keys."""
         weights = dict.fromkeys(array.weight for array in (*self.operands, *self.results) if array.weight is not None)
         numbers = {weight: str(number) for number, weight in enumerate(weights)}
 
@@ -200,9 +200,9 @@ class Task:
 
     @cached_property
     def axes_of_one_operand(self) -> frozenset[str]:
-        """For attention: all logical axes except the ones that keys and scores share; position axes are included.
+        """For attention: all logical axes except the axes that keys and scores share; positions are included.
 
-        Levanter's kernel takes none of them sharded.
+        Levanter's kernel requires all of them unsharded.
         """
         shared = {name for name in self.keys.axes if name in self.scores.axes} - score_positions(self.scores)
         names = {name for array in (*self.operands, *self.results) for name in array.logical_axes}
@@ -215,7 +215,10 @@ class Task:
 
     @property
     def sparse_queries(self) -> TracedArray:
-        """The queries of either, {batch, position, groups, heads of a group, channels}."""
+        """For Native Sparse Attention and attention to given blocks: the queries.
+
+        Their dimensions are {batch, position, groups, heads of a group, channels}.
+        """
         return self.operands[1 if self.is_sparse_gradient else 0]
 
     @property
@@ -230,7 +233,7 @@ def sums_over_queries(contracted: Dim, result: TracedArray) -> bool:
 
 
 class PointLabel(NamedTuple):
-    """The operation that runs at a point of the program."""
+    """Describes the operation that runs at a point of the program, for people to read."""
 
     text: str
     """The label of the task."""

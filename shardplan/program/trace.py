@@ -136,7 +136,7 @@ class _Tracer:
     """Walks through a jaxpr, gives every value an index, and names its dimensions."""
 
     def __init__(self, input_axes: frozenset[str]) -> None:
-        """Begin with the logical axes of the program's inputs, which are tokens: batch and positions."""
+        """Start with the logical axes of the program's inputs, which are tokens: batch and positions."""
         self.input_axes = input_axes
         self.arrays: list[TracedArray] = []
         self.naming = AxisNaming()
@@ -223,8 +223,8 @@ class _Tracer:
     ) -> list[int]:
         """Append a shard_map: the changes of sharding at its start and end, and the operations of one device.
 
-        That is marked as local where it has matmuls. Grouped ones have rules of their own for parameters and sums
-        (`shardplan.cost.gspmd`).
+        The operations of one device are marked as local if they include matmuls. Grouped matmuls are not marked,
+        because they have rules of their own for parameters and sums (`shardplan.cost.gspmd`).
         """
         p = equation.params
         inputs = self.reshard(operands, p["in_specs"], out, label)
@@ -255,7 +255,7 @@ class _Tracer:
         return local
 
     def leave_device(self, value: int, out: list[Operation], label: str) -> int:
-        """Append a view that makes a device's result a value of the program outside of the shard_map."""
+        """Append a view through which a device's result becomes a value of the program outside of the shard_map."""
         if not self.arrays[value].is_local:
             return value
         result = self.add_value(replace(self.arrays[value], is_local=False))
@@ -282,7 +282,7 @@ class _Tracer:
         return results
 
     def trace_scan(self, equation: Any, operands: list[int], out: list[Operation], label: str) -> list[int]:
-        """Append a loop, whose body is traced again until the names of its carry do not change any more."""
+        """Append a loop; its body is traced repeatedly, until the names of the carry do not change any more."""
         p = equation.params
         body = p["jaxpr"]
         n_constants, n_carry = scan_counts(p)
@@ -326,8 +326,8 @@ class _Tracer:
     def name_rows(self, sums: TracedArray, indices: int) -> TracedArray:
         """Name the rows of a lookup's gradient by its table, because the zeros that it is added to have no names.
 
-        The indices tell which lookup it is the gradient of. Where they were computed again, the table is found by its
-        shape and columns, if only one fits.
+        The lookup is found by its array of indices. If the indices were recomputed, the table is found by its shape and
+        columns, if only one table fits.
         """
         fitting = [each for each in self.tables if _may_be_equal(each[1], sums.dims)]
         tables = {dims for lookup, dims in fitting if lookup == indices} or {dims for _, dims in fitting}
@@ -344,7 +344,7 @@ class _Tracer:
     def name(self, value: int, dims: Sequence[Dim]) -> None:
         """Name the unnamed dimensions of a value, and of the values that it is a view of.
 
-        The result of a collective keeps its unnamed ones: each device has all of it, whatever it is added to.
+        Unnamed dimensions of a collective's result stay unnamed, because every device has the result in full.
         """
         if value in self.summed:
             return
@@ -366,7 +366,7 @@ def _may_be_equal(one: Sequence[Dim], other: Sequence[Dim]) -> bool:
 def _called_jaxpr(equation: Any) -> tuple[Any, int] | None:
     """Return the jaxpr that an equation calls once, and how many of its last operands it passes; None for no call.
 
-    A jaxpr among the parameters is called if it takes the operands as they are; that of a `reduce` takes scalars.
+    A jaxpr among the parameters is called if it takes the operands as they are; the jaxpr of a `reduce` takes scalars.
     """
     p = equation.params
     # where data decide, one trip and one branch count: `Primitive.approximation` says so
@@ -404,5 +404,5 @@ def _has_primitive(jaxpr: Any, name: str) -> bool:
 
 
 def _shapes(atoms: Sequence[Any]) -> list[tuple[int, ...] | None]:
-    """Return the shapes of atoms; None for an atom that is no array, such as a reference."""
+    """Return the shapes of atoms; None for an atom that is not an array, such as a reference."""
     return [getattr(atom.aval, "shape", None) for atom in atoms]

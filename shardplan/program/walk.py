@@ -190,7 +190,7 @@ class _Sequence:
     def _while_writing(
         self, operation: Operation, buffers: Counter[LiveBuffer], last_used: Set[int], written: Set[int]
     ) -> Counter[LiveBuffer]:
-        """Return `buffers` while `operation` runs; an elementwise one writes results over inputs of the same shape.
+        """Return the live buffers while `operation` runs; elementwise results overwrite inputs of the same shape.
 
         Args:
             last_used: inputs that no later operation reads.
@@ -220,7 +220,7 @@ class _Sequence:
             yield from (self._buffer_of(BufferRole.GATHERED_ROWS, value) for value in self.held.gathered_rows)
 
     def _local_gradients(self, operation: Operation) -> Iterator[LiveBuffer]:
-        """Yield the devices' own gradients that `operation` sums over devices; the compiler sums them later."""
+        """Yield each device's own gradients that `operation` sums over devices; the compiler delays the sum."""
         if operation.is_local and operation.collective == CollectiveKind.ALL_REDUCE:
             yield from (
                 self._make_buffer(BufferRole.LOCAL_GRADIENT, array) for array in self._arrays(operation.operands)
@@ -253,8 +253,8 @@ class _Sequence:
     def _gathered(self) -> list[Counter[LiveBuffer]]:
         """Return the gathered and prefetched weights during each operation.
 
-        A transfer for an operation may run during an earlier one, from the start of the same body of a loop or of the
-        program; behind a loop it waits for the end of the loop, unless it is done at the start.
+        A gather may run early, from the start of its loop body or of the program. After a loop, it either waits for the
+        end of the loop, or runs at the start of the program.
         """
         changes: defaultdict[int, Counter[LiveBuffer]] = defaultdict(Counter)
         for weight, (first, last) in self._weight_uses().items():
@@ -275,7 +275,7 @@ class _Sequence:
         return gathered
 
     def _reordered(self) -> defaultdict[int, Counter[LiveBuffer]]:
-        """Return the weights that are being gathered before each operation."""
+        """Return, for each operation, the weights that are gathered and reordered right before it."""
         reordered: defaultdict[int, Counter[LiveBuffer]] = defaultdict(Counter)
         for weight, (first, _) in self._weight_uses().items():
             reordered[first][self._make_buffer(BufferRole.REORDERED_WEIGHT, weight)] += 1
@@ -349,7 +349,7 @@ class _Sequence:
         attention: AttentionKind | None = None,
         experts: ExpertKind | None = None,
     ) -> LiveBuffer:
-        """Make a buffer; the first parameter of a shape and type stands for all of them."""
+        """Make a buffer; all parameters of the same shape and type share the first one's."""
         array, *related_arrays = (
             each if each.weight is None else self.first_weights.setdefault(replace(each, weight=None), each)
             for each in (array, *related)

@@ -25,7 +25,7 @@ def print_evaluation(summary: Mapping[str, Any], out: Console) -> None:
 
 
 def print_run_forecast(forecast: Mapping[str, Any], out: Console) -> None:
-    """Print the number of windows of a run, and how long they take; see `shardplan.eval.forecast`."""
+    """Print the number of windows of a run, and how long they will take; see `shardplan.eval.forecast`."""
     characters = forecast["characters_per_token"]
     text = (
         f"{'about ' if characters else ''}{forecast['windows']:,} windows in {forecast['sequences']:,} sequences: "

@@ -12,7 +12,7 @@ def experts_line(section: Mapping[str, Any]) -> str:
     'experts: busiest 1.43 x mean (layer 17), no overflow'
 
     Args:
-        section: `experts` of a summary.
+        section: the section `experts` of a summary.
     """
     layers = section["layers"]
     if not layers:

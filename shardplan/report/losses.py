@@ -41,7 +41,7 @@ def _text_table(rows: Mapping[str, Mapping[str, Any]], columns: int) -> Table:
 def print_loss_comparison(
     labels: Sequence[str], texts: Mapping[str, Mapping[str, Any]], total: Mapping[str, Any], out: Console
 ) -> None:
-    """Print each text's loss in every run and its difference from the first run's; then those of all texts together.
+    """Print each text's loss in every run and its difference from the first run's; then the same for all texts.
 
     Args:
         labels: names of the runs.

@@ -33,7 +33,7 @@ def print_forecast(forecast: Forecast, plan: Plan, out: Console) -> None:
 
 
 def _array_tables(arrays: Sequence[ArrayForecast]) -> Iterator[Table]:
-    """Yield tables of how each array is read, from the fullest to the narrowest."""
+    """Yield tables of how each array is read, first with all columns, then with fewer."""
     for is_narrow in (False, True):
 
         def build(paths: list[str], is_narrow: bool = is_narrow) -> Table:

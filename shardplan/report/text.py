@@ -24,9 +24,9 @@ def print_wrapped(text: str, out: Console, first: str | Text = "", indent: str |
     """Print text on as many lines as it needs; a word longer than the console has its own line.
 
     Args:
-        first: what the first line begins with.
-        indent: what every further line begins with; blanks of the width of `first` if it is left out.
-        style: of the text, without `first`.
+        first: text at the beginning of the first line.
+        indent: text at the beginning of every further line; default: blanks of the width of `first`.
+        style: style of the text, without `first`.
     """
     head = Text(first) if isinstance(first, str) else first
     blank = " " * len(head)
@@ -57,7 +57,7 @@ def make_table(title: str, texts: Sequence[str], numbers: Sequence[str] = (), *,
     Args:
         texts: the titles of the columns of text.
         numbers: the titles of the columns of numbers, which are flush right.
-        is_narrow: whether to save the room of the vertical lines.
+        is_narrow: whether to leave out the vertical lines.
     """
     style = {"box": box.SIMPLE_HEAD, "pad_edge": False, "show_edge": False} if is_narrow else {}
     table = Table(title=title, title_justify="left", header_style="bold", **style)  # type: ignore[arg-type]
@@ -74,10 +74,10 @@ def fits(table: Table, out: Console) -> bool:
 
 
 def print_first_fitting(tables: Iterable[Table], out: Console) -> None:
-    """Print the first table that fits the console; tables are in order from the fullest to the narrowest.
+    """Print the first table that fits the console; every table is narrower than the one before.
 
-    If none fits with every cell on one line, print the first that fits when its first column wraps at spaces; if a word
-    is too long for all of them, the last, which is then wider than the console.
+    If no table fits with every cell on one line, print the first table that fits when its first column wraps at spaces.
+    If a word is too long even then, print the last table, which is wider than the console.
     """
     forms = list(tables)
     for table in forms:
@@ -93,7 +93,7 @@ def print_first_fitting(tables: Iterable[Table], out: Console) -> None:
 
 
 def with_path_ends(build: Callable[[list[str]], Table], paths: Sequence[str]) -> Iterator[Table]:
-    """Yield a table with complete paths, then tables with ever shorter ends of the paths, which stay distinct.
+    """Yield a table with complete paths, then tables with ever shorter ends of the paths; the ends stay distinct.
 
     Args:
         build: makes the table from the paths to show, in the order of `paths`.

@@ -25,7 +25,7 @@ class _DeferredPackage(ModuleType):
 
 
 class _ExecutedPackage(ModuleType):
-    """A package whose `__init__` ran late; it takes names from the module that replaced it in `sys.modules`."""
+    """A package whose `__init__` ran late; it reads names from the module that replaced it in `sys.modules`."""
 
     def __getattr__(self, name: str) -> Any:
         in_its_place = sys.modules[self.__name__]
@@ -43,8 +43,8 @@ def defer_unused_packages() -> None:
 def defer_package(name: str) -> None:
     """Defer the `__init__` of an installed package until a name is used that is not one of its submodules.
 
-    `importlib.util.LazyLoader` does not serve here: it executes a package when a second module imports it. A package
-    that has been imported, or is not installed, is left alone.
+    `importlib.util.LazyLoader` cannot be used here, because it executes a package when a second module imports it. A
+    package that was imported already, or is not installed, is left unchanged.
     """
     if name in sys.modules or (spec := _find_spec(name)) is None:
         return

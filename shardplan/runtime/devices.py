@@ -28,11 +28,11 @@ def start_devices(slice_name: str, count: int, is_cpu: bool, facts: Mapping[str,
 
     Args:
         is_cpu: whether the devices are virtual CPU devices, which all processes provide in equal parts.
-        facts: what must be the same in all processes, such as keys of a configuration: name -> value.
+        facts: name -> value of everything that must be equal in all processes, such as keys of a configuration.
 
     Raises:
-        ConfigError: JAX has another number of devices, a variable of this process's environment is missing or wrong, or
-            processes have other facts.
+        ConfigError: JAX has another number of devices, an environment variable of this process is missing or wrong, or
+            processes have different facts.
         PeerError: a process is missing.
     """
     # a program that started JAX's processes by itself may have done so without these variables
@@ -109,7 +109,7 @@ def arrange(devices: Sequence[Device], hardware: Slice, sizes: Mapping[str, int]
 
 
 def _order_by_torus(devices: Sequence[Device], hardware: Slice, sizes: Mapping[str, int]) -> list[Device]:
-    """Return the devices in row-major order of the mesh that `place_mesh` lays on their torus."""
+    """Return the devices in row-major order of the mesh, after `place_mesh` has placed the mesh on their torus."""
     rank = len(hardware.torus)
     slices = sorted({_slice_index(device) for device in devices})
     # a slice may begin anywhere in its pod

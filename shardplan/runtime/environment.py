@@ -29,9 +29,9 @@ class ProcessVariables:
 def compute_on_cpu() -> None:
     """Make JAX use only the CPU, whatever the environment says, because planning and compiling need no accelerator.
 
-    Without this JAX looks for a TPU where libtpu is installed, which takes seconds, and fails where there is none.
-    Python no longer looks for unreachable objects, neither now nor when it exits: imports and searches make millions of
-    objects of which nearly all stay, and going through them takes a third of a command's time.
+    Otherwise, if libtpu is installed, JAX looks for a TPU, which takes seconds, and fails if there is none. Garbage
+    collection is disabled too, also at exit: imports and searches make millions of objects, nearly all of which stay,
+    and visiting them takes a third of a command's time.
     """
     os.environ[PLATFORMS] = "cpu"
     gc.disable()
@@ -42,7 +42,7 @@ def check_environment() -> None:
     """Check JAX_NUM_CPU_DEVICES, for which JAX itself would raise an error with a traceback when it is imported.
 
     Raises:
-        ConfigError: it is not a number.
+        ConfigError: the variable is not a number.
     """
     if CPU_DEVICES in os.environ:
         _number(CPU_DEVICES, minimum=1)
@@ -52,7 +52,7 @@ def read_process_variables() -> ProcessVariables:
     """Read the coordinator's address, the number of processes and this process's index from the environment.
 
     Raises:
-        ConfigError: a variable is missing, or has a value that it cannot have.
+        ConfigError: a variable is missing, or has an invalid value.
     """
     address = os.environ.get(ADDRESS)
     count = _number(PROCESS_COUNT, minimum=1) if PROCESS_COUNT in os.environ else 1

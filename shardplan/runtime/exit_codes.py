@@ -71,7 +71,8 @@ def run(name: str, main: Callable[[list[str]], None], argv: Sequence[str]) -> in
 def end_process(problem: ShardplanError) -> NoReturn:
     """Print a problem on one line, and end this process with its exit code, without waiting for its threads.
 
-    For programs that hand it to `shardplan.watch`: their main thread may be in a collective that never returns.
+    Programs pass this function to `shardplan.watch`, because their main thread may be in a collective that never
+    returns.
     """
     check_argument("end_process", "problem", problem, ShardplanError, "the problem that shardplan.watch reports")
     with contextlib.suppress(OSError):
@@ -95,7 +96,7 @@ def _print_error(name: str, message: str) -> None:
 class _Output(io.FileIO):
     """A file descriptor that ignores what is written to it after the reader (head, less) has closed it.
 
-    That ends the output, and neither the work nor what is written elsewhere.
+    The command continues its work, and its other outputs are not affected.
     """
 
     def write(self, data: Any, /) -> int:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """Disable garbage collection within the context, because a run visits all objects of JAX and 100,000 tensors."""
+    """Disable garbage collection within the context, because it would visit all objects of JAX and 100,000 tensors."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

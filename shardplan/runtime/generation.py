@@ -8,12 +8,12 @@ from shardplan.hardware.generations import generation_of_device
 
 
 def check_generation(hardware: Slice) -> None:
-    """Check that JAX's devices are of the slice's generation, because another has other memory and speed.
+    """Check that JAX's devices are of the slice's generation, because other generations have other memory and speed.
 
     Devices of a kind that has no hardware data pass.
 
     Raises:
-        ConfigError: they are not.
+        ConfigError: the devices are of another generation.
     """
     kind = jax.devices()[0].device_kind
     generation = generation_of_device(kind)

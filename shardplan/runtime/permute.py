@@ -12,7 +12,7 @@ def permute(x: jax.Array, axes: tuple[str, ...], pairs: Iterable[tuple[int, int]
 
     Args:
         axes: mesh axes, major to minor, by which devices are numbered as `jax.lax.axis_index(axes)` does.
-        pairs: sending and receiving device.
+        pairs: (sending device, receiving device) of each transfer.
     """
     # ppermute numbers devices in the mesh's order of axes, in whatever order its axes are named
     mesh = jax.sharding.get_abstract_mesh()

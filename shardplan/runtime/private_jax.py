@@ -94,16 +94,16 @@ splash_key_value_gradients: Callable[..., Any] = splash._splash_attention_bwd_dk
 
 @contextmanager
 def named_splash_residuals(name: str) -> Iterator[None]:
-    """Make splash attention, whoever calls it, name its output and its log-sum-exp within the context."""
+    """Make splash attention name its output and its log-sum-exp within the context, whatever code calls it."""
     make_named = partial(splash.make_splash_mha, residual_checkpoint_name=name)
     with mock.patch.object(splash, "make_splash_mha", make_named):
         yield
 
 
 def detect_cluster() -> tuple[str, int, int] | None:
-    """Return the cluster's address of process 0, its number of processes, and the index of this process.
+    """Return a cluster's address of process 0, number of processes, and index of this process; None without a cluster.
 
-    Such as Cloud TPU, Slurm or Kubernetes; None if JAX recognises none.
+    JAX recognises clusters such as Cloud TPU, Slurm and Kubernetes.
     """
     detected = ClusterEnv.auto_detect_unset_distributed_params(None, None, None, None, None, DETECTION_S)
     address, count, index, _ = detected
@@ -133,7 +133,7 @@ def key_value_store() -> Any:
 
 
 def start_coordination_service(port: int, count: int) -> Any:
-    """Start and return the service through which JAX connects `count` processes, at a port of all interfaces."""
+    """Start, on all interfaces, the service through which JAX connects `count` processes, and return it."""
     return _jax.get_distributed_runtime_service(f"[::]:{port}", count)
 
 

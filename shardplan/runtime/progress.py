@@ -24,7 +24,7 @@ BYTES = "B"
 
 
 def size_text(*nbytes: int) -> str:
-    """Format numbers of bytes, as in `0.50 of 2.00 GiB`; in MiB if the last one is below a tenth of a GiB."""
+    """Format numbers of bytes, as in `0.50 of 2.00 GiB`; in MiB if the last number is below a tenth of a GiB."""
     unit, name = (GIB, "GiB") if nbytes[-1] >= GIB / 10 else (2**20, "MiB")
     return f"{' of '.join(f'{amount / unit:.2f}' for amount in nbytes)} {name}"
 
@@ -133,7 +133,7 @@ def show_steps(label: str, is_shown: bool = True) -> Iterator[Callable[[str], No
     """Display the current step of a job, and the seconds since its start.
 
     Yields:
-        A function to call with what is done next.
+        A function to call with a description of the next step.
     """
     with show_progress(Progress(label), is_shown) as progress:
         yield progress.set_note

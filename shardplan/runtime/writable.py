@@ -49,7 +49,7 @@ def write_text(key: str, path: str, text: str) -> None:
         key: configuration key of the path, for the message.
 
     Raises:
-        ConfigError: the file cannot be written, as on a full disk.
+        ConfigError: the file cannot be written, for example because the disk is full.
     """
     with _errors_named(key, path):
         Path(path).write_text(text, encoding="utf-8")

@@ -17,7 +17,9 @@ from shardplan.search.subproblem.mesh_subproblem import enumerate_subproblems
 def search_meshes(
     space: Space, meshes: Sequence[dict[str, int]], ranking: Ranking, statistics: SearchStatistics
 ) -> bool:
-    """Add the fastest candidates that fit to `ranking`, a group per mesh and mapping of batch, positions and residual.
+    """Add the fastest candidates that fit to `ranking`.
+
+    `ranking` keeps at most one candidate for each mesh and mapping of batch, positions and residual.
 
     Returns:
         False if every mapping would be too slow for the ranking even with unlimited memory.

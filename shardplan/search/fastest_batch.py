@@ -25,10 +25,10 @@ TIE = 0.01
 def choose_batch(config: PlanConfig, model: Model, own_attention: bool = False) -> PlanConfig:
     """Replace `workload.batch: auto` by the fastest batch that fits; a number is left as it is.
 
-    The fastest is the one of most tokens per second, and of batches within `TIE` of it the smallest. If none fits, it
-    is the smallest batch that was tried. In evaluation the search ends at the first batch that does not fit, since
-    memory grows with the batch. In training all batches are tried: a larger one may fit where a smaller one does not,
-    because it divides over more devices.
+    The fastest batch has the most tokens per second; among batches within `TIE` of it, the smallest is chosen. If no
+    batch fits, the result is the smallest batch that was tried. In evaluation the search ends at the first batch that
+    does not fit, since memory grows with the batch. In training all batches are tried: a larger one may fit where a
+    smaller one does not, because it divides over more devices.
 
     Raises:
         ConfigError: the workload is training and `step_tokens` is not set, or no batch is in its range.
@@ -80,10 +80,10 @@ def _empty_range_text(text: str | None, position: int, tokens: TokenRange, devic
 
 
 def batches(devices: int, position: int, tokens: TokenRange = ANY_TOKENS) -> Iterator[int]:
-    """Yield the batches to consider, ascending: powers of two, also times the odd part of the number of devices.
+    """Yield the batches to try, ascending: powers of two, and their products with the odd part of `devices`.
 
-    With a floor, three times these are considered as well, so that a range whose end is twice its beginning has one.
-    Without a floor, a batch of one sequence is considered even if it exceeds the ceiling.
+    If `tokens` has a lower bound, three times these are tried as well, so that every range from n to 2 n has a batch.
+    Without a lower bound, a batch of one sequence is tried even if it exceeds the upper bound.
 
     >>> from itertools import islice
     >>> list(islice(batches(devices=24, position=4096), 8))

@@ -32,7 +32,7 @@ def plan_given_mappings(
     attention: AttentionPlan | None = None,
     experts: ExpertMethod | None = None,
 ) -> Plan:
-    """Return the Plan of a given mesh and mappings, without a search or refusals.
+    """Return the Plan of a given mesh and mappings, without a search, and even if it does not fit.
 
     Logical axes that the model does not have shard nothing; `search.reasons` names them.
 
@@ -63,7 +63,7 @@ def plan_given_mappings(
 
 
 def with_details(plan: Plan, model: Model) -> Plan:
-    """Return a plan of given mappings with the details that reports draw, which `plan_given_mappings` omits."""
+    """Return a plan of given mappings with details for reports, which `plan_given_mappings` omits."""
     hardware, workload = parse_slice(plan.hardware.slice), plan.workload.resolve()
     step = plan_step(model, workload)
     assignment = assignment_of(plan, step)

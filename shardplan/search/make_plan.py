@@ -86,8 +86,8 @@ def rank_plans(
 ) -> list[Plan]:
     """Return the `count` fastest plans that fit, the fastest first; fewer if there are fewer. See `make_plan`.
 
-    No two agree in all of mesh, mesh axes of batch, positions and stored residual axis, and what the workload leaves
-    open; nor in the method of attention, where several components have attention.
+    Any two plans differ in the mesh, in the mesh axes of batch, positions or the stored residual axis, or in a choice
+    that the workload leaves open. If several components have attention, they may differ in its method alone.
 
     >>> from shardplan.config import load_config
     >>> config = load_config(model={"config": "pythia-70m"}, hardware={"slice": "v5e-4"})
@@ -124,7 +124,7 @@ def model_in_folder(config: PlanConfig, folder: Folder | None) -> Model:
     2048
 
     Args:
-        folder: of the checkpoint; None if `model.config` names a config.json.
+        folder: folder of the checkpoint; None if `model.config` names a config.json.
     """
     hf_config = read_config(config.model.config, folder, config.model_class, config.load.keep_dtype)
     return build_configured(config, hf_config)
@@ -133,8 +133,8 @@ def model_in_folder(config: PlanConfig, folder: Folder | None) -> Model:
 def build_configured(config: PlanConfig, hf_config: dict[str, Any]) -> Model:
     """Build the model of a config.json, without weights, for the positions of the workload.
 
-    Where no number of positions is set, a model with fewer than the default is built for as many as it has. Experts of
-    Levanter's classes are computed by shardplan's blocks, so that plans shard them.
+    If `workload.position` has its default, it is limited to the positions of the model. Experts of Levanter's classes
+    are computed by shardplan's expert blocks, which plans can shard.
 
     >>> sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
     >>> config_json = {"model_type": "llama", "vocab_size": 256, "max_position_embeddings": 512, **sizes}
@@ -167,10 +167,10 @@ def _has_default_position(config: PlanConfig) -> bool:
 
 
 def _infeasible_error(smallest: RankedCandidate, requested: Workload) -> InfeasibleError:
-    """Return the error for a search without a plan that fits, with the nearest miss and the missing memory.
+    """Return the error that no plan fits, with the nearest miss and the missing memory.
 
     Args:
-        requested: the workload, with what it leaves to the search still open.
+        requested: the workload as configured, with open choices.
     """
     candidate, hardware = smallest.candidate, smallest.candidate.space.hardware
     if candidate.peak_bytes <= candidate.space.available_bytes:
@@ -349,7 +349,7 @@ def _form_reasons(ranked: RankedCandidate, model: Model) -> list[str]:
 
 
 def _uneven_load(candidate: Candidate, model: Model) -> list[str]:
-    """Explain how a load as uneven as in trained models would change the step, if an even load is assumed."""
+    """If an even load is assumed, explain how the uneven load of trained models would change the step."""
     space = candidate.space
     spread = measured_load_spread(model.is_decoder and has_corrections(model.config.segments))
     even, uneven = [], []

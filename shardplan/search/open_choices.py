@@ -28,7 +28,7 @@ HOST_CHECKPOINTING = ("offload_carries",)
 
 
 class OpenNumber(NamedTuple):
-    """A number of consecutive parts of a step, such as microbatches, that the workload may leave open."""
+    """A number of parts of a step, such as microbatches, that the workload may leave open."""
 
     key: str
     """The field of `Workload`; its value is None if the number is open."""
@@ -45,7 +45,7 @@ def _microbatches(workload: Workload, hardware: Slice, vocab: int) -> Sequence[i
 def _logit_blocks(workload: Workload, hardware: Slice, vocab: int) -> Sequence[int | None]:
     """Return the least number of blocks that bounds a device's logits; more blocks only read the head's weights again.
 
-    An evaluation may have all logits at once as well, which takes more memory, and no time for a loop.
+    An evaluation may also compute all logits at once, which takes more memory but needs no loop.
     """
     blocks = workload.with_logit_blocks(vocab, hardware.devices).logit_blocks
     if workload.kind_row.logit_blocks is LogitBlocks.POSSIBLE:
@@ -58,7 +58,7 @@ OPEN_NUMBERS = (OpenNumber("microbatches", _microbatches), OpenNumber("logit_blo
 
 
 class WorkloadVariant(NamedTuple):
-    """A configuration that leaves nothing open."""
+    """A configuration whose workload has no open choices left."""
 
     config: PlanConfig
     numbers: tuple[int, ...]
@@ -81,7 +81,7 @@ def enumerate_variants(config: PlanConfig, vocab: int, has_options: bool) -> Ite
 
     Args:
         vocab: the number of tokens in the vocabulary.
-        has_options: whether it is known what can become of activations.
+        has_options: whether the options of activations (keep, offload, recompute) are known.
     """
     work, hardware = config.workload, parse_slice(config.hardware.slice)
     tried: list[Sequence[int | None]] = []

@@ -30,7 +30,7 @@ def estimate_other_form(candidate: Candidate, model: Model, workload: Workload) 
     """Estimate a plan with weights in the other form; None if the model has only one.
 
     Args:
-        workload: of the plan, with nothing left open.
+        workload: the plan's workload, without open choices.
     """
     # training updates weights, which must be numbers
     other = None if workload.is_training else _in_other_form(model)

@@ -16,7 +16,7 @@ from shardplan.search.tolerances import LEFT_OUT, TIME_RESOLUTION
 
 @dataclass(frozen=True)
 class Candidate:
-    """A mesh with both mappings, and its predicted cost."""
+    """A mesh, its compute and parameter mappings, and its predicted cost."""
 
     space: Space = field(repr=False)
     mesh: dict[str, int]
@@ -37,7 +37,7 @@ class Candidate:
 
     @property
     def complexity(self) -> tuple[int, int]:
-        """Numbers of mechanisms whose costs the estimate omits: (host copies, blocks of logits)."""
+        """How many mechanisms with costs that the estimate omits: (host copies, blocks of logits)."""
         chosen = 0 if self.checkpointing is None else self.checkpointing.copied
         return chosen or bool(self.space.copy_windows), self.space.logit_blocks
 
@@ -68,7 +68,7 @@ class Ranking:
         return sorted((c for each in self._groups for c in each), key=lambda c: (c.seconds, c.peak_bytes))
 
     def add(self, group: list[Candidate]) -> None:
-        """Add a group of Pareto-optimal candidates (time against memory), and keep at most one."""
+        """Add a group of Pareto-optimal candidates (time against memory); at most one of them is kept."""
         self._groups.append(group)
         # from all groups anew: a smaller tie that replaces the best as they come lets the times drift (docs/log.md)
         everyone = list(itertools.chain.from_iterable(self._groups))
@@ -93,16 +93,16 @@ def _fastest(candidates: Sequence[Candidate]) -> Candidate:
 
 
 def _order(candidate: Candidate, tie_limit: float) -> tuple[bool, int, int, float, float]:
-    """Return a sort key for candidates: time, and among ties complexity and memory."""
+    """Return a sort key for candidates: time, but ties are ordered by complexity, then memory."""
     if candidate.seconds > tie_limit:
         return (True, 0, 0, candidate.seconds, candidate.seconds)
     return (False, *candidate.complexity, candidate.peak_bytes, candidate.seconds)
 
 
 def _smallest(group: list[Candidate], tie_limit: float) -> Candidate:
-    """Return the simplest of the tied candidates, and of equally simple ones the smallest.
+    """Return the simplest of the tied candidates, and among equally simple ones the one with the smallest peak memory.
 
-    That is, take at most `tie_limit` seconds or, if none does, tie with the fastest of the group.
+    Candidates tie if they take at most `tie_limit` seconds. If none does, they tie with the fastest of the group.
     """
     fastest = min(candidate.seconds for candidate in group)
     limit = tie_limit if fastest <= tie_limit else fastest * (1 + TIME_RESOLUTION)

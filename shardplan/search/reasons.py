@@ -86,7 +86,7 @@ class Indivisible(NamedTuple):
 
 
 class Alternative(NamedTuple):
-    """Another method of attention or of experts under a plan's mesh and mappings, and the cost of a step with it."""
+    """Another method of attention or experts under the plan's mesh and mappings, and its cost of a step."""
 
     name: str
     seconds: float
@@ -117,7 +117,7 @@ def caveats_of(assignment: ShardingAssignment) -> list[Caveat]:
 
 
 def describe_choice(*, fits: bool, evaluated: int, has_kernel: bool) -> str:
-    """Explain why the search chose the plan.
+    """Explain in one sentence why the search chose the plan.
 
     >>> describe_choice(fits=False, evaluated=751, has_kernel=True)
     'no plan fits; of 751 candidates this one needs the least memory'
@@ -145,7 +145,7 @@ def describe_time(
     'compute 1 s, weight gathers 0.3 s (overlapped), other collectives 0.1 s'
 
     Args:
-        exposed_host_copies: what nothing hides of the copies between devices and hosts.
+        exposed_host_copies: copies between devices and hosts that no computation hides.
     """
     exposed, least = max(0.0, step - compute - other_collectives - exposed_host_copies), NEGLIGIBLE * step
     overlap = "overlapped" if exposed < least else f"{exposed:.3g} s exposed"
@@ -161,8 +161,8 @@ def describe_host_copies(host_bytes: float, seconds: float, exposed: float) -> s
     'host memory: 2.00 GiB per device, copies 0.5 s (overlapped)'
 
     Args:
-        seconds: of all copies to the host and back, in a step.
-        exposed: those of them that nothing hides.
+        seconds: seconds of all copies to the host and back, in a step.
+        exposed: the seconds that no computation hides.
     """
     overlap = f"{exposed:.3g} s exposed" if exposed > NEGLIGIBLE * seconds else "overlapped"
     return f"host memory: {host_bytes / GIB:.2f} GiB per device, copies {seconds:.3g} s ({overlap})"
@@ -179,7 +179,7 @@ def describe_runner_up(best: Candidate, other: Candidate, settings: str) -> str:
     'runner-up: mesh data 4, +10.0 % time, +1.00 GiB; compute mapping mlp -> none'
 
     Args:
-        settings: the settings of its step; empty if they are those of the best.
+        settings: the settings of the runner-up's step; empty if they equal the best candidate's.
     """
     mesh = "same mesh" if other.mesh == best.mesh else f"mesh {mesh_text(other.mesh)}"
     parts = (
@@ -225,7 +225,7 @@ def describe_attention(
 
 
 def method_name(method: AttentionMethod, devices: int) -> str:
-    """Return the name of a method of attention, with its order where the sequence is sharded over several devices.
+    """Return the name of a method of attention, with the order of positions if several devices share the sequence.
 
     >>> method_name(AttentionMethod("ring", "zigzag", "dense_mask"), devices=4)
     'ring zigzag dense_mask'
@@ -324,7 +324,7 @@ def describe_indivisible(examples: Iterable[Indivisible], batch: int) -> list[st
     """Explain which logical axes cannot be sharded over mesh axes, in a sentence for each product of mesh axes.
 
     Args:
-        batch: sequences per step; a batch of another size is one of the microbatches that the search tried.
+        batch: sequences per step; examples with a smaller batch are from microbatches that the search tried.
 
     >>> over_data = [Indivisible("kv_head", 8, ("data",), 128), Indivisible("batch", 64, ("data",), 128)]
     >>> describe_indivisible([*over_data, Indivisible("experts", 8, ("model",), 16)], batch=256)

@@ -148,7 +148,7 @@ def _has_options(config: PlanConfig, model: Model) -> bool:
 
 
 def _with_chosen_policy(model: Model, config: PlanConfig, candidate: Candidate) -> RankedCandidate:
-    """Return a candidate in the space of its chosen checkpointing policy, if its own space leaves the policy open.
+    """If a candidate's space leaves the checkpointing policy open, return it in the space of its chosen policy.
 
     It takes the same time and memory there: options about activations add up (`tests/unit/test_kept_activations.py`).
     """
@@ -160,7 +160,7 @@ def _with_chosen_policy(model: Model, config: PlanConfig, candidate: Candidate) 
 
 
 def _pinned_sizes(config: PlanConfig, rules: Rules) -> dict[str, int | None]:
-    """Return mesh axis -> size by `mesh` or by a pin; None if it is open."""
+    """Return mesh axis -> size that `mesh` or a pin gives; None if the size is open."""
     sizes = vars(config.mesh)
     for axis, size in rules.sizes.items():
         if sizes[axis] not in (None, size):
@@ -245,7 +245,8 @@ def _build_space(variant: WorkloadVariant, model: Model, rules: Rules, own_atten
 def _position_choices(workload: Workload, hardware: Slice, kinds: Collection[AttentionKind]) -> tuple[MeshAxes, ...]:
     """Return the mesh axes that positions may be mapped to, unless they are pinned.
 
-    Trainings for TPUs shard positions of Native Sparse Attention alone, whose layers do so themselves.
+    Training on TPUs shards positions only for models with Native Sparse Attention, whose layers shard positions
+    themselves.
     """
     shards_itself = any(kind.sparse is not None for kind in kinds)
     in_training = hardware.is_cpu or shards_itself
@@ -258,8 +259,8 @@ def attention_methods(
 ) -> tuple[AttentionMethod, ...]:
     """Return the methods of attention that a plan can use for a model if positions are sharded.
 
-    Trainings have positions in the order of the sequence, because Levanter's loss has the next token as the target of
-    each.
+    Training keeps positions in the order of the sequence, because Levanter's loss takes the next token as each
+    position's target.
 
     >>> from types import SimpleNamespace
     >>> model = SimpleNamespace(is_decoder=False, is_attention_planned=True)
@@ -267,7 +268,7 @@ def attention_methods(
     ['all_gather contiguous']
 
     Args:
-        kinds: the kinds of attention in the model; they decide for models whose attention is not planned.
+        kinds: the kinds of attention in the model; used for models whose attention shardplan does not replace.
         own_attention: whether only the model's own attention is a choice. Native Sparse Attention shards positions
             itself.
     """

@@ -134,7 +134,7 @@ class Space:
 
     @cached_property
     def host_rows(self) -> tuple[int, ...]:
-        """Points of the program with buffers in host memory; of points with equal buffers the first."""
+        """Points of the program with buffers in host memory; of several points with equal buffers, only the first."""
         rows: dict[object, int] = {}
         for i, point in enumerate(self.points):
             by_option = [option.buffers[i].items() for option in self.options]
@@ -149,7 +149,7 @@ class Space:
         return self._limits(self.available_bytes, self.host_available_bytes)
 
     def device_limits(self, available_bytes: float) -> np.ndarray:
-        """Return `limits` for devices with `available_bytes`, and hosts with unlimited memory."""
+        """Return `limits` for devices with `available_bytes`, without a limit of host memory."""
         return self._limits(available_bytes, math.inf)
 
     def _limits(self, device_bytes: float, host_bytes: float) -> np.ndarray:
@@ -157,10 +157,11 @@ class Space:
 
     @cached_property
     def sizes(self) -> dict[str, int]:
-        """Logical axis of parameters, batch and positions -> size where it occurs first.
+        """Size of every logical axis of parameters, batch and positions.
 
-        Parameters define their axes; later a reshape may leave a part of an axis. Of an axis with several sizes in
-        parameters, as that of MLPs beside shared experts, it is the greatest common divisor of these.
+        Parameters decide the size, because a reshape may later leave only a part of an axis. If an axis has several
+        sizes in parameters (an MLP beside shared experts), the result is their greatest common divisor. The first
+        operand decides for axes that no parameter has.
         """
         sizes: dict[str, int] = {}
         for name, size in (factor for array in self.step.parameters for factor in array.factors):
@@ -193,7 +194,7 @@ class Space:
 
     @cached_property
     def _channels_of_blocks(self) -> frozenset[str]:
-        """Logical axes of channels and of numbers of blocks, which `attend_to_blocks` needs unsharded."""
+        """Logical axes of channels and of selected blocks, which must be unsharded in `attend_to_blocks`."""
         operands = (array for task in self.step.tasks if task.blocks is not None for array in task.operands)
         return frozenset(name for array in operands for name, _ in array.dims[-1] if isinstance(name, str))
 
@@ -207,8 +208,8 @@ class Space:
         """Logical axes whose parameters together have less than `MINOR_PART` of a model's bytes.
 
         Only models with experts or with Native Sparse Attention have such axes. They stay unsharded unless they are
-        pinned, so that what is small does not multiply the choices: these parameters are sharded along their other
-        axes.
+        pinned, because each would multiply the number of choices and save little memory. Their parameters are sharded
+        along other axes.
         """
         if not (self.step.expert_blocks or self.step.sparse_tasks):
             return frozenset()
@@ -255,7 +256,7 @@ class Space:
 
     @cached_property
     def component_chooses_method(self) -> bool:
-        """Whether one component contains all attention, so that it can choose the method alone."""
+        """Whether one component contains all attention, so that it can choose the attention method by itself."""
         attending = [component for component in self.component_costs if component.has_attention]
         return len(attending) == 1 and not self.base_cost.has_attention
 
@@ -284,9 +285,9 @@ class Space:
     def compute_limits(self, limits: np.ndarray) -> np.ndarray:
         """Return the part of `limits` that remains for buffers whose sizes the compute mapping determines.
 
-        All other buffers take at least the parameters and their optimizer state, sharded over all devices. That does
-        not hold at a row where several options leave out the same buffer, so that the search counts it as less than
-        none: there is no limit at such a row.
+        All other buffers take at least the bytes of parameters and optimizer state, sharded over all devices. There is
+        no limit at a row where several options remove the same buffer, because the search then counts it as negative
+        bytes.
         """
         costs = (self.base_cost, *self.component_costs)
         stored = self._limits(sum(cost.param_bytes for cost in costs) / self.hardware.devices, 0.0)
@@ -297,7 +298,7 @@ class Space:
     def min_matmul_seconds(self) -> float:
         """Seconds of all unbatched matmuls on a single device, if each filled the matrix unit.
 
-        Those that are left out if activations are kept do not count.
+        Recomputed matmuls that an option can remove do not count.
         """
         unsharded = self.assignment({}, {}, {})
 
@@ -362,12 +363,10 @@ class Space:
     def methods_for(self, mesh: MeshShape, position_axes: MeshAxes) -> list[KindMethods | None]:
         """Return the possible methods of each kind of attention if `position_axes` shard the positions.
 
-        None, Levanter's own attention, is the only one where they are not sharded.
-
-        Over several mesh axes this is the hybrid, with Ulysses on the last one and the ring on the others. Keys are
-        gathered over several mesh axes only if a pin or the step allows no other strategy.
-
-        There are none where a block of `attend_to_blocks` would be on two devices.
+        If positions are unsharded, the only method is None, Levanter's own attention. Over several mesh axes, the only
+        strategy is the hybrid, with Ulysses on the last axis and the ring on the others; keys are gathered over several
+        mesh axes only if a pin or the step excludes the hybrid. The result is empty if a block of `attend_to_blocks`
+        would be on two devices.
         """
         length, devices = self.sizes[self.position], mesh_size(mesh, position_axes)
         if devices > 1 and not all(
@@ -392,7 +391,7 @@ class Space:
         return result
 
     def _orders(self, mesh: MeshShape, position_axes: MeshAxes) -> list[SequenceOrder]:
-        """Return the orders of sharded positions; only with the contiguous one can a window skip hops of the ring."""
+        """Return the orders to try for sharded positions: contiguous, and also zigzag if that suits the model."""
         # zigzag gives every device a part of both halves of the sequence
         is_even = self.sizes[self.position] % (2 * mesh_size(mesh, position_axes)) == 0
         kinds = self.step.attention_kinds
@@ -402,8 +401,8 @@ class Space:
     def _methods_with_sparse(self, mesh: MeshShape, position_axes: MeshAxes) -> list[KindMethods | None]:
         """Return the methods of each kind of attention, if some kinds are Native Sparse Attention.
 
-        Other kinds gather keys and values as well, where positions are sharded. There are none where every order would
-        divide a selection block, or where Levanter's own attention computes the other kinds.
+        If positions are sharded, other kinds gather keys and values too. The result is empty if every order would
+        divide a selection block among devices, or if Levanter's own attention computes the other kinds.
         """
         length, devices = self.sizes[self.position], mesh_size(mesh, position_axes)
         orders = [SequenceOrder.CONTIGUOUS]
@@ -427,7 +426,7 @@ class Space:
 
 @lru_cache(maxsize=1024)
 def _attention_plan(kinds: tuple[str, ...], methods: KindMethods, sizes: tuple[int, ...]) -> AttentionPlan:
-    """Return the plan of attention by a method for each kind, over mesh axes of `sizes` that shard positions."""
+    """Return the attention plan with a method for each kind, over mesh axes of `sizes` that shard positions."""
     plans = {}
     for kind, method in zip(kinds, methods, strict=True):
         ulysses = sizes[-1] if method.strategy in (Strategy.ULYSSES, Strategy.HYBRID) else 1

@@ -13,7 +13,7 @@ from shardplan.model.registry import Model
 
 
 def equal_windows(position: Axis, window: int | None) -> NamedArray | None:
-    """Return the position at which each position's window begins, for windows of `window` tokens; None for one window.
+    """Return, for each position, the position at which its window of `window` tokens begins; None for one window.
 
     >>> equal_windows(Axis("position", 6), window=3).array.tolist()
     [0, 0, 0, 3, 3, 3]
@@ -27,9 +27,9 @@ def compute_activations(
     """Compute the residual stream [batch, position, embed] after the last layer, for int32[batch, position] tokens.
 
     Args:
-        window_starts: int32[batch, position] or int32[position], the index at which each token's window begins, where
-            several windows are packed into a sequence: every window has positions from 0 on, and its tokens attend to
-            tokens of the same window alone; None for one window.
+        window_starts: int32[batch, position] or int32[position], the index at which each token's window begins, if
+            several windows are packed into a sequence; None for one window. Positions count from 0 in each window, and
+            tokens attend only to tokens of the same window.
     """
     mask, settings = model.mask, {}
     if window_starts is not None:
@@ -46,9 +46,9 @@ def compute_logits(model: Model, module: Any, activations: NamedArray) -> NamedA
 
 
 def cast_for_compute(module: Any, dtype: str) -> Any:
-    """Cast the floating-point arrays of the module to the compute type, and switch its dropout off.
+    """Cast the floating-point arrays of the module to the compute dtype, and disable its dropout.
 
-    Parameters that stay float32 are computed with in float32.
+    Parameters that stay float32 are not cast.
 
     >>> from haliax import Axis, nn
     >>> from jax.random import key
@@ -71,7 +71,7 @@ class Forward(Protocol):
         """Compute the residual stream, as `compute_activations`."""
 
     def last_activations(self, model: Model, module: Any, tokens: NamedArray) -> NamedArray:
-        """Compute the residual stream [batch, embed] of the last position alone."""
+        """Compute the residual stream [batch, embed] at the last position only."""
 
     def losses(
         self,
@@ -88,7 +88,7 @@ class Forward(Protocol):
             tokens: int32[batch, position].
             predicted: bool[batch, position]; where it is False the loss is 0.
             window_starts: as for `compute_activations`.
-            blocks: parts of the positions whose logits are in memory one after the other.
+            blocks: number of blocks of positions; the logits of only one block are in memory at a time.
         """
 
 
@@ -96,7 +96,7 @@ class SequenceForward:
     """The forward pass on positions in the order of the sequence."""
 
     def in_layer_order(self, is_token: NamedArray) -> NamedArray:
-        """Return an array of tokens unchanged."""
+        """Return `is_token` unchanged, because layers take positions in the order of the sequence."""
         return is_token
 
     def activations(
@@ -106,7 +106,7 @@ class SequenceForward:
         return compute_activations(model, module, tokens, window_starts)
 
     def last_activations(self, model: Model, module: Any, tokens: NamedArray) -> NamedArray:
-        """Compute the residual stream [batch, embed] of the last position alone."""
+        """Compute the residual stream [batch, embed] at the last position only."""
         stream = compute_activations(model, module, tokens)
         return stream[module.Pos.name, stream.axis_size(module.Pos.name) - 1]
 

@@ -19,7 +19,7 @@ from shardplan.steps.forward import Forward, cast_for_compute
 
 @dataclass(frozen=True)
 class StepRun:
-    """The settings of a step besides its arrays."""
+    """The settings that a step needs besides its arrays."""
 
     model: Model
     workload: Workload
@@ -38,7 +38,7 @@ class StepRun:
 
 
 class StepKind(Protocol):
-    """A kind of step."""
+    """The interface of a kind of step: its state, its inputs, and what it computes."""
 
     name: str
     """The value of `workload.kind` that selects this step."""
@@ -46,7 +46,7 @@ class StepKind(Protocol):
     """Whether the step donates the model and the state, so that its results may be in their memory."""
 
     def state(self, workload: Workload, parameters: Any) -> tuple[Any, ...]:
-        """Return the abstract state that is stored beside the model, a pytree or none.
+        """Return the abstract arrays that are stored beside the model, as a tuple of pytrees.
 
         Args:
             parameters: the parameters as a pytree with a `jax.ShapeDtypeStruct` for every array.
@@ -60,7 +60,7 @@ class StepKind(Protocol):
         """
 
     def compute(self, run: StepRun, module: Any, *arguments: Any) -> Any:
-        """Compute the step.
+        """Compute one step, as a function that JAX traces.
 
         Args:
             module: the model's weights, in their stored type.

@@ -14,9 +14,9 @@ from shardplan.steps.kind import StepRun
 class LossStep:
     """Computes (module, tokens, predicted) -> the loss in nats of every next token, float32[batch, position].
 
-    `tokens` is int32[batch, position], `predicted` bool[batch, position]; the loss is 0 where not `predicted`. With
-    packed windows there is a further input, `window_starts`, int32[batch, position], as for
-    `shardplan.steps.forward.compute_activations`; a plan must not shard positions then.
+    `tokens` is int32[batch, position], `predicted` bool[batch, position]; the loss is 0 where `predicted` is False. If
+    windows are packed, there is a further input, `window_starts` (see `shardplan.steps.forward.compute_activations`),
+    and the plan must not shard positions.
     """
 
     name = "eval"

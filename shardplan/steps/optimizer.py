@@ -25,7 +25,7 @@ MOMENT_OPTIONS = {f"mu_{dtype}": dtype for dtype in DTYPES}
 
 
 def make_optimizer(name: str) -> optax.GradientTransformation:
-    """Return the optax optimizer of a name and its options, with a constant learning rate.
+    """Return the optax optimizer that `name` and its options describe, with a constant learning rate.
 
     >>> import numpy as np
     >>> make_optimizer("adamw").init(np.ones(2))[0]._fields
@@ -81,7 +81,7 @@ def with_average(optimizer: optax.GradientTransformation) -> optax.GradientTrans
 
 
 def _is_optimizer(name: str, function: Any) -> bool:
-    """Return whether `function` makes an optimizer from a learning rate alone."""
+    """Return whether `function` makes an optimizer from only a learning rate."""
     # `scale_by_learning_rate` and others take a learning rate, and are only parts of an optimizer
     if name.startswith(("_", "scale")) or not inspect.isfunction(function):
         return False

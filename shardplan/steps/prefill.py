@@ -25,10 +25,10 @@ class PrefillStep:
         return ()
 
     def inputs(self, model: Model, workload: Workload, is_packed: bool = False) -> tuple[NamedArray, ...]:
-        """Return `tokens`."""
+        """Return `tokens`, the only input."""
         return (abstract_tokens(model, workload),)
 
     def compute(self, run: StepRun, module: Any, tokens: NamedArray) -> NamedArray:
-        """Compute the logits."""
+        """Compute the logits of the token after each prompt."""
         module = run.for_compute(module)
         return compute_logits(run.model, module, run.forward.last_activations(run.model, module, tokens))

@@ -16,8 +16,9 @@ from shardplan.steps.kind import StepRun
 class ScoreStep:
     """Computes (module, tokens) -> `TokenScores`, arrays with the axes and the sharding of the int32 tokens.
 
-    The last score of a window or sequence has no meaning: the next token belongs to another one. Windows of several
-    lengths need a further input, `window_starts`, as for `LossStep`; windows of equal length need none.
+    The last score of a window or sequence has no meaning, because the next token belongs to another window or sequence.
+    Windows of several lengths need a further input, `window_starts`, as for `LossStep`; windows of equal length need
+    none.
     """
 
     name = "score"

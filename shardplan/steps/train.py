@@ -48,7 +48,7 @@ class TrainStep:
 def _loss_and_gradients(run: StepRun, module: Any, tokens: NamedArray, predicted: NamedArray) -> tuple[jax.Array, Any]:
     """Compute the mean loss of the `predicted` tokens, in nats, and its gradients.
 
-    The loss is Levanter's own, with the auxiliary loss of routers, as its trainer has it.
+    The loss is Levanter's own, including the auxiliary loss of routers, as in Levanter's trainer.
 
     Args:
         tokens: int32[batch, position]; or int32[microbatch, batch, position], whose microbatches are computed one

@@ -37,7 +37,7 @@ def open_folder(ref: str, key: RefKey = RefKey.MODEL) -> Folder:
     """Return the folder that `ref` names.
 
     Args:
-        key: the key whose value it is, for messages.
+        key: the configuration key of `ref`, for messages.
 
     Raises:
         ConfigError: the folder does not exist, or its scheme is not supported.
@@ -99,5 +99,5 @@ def is_local(ref: str) -> bool:
 
 
 def _is_repository(ref: str) -> bool:
-    """Return whether `ref`, which is no folder, names a repository of the hub."""
+    """Return whether `ref`, which is not a folder, names a repository of the hub."""
     return re.fullmatch(REPOSITORY, ref) is not None and not Path(ref).parent.is_dir()

@@ -21,7 +21,7 @@ from shardplan.errors import ConfigError
 
 
 class ChecksumAlgorithm(StrEnum):
-    """A checksum algorithm that stores record."""
+    """The checksum algorithms that stores use."""
 
     CRC32C = "crc32c"
     CRC32 = "crc32"
@@ -117,7 +117,7 @@ def compute_sha256(file: _Readable, nbytes: int) -> Checksum:
 
 
 def fetch_checksum(url: str) -> Checksum | None:
-    """Return the checksum recorded for the file at `url` by its store or server; None without one.
+    """Return the checksum that the store or server at `url` has recorded for a file; None if there is none.
 
     Raises:
         ConfigError: the request needs a package that is not installed.

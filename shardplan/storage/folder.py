@@ -13,7 +13,7 @@ from shardplan.storage.checksums import Checksum
 class ReadTuning:
     """Size and number of reads that give a storage medium its best throughput.
 
-    Hosts may have different ones: how a host reads depends on them, never which transfers there are.
+    Hosts may have different tunings, because they affect only how a host reads, not which transfers there are.
     """
 
     bytes_per_read: int
@@ -59,7 +59,7 @@ class File(Protocol):
         """
 
     def recorded_checksum(self) -> Checksum | None:
-        """Return the checksum recorded by the file's store; None if there is none of a known kind.
+        """Return the checksum recorded by the file's store; None if there is none of a supported kind.
 
         Raises:
             CheckpointError: the store cannot be queried.
@@ -108,7 +108,7 @@ def read_bytes(folder: Folder, name: str) -> bytes | None:
     """Return the content of a small file, or None if it does not exist.
 
     Raises:
-        CheckpointError: the file is larger than any of its kind.
+        CheckpointError: the file is larger than a file of its kind can be.
     """
     file = folder.open(name)
     if file is None:

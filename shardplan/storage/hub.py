@@ -27,7 +27,7 @@ WITHOUT_CHECKPOINT = "plan from a config.json or bundled model with model.config
 
 @cache
 def _is_reachable() -> bool:
-    """Return whether the hub answers, asked once, because huggingface_hub retries for half a minute."""
+    """Return whether the hub answers; asked only once, because huggingface_hub retries for half a minute."""
     try:
         huggingface_hub.utils.get_session().head(
             huggingface_hub.constants.ENDPOINT, timeout=huggingface_hub.constants.HF_HUB_ETAG_TIMEOUT

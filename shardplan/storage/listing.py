@@ -15,7 +15,7 @@ WEB = ("http", "https")
 def list_names(ref: str) -> list[str] | None:
     """Return the sorted names of files and folders (with a final slash) in a folder; None if they cannot be listed.
 
-    Subfolders are those of local folders and of object stores alone; `ref` may be a repository of the hub.
+    Only local folders and object stores list subfolders. `ref` may also be a repository of the hub.
     """
     scheme, separator, _ = ref.partition("://")
     try:

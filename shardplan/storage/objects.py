@@ -57,7 +57,8 @@ class ObjectFile:
         """Open the object at `path`.
 
         Args:
-            version: version of a file that cannot change, such as a file at a commit; default: what the store reports.
+            version: version of a file that cannot change, such as a file at a commit; default: the version that the
+                store reports.
 
         Raises:
             FileNotFoundError: there is no such object.
@@ -141,7 +142,7 @@ def open_store(ref: str, retries: bool = False, headers: Mapping[str, str] | Non
 
     Args:
         retries: whether obstore repeats requests that fail.
-        headers: of every request; after a redirect to another host, without credentials.
+        headers: headers of every request; after a redirect to another host, headers with credentials are left out.
     """
     is_plain_http = any(url.startswith("http://") for url in (ref, os.environ.get("AWS_ENDPOINT_URL", "")))
     options: Any = {"timeout": TIMEOUT, "allow_http": is_plain_http, "default_headers": dict(headers or {})}

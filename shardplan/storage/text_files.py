@@ -15,7 +15,7 @@ def open_text_files(path: str) -> list[tuple[str, File]]:
     """Open the file that `path` names, or the folder's files with known endings; return name and file of each.
 
     Raises:
-        ConfigError: no such file or folder, or one without texts, or with a link to a file that does not exist.
+        ConfigError: the file or folder does not exist, or the folder has no texts, or a link to a missing file.
         CheckpointError: a file exists and cannot be opened.
     """
     folder_ref, _, name = path.rpartition("/")

@@ -98,13 +98,13 @@ class OutputFolder:
             raise self._unusable_error(error) from error
 
     def remove(self, name: str) -> None:
-        """Remove a file, even if partly written, or a folder, if it exists.
+        """Remove a file (also a partly written one) or a folder, if it exists.
 
         Args:
-            name: of a folder with `/` at its end.
+            name: name of the file or folder; a folder's name ends with `/`.
 
         Raises:
-            ConfigError: it cannot be removed.
+            ConfigError: the file or folder cannot be removed.
         """
         try:
             if self._store is not None:

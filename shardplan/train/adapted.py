@@ -10,7 +10,7 @@ from shardplan.plan.plan import Plan
 
 
 def without_adapter(model: Any) -> Any:
-    """Return the model before adapters were added to its layers; the same model if there is no adapter."""
+    """Return the model as it was before adapters were added to its layers; without an adapter, the same model."""
 
     def is_adapted(node: Any) -> bool:
         return isinstance(node, LoraLinear)
@@ -21,6 +21,6 @@ def without_adapter(model: Any) -> Any:
 
 
 def with_frozen_parameters(plan: Plan) -> Plan:
-    """Return the plan for parameters that are not trained, which Levanter keeps in the compute type."""
+    """Return the plan of a model whose own parameters are frozen, which Levanter keeps in the compute dtype."""
     dtype = plan.workload.compute_dtype
     return replace(plan, parameters=[replace(parameter, dtype=dtype) for parameter in plan.parameters])

@@ -33,7 +33,7 @@ class TrainingFolder(RunFolder):
         self._write(name, data)
 
     def add_records(self, records: Mapping[str, Any]) -> None:
-        """Add values to `run.json`, under names of `records`; only one process calls this."""
+        """Add the entries of `records` to `run.json`; only one process calls this."""
         self._write(RUN, json_bytes({**self._read_run(), **records}))
 
     def read_summary(self) -> dict[str, Any]:

@@ -39,7 +39,7 @@ DOCUMENTS = "block_cross_document_attention"
 
 @dataclass(frozen=True)
 class TrainingFiles:
-    """The inputs and outputs of a training."""
+    """Paths of the inputs and outputs of a training."""
 
     output: str
     """Absolute path or URL of the output folder."""
@@ -51,7 +51,7 @@ class TrainingFiles:
 
 
 def nested_sections(dotted: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sections of values by dotted name."""
+    """Convert values by dotted name to nested sections."""
     nested: dict[str, Any] = deflatten(dict(dotted), sep=".")
     return nested
 
@@ -71,10 +71,10 @@ def levanter_sections(config: TrainCommand, plan: Plan, model: Model, files: Tra
 
 
 def initial_checkpoint(config: TrainCommand) -> str | None:
-    """Return the checkpoint whose weights are trained; None to begin with random weights.
+    """Return the checkpoint whose weights are trained; None to start with random weights.
 
     Raises:
-        ConfigError: weights are asked for, and no checkpoint is named.
+        ConfigError: the training needs weights, and no checkpoint is named.
     """
     asked = config.levanter.get("initialize_from_hf", bool(config.model.ref) and not _other_start(config))
     if isinstance(asked, str):
@@ -93,7 +93,7 @@ def check_sections(sections: Mapping[str, Any], program: LevanterProgram, target
     """Check that Levanter's parser accepts the sections.
 
     Raises:
-        ConfigError: it does not; the line names the first key or value, and the nearest valid one.
+        ConfigError: the parser refuses a key or value; the message names the first one, and the nearest valid one.
     """
     problem = next(iter(find_problems(sections, target)), None)
     if problem is not None:
@@ -134,7 +134,7 @@ def _trainer_defaults(config: TrainCommand, plan: Plan, files: TrainingFiles) ->
 
 
 def _tracker(config: TrainCommand, files: TrainingFiles) -> dict[str, Any]:
-    """Return the section of Levanter's tracker that `tracker` names; by default of the JSON lines tracker."""
+    """Return the section of Levanter's tracker that `tracker` names; by default, of the JSON lines tracker."""
     tracker = config.tracker
     match tracker.kind:
         case TrackerKind.WANDB:
@@ -149,7 +149,8 @@ def _model_section(config: TrainCommand, plan: Plan, model: Model, files: Traini
     """Return Levanter's section for the model, with the settings that the plan decides.
 
     Raises:
-        ConfigError: its class has no `type` in Levanter's files, or it has no selected blocks to measure.
+        ConfigError: the model's class has no `type` in Levanter's files, or statistics of selected blocks are requested
+            and the model selects none.
     """
     section = _plain(draccus.encode(model.config, LmConfig))
     if "type" not in section:
@@ -191,7 +192,7 @@ def _data_section(config: TrainCommand, plan: Plan, model: Model, files: Trainin
     """Return the data to train on: the user's, or synthetic data.
 
     Raises:
-        ConfigError: texts are named, and no tokenizer; or they are packed as documents that the model cannot separate.
+        ConfigError: texts are named without a tokenizer, or are packed as documents that the model cannot separate.
     """
     if not is_synthetic(config):
         data = dict(nested_sections(config.levanter)["data"])

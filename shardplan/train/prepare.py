@@ -81,7 +81,7 @@ def check_training_plan(plan: Plan, model: Model) -> None:
     """Check that a plan can be used for training.
 
     Raises:
-        ConfigError: it is for another model, or not for training, or has attention that Levanter's Trainer lacks.
+        ConfigError: the plan is for another model, is not for training, or has attention that Levanter's Trainer lacks.
     """
     check_model(plan, model)
     if not plan.workload.is_training:
@@ -98,7 +98,7 @@ def with_planned_optimizer(config: TrainCommand) -> TrainCommand:
     """Return the configuration with the optimizer of Levanter's section in its workload.
 
     Raises:
-        ConfigError: workload.optimizer is another one.
+        ConfigError: workload.optimizer names another optimizer.
     """
     extras = training_extras(config)
     meant = OPTIMIZERS.get(extras.optimizer)

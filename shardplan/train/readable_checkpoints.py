@@ -21,13 +21,13 @@ CLOSED_LOOP = "Event loop is closed"
 
 @contextlib.contextmanager
 def explain_unreadable(own: tuple[str, ...]) -> Iterator[None]:
-    """Make Levanter name a checkpoint that it cannot read, within the context.
+    """Make Levanter's errors about checkpoints name the checkpoint that cannot be read, within the context.
 
-    Within it, `CheckpointError` is raised for a damaged checkpoint, and `ConfigError` for a folder that the
-    configuration names and that holds none.
+    `CheckpointError` is raised for a damaged checkpoint, and `ConfigError` if a folder that the configuration names has
+    no checkpoint.
 
     Args:
-        own: the folders of the run's own checkpoints, from which it goes on.
+        own: the folders of the run's own checkpoints, from which it resumes.
     """
     load, load_metadata, find = checkpoint.load_checkpoint, checkpoint._load_metadata, train_lm.latest_checkpoint_path
 
@@ -61,7 +61,7 @@ def explain_unreadable(own: tuple[str, ...]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_late_reads() -> Iterator[None]:
-    """Hide the tracebacks of reads that end after the load has failed, when the event loop of their load is closed."""
+    """Hide the tracebacks of reads that end after the load has failed and its event loop is closed."""
     report = sys.unraisablehook
 
     def report_others(unraisable: "sys.UnraisableHookArgs") -> None:

@@ -32,10 +32,10 @@ def write_reference(path: str, hf_config: dict[str, Any], vocab_size: int, token
 
     Args:
         hf_config: content of config.json.
-        tokenizer: folder or repository of the tokenizer of the data; None for words that are numbers.
+        tokenizer: folder or repository of the data's tokenizer; None for a tokenizer whose words are numbers.
 
     Raises:
-        ConfigError: the tokenizer cannot be read, or the folder not be written.
+        ConfigError: the tokenizer cannot be read, or the folder cannot be written.
     """
     folder = Path(path)
     try:

@@ -77,7 +77,7 @@ LOG = "levanter.log"
 
 @dataclass(frozen=True)
 class PreparedTraining:
-    """Everything that a training is started with."""
+    """The plan, the files and the settings with which a training is started."""
 
     config: TrainCommand
     training: TrainingModel
@@ -97,7 +97,7 @@ def prepare_files(config: TrainCommand, training: TrainingModel, plan: Plan) -> 
     """Make the files that are written to the output folder before a training starts.
 
     Raises:
-        ConfigError: Levanter does not take a key or a value.
+        ConfigError: Levanter refuses a key or a value.
     """
     output = OutputFolder(config.output).ref
     folder = reference_path(output)
@@ -133,7 +133,7 @@ def check_training(config: TrainCommand) -> TrainCommand:
     """Check Levanter's keys before planning, and return the configuration with the optimizer to plan for.
 
     Raises:
-        ConfigError: Levanter does not take a key or a value, or two keys contradict each other.
+        ConfigError: Levanter refuses a key or a value, or two keys contradict each other.
     """
     if not config.workload.is_training:
         raise ConfigError(f"workload.kind is {config.workload.kind}, and this command trains; leave it out")
@@ -171,7 +171,7 @@ def run_training(
             is not as planned, or processes have different configurations.
         CheckpointError: the checkpoint is damaged.
         PeerError: a process of the run was lost, failed, or is stuck.
-        SlowError: the run is slower than `config.gate` allows; it goes on from its last step.
+        SlowError: the run is slower than `config.gate` allows; the same command resumes it from its last step.
     """
     stops = stops or threading.Event()
     config, given = load_given_plan(check_training(config))
@@ -270,7 +270,7 @@ def _selection_records(config: TrainCommand, watch: TrainingWatch) -> dict[str, 
 def _log_to_files(prepared: PreparedTraining) -> Iterator[None]:
     """Write metrics and Levanter's log to files of a local output folder within the context.
 
-    Levanter would set up logging anew, and write everything to stderr.
+    Levanter's own setup of logging, which writes everything to stderr, is disabled meanwhile.
     """
     output, handlers = prepared.files.output, []
     if "://" not in output:
@@ -297,7 +297,7 @@ def _log_to_files(prepared: PreparedTraining) -> Iterator[None]:
 def _finish(
     prepared: PreparedTraining, folder: TrainingFolder, watch: TrainingWatch, processes: ProcessGroup
 ) -> dict[str, Any]:
-    """Write and return the summary."""
+    """Write the summary of the training, and return it."""
     summary = {
         "steps": prepared.steps,
         "loss": watch.last_loss,

@@ -64,7 +64,7 @@ def describe_methods(methods: Mapping[str, list[int]], num_layers: int) -> str:
 
 
 def model_figures(metrics: Mapping[str, jax.Array]) -> dict[str, float]:
-    """Return, from a step's metrics, the figures over all layers; empty if there are none."""
+    """Select, from a step's metrics, the statistics over all layers; empty if there are none."""
     names = [name.removeprefix(PREFIX) for name in metrics if name.startswith(PREFIX)]
     arrays = {name: metrics[PREFIX + name] for name in names if "/" not in name}
     return {name: float(value) for name, value in jax.device_get(arrays).items()}
@@ -73,7 +73,8 @@ def model_figures(metrics: Mapping[str, jax.Array]) -> dict[str, float]:
 def describe_selection(metrics: Mapping[str, jax.Array], step: int) -> dict[str, Any]:
     """Return the section `selection` of run.json, from the metrics of a step.
 
-    It has the number of the step, its `figures`, those of each layer in `layers`, and with few blocks their `load`.
+    It has the number of the step, the `figures` of all layers, the figures of each layer in `layers`, and, if there are
+    few blocks, the `load` of each block.
     """
     layers: dict[int, dict[str, Any]] = {}
     for name, value in jax.device_get(dict(metrics)).items():

@@ -25,13 +25,13 @@ from shardplan.train.watch import EventTimes, TrainingWatch
 
 
 class PlannedTrainer(Trainer):
-    """Levanter's Trainer, watched."""
+    """Levanter's Trainer, with every phase reported to a `TrainingWatch` and steps compiled with the plan's options."""
 
     def __init__(self, watch: TrainingWatch, compiler_options: Mapping[str, Any], *arguments: Any, **settings: Any):
-        """Make the Trainer from `arguments` and `settings`.
+        """Make the Trainer; `arguments` and `settings` go to Levanter's constructor.
 
         Args:
-            compiler_options: those of the plan.
+            compiler_options: compiler options of the plan.
         """
         self._watch, self._compiler_options = watch, dict(compiler_options)
         super().__init__(*arguments, **settings)
@@ -47,14 +47,14 @@ class PlannedTrainer(Trainer):
         self._checkpointer.save_checkpoint = watched_save
 
     def initial_state(self, *arguments: Any, **settings: Any) -> Any:
-        """Make or load the state as Levanter does, and check that it agrees with the plan."""
+        """Initialise or load the state as Levanter does, and check that it agrees with the plan."""
         with self._watch.loading():
             state = super().initial_state(*arguments, **settings)
             self._watch.check_state(state)
             return state
 
     def checkpoint_load_plan(self) -> tuple[list[str], bool]:
-        """Return the folders that may hold a checkpoint to load, and whether one is loaded."""
+        """Return the folders that may hold a checkpoint to load, and whether a checkpoint must be loaded."""
         source = self.config.initialize_from
         try:
             return super().checkpoint_load_plan()
@@ -132,10 +132,10 @@ class _WatchedProgram:
 
 @contextlib.contextmanager
 def planned_trainer(watch: TrainingWatch, compiler_options: Mapping[str, Any], vocab_size: int) -> Iterator[None]:
-    """Make `levanter.main.train_lm` use the watched Trainer within the context.
+    """Make `levanter.main.train_lm` use `PlannedTrainer` within the context.
 
-    Its model has `vocab_size` tokens, as planned. Levanter would take the length of the tokenizer, which has fewer
-    tokens than some checkpoints, such as those of Qwen: such a training could not be resumed.
+    The model has `vocab_size` tokens, as planned. Levanter would use the length of the tokenizer, which is smaller for
+    some checkpoints, such as Qwen's; such a training could not be resumed.
     """
 
     def planned_axis(axis: Axis, *_: Any) -> Axis:

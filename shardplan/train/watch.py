@@ -29,7 +29,7 @@ COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
 class TrainingWatch:
-    """Watches one training."""
+    """Watches one training: its phases, the times of its steps, and whether it continues."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class TrainingWatch:
         total: int,
         stops: threading.Event,
     ):
-        """Begin to watch a training.
+        """Start to watch a training.
 
         Args:
             total: steps of the whole training.
@@ -67,7 +67,7 @@ class TrainingWatch:
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
-        """Watch the making, loading or resuming of the state, within the context."""
+        """Watch how the state is initialised, loaded or resumed, within the context."""
         with self._processes.phase("loading", self._deadlines.loading):
             yield
 
@@ -75,7 +75,7 @@ class TrainingWatch:
         """Check that the parameters and the optimizer's state agree with the plan, and record this and their memory.
 
         Raises:
-            ConfigError: an array is not.
+            ConfigError: an array does not agree with the plan.
         """
         plan, model = self._plan, without_adapter(state.model)
         if model is not state.model:
@@ -160,7 +160,7 @@ class EventTimes(Callback[Any]):
         self._evaluation = contextlib.ExitStack()
 
     def on_step(self, info: StepInfo[Any], force: bool = False) -> None:
-        """Do nothing: the events give all times."""
+        """Do nothing; all times are measured at events instead."""
 
     def end_step(self) -> None:
         """Record that all hooks of a step have run, so that the wait for the next batch begins."""

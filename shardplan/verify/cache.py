@@ -143,7 +143,7 @@ def cache_path(case: Case, folder: str | None, memory_only: bool = False) -> Pat
     """Return the file that caches the result of `case`; None without a cache folder.
 
     Args:
-        memory_only: whether the result may be without cycles; if there is one with them, it is returned.
+        memory_only: whether a result without cycles is enough; a cached result with cycles is preferred.
     """
     if folder is None:
         return None
@@ -157,7 +157,7 @@ def facts_path(case: Case, folder: str | None) -> Path | None:
 
 
 def store(value: Compiled | ModelFacts, path: Path) -> None:
-    """Write `value` to `path` atomically, so that no reader sees half of it.
+    """Write `value` to `path` atomically, so that no reader sees a partial file.
 
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     path = Path(folder, "facts.json")

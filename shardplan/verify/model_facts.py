@@ -66,7 +66,7 @@ def compute_facts(case: Case) -> ModelFacts:
 
 
 def _attended_fraction(plan: Plan, model: "Model") -> float:
-    """Return the fraction of their blocks that attention kernels compute, over all kinds; 1 without attention."""
+    """Return the fraction of blocks that attention kernels compute, over all kinds of it; 1 without attention."""
     from shardplan.positions.sequence_layout import attended_fraction
     from shardplan.program.step_trace import plan_step
 
@@ -81,7 +81,7 @@ def _attended_fraction(plan: Plan, model: "Model") -> float:
 
 
 def _rows_of_blocks(plan: Plan, model: "Model") -> float | None:
-    """Return the rows of an expert block on a device if experts get equally many; None without such blocks."""
+    """Return a device's rows in an expert block if all experts get equally many; None without such blocks."""
     from shardplan.cost.experts import work_of
     from shardplan.program.step_trace import plan_step
     from shardplan.search.given_plan import assignment_of

@@ -89,9 +89,9 @@ def _failure_fields(
 
 
 def _reported_sizes(module: Module, usage: str) -> dict[str, int]:
-    """Return field of `CompiledMemory` -> bytes, for a program without code, from the compiler's report.
+    """Return field of `CompiledMemory` -> bytes, from the compiler's report, for a result that has only reports.
 
-    The report does not tell output from temporaries.
+    The report does not distinguish the output from temporaries.
     """
     parameters = [i for i in module.entry.instructions.values() if i.opcode == "parameter"]
     arguments = sum(array.bytes for parameter in parameters for array in parameter.arrays)
@@ -102,7 +102,7 @@ def _reported_sizes(module: Module, usage: str) -> dict[str, int]:
 
 
 def _time_fields(module: Module, compiled: Compiled, plan: Plan, facts: ModelFacts) -> dict[str, Any]:
-    """Return the fields of the verdict on a program that fits: collectives, and modelled time if there are cycles."""
+    """Return the verdict's collectives, and the modelled time of a step if the compiler has estimated cycles."""
     hardware = parse_slice(plan.hardware.slice)
     network = Network(plan.mesh, hardware, compiled.slices)
     try:

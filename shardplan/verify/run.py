@@ -32,9 +32,9 @@ def verify(
     """Return the compiler's verdict on every case, in the order of the cases.
 
     Args:
-        compiler: limits, the number of compiles at a time, the cache folder.
-        on_verdict: called with each verdict as soon as there is one, from threads.
-        on_compile: called with each case whose compile starts, which is not in the cache, from threads.
+        compiler: limits, the number of simultaneous compiles, and the cache folder.
+        on_verdict: called from threads with each verdict as soon as it is known.
+        on_compile: called from threads with each case that is not in the cache, when its compile starts.
 
     Raises:
         ConfigError: libtpu is not installed, a case is not for a TPU slice, its plan is for another model, or the cache
@@ -70,7 +70,7 @@ def _find_facts(cases: Sequence[Case], folder: str | None) -> list[ModelFacts]:
     """Return the facts about the model of every case, computed once per model and workload.
 
     Args:
-        folder: the cache.
+        folder: the cache folder.
     """
     digests = [facts_digest(case) for case in cases]
     by_digest: dict[str, ModelFacts] = {}
@@ -99,7 +99,7 @@ def _judge(
     """Return the verdict on a case, compiling it unless its plan is refused or its result is cached.
 
     Args:
-        model: the facts about its model.
+        model: facts about the model of the case.
         path: cache file; None to compile without a cache.
         stop: stops the compilation when set; the verdict is then undecided.
     """

@@ -31,7 +31,7 @@ ASSUMED_MEANING = {
 def build_cases(
     config: CompilingConfig, options: OptionSets = OptionSets.PLAN, against: Sequence[str] = ()
 ) -> list[Case]:
-    """Return the cases of the configuration's own plan, one per set of compiler options, then of the plans to compare.
+    """Return the cases of the configuration's own plan, one per set of compiler options, then cases of other plans.
 
     Args:
         against: paths of plans, configurations or Levanter configurations.
@@ -82,7 +82,7 @@ def _levanter_case(path: str, config: CompilingConfig) -> Case:
     """Return the case of a Levanter configuration's mesh and mappings, as the lint estimates them.
 
     Raises:
-        ConfigError: it trains otherwise than a Plan, or its layout is only what the lint takes it to mean.
+        ConfigError: the configuration trains in a way that no Plan describes, or the lint had to guess its layout.
     """
     from shardplan.lint.file.lint_file import lint_file
     from shardplan.lint.lint import plan_section

@@ -50,7 +50,7 @@ class LiveBytes:
 
 @dataclass(frozen=True)
 class CompiledMemory:
-    """HBM in bytes per device, and host memory, as the compiler assigned them."""
+    """Bytes per device that the compiler assigned: HBM, and also host memory."""
 
     peak: int
     arguments: int
@@ -214,7 +214,7 @@ class Verdict(Displayed):
         return self.outcome == Outcome.FITS
 
     def rank(self, workload: Workload) -> tuple[int, float]:
-        """Sort key: programs that fit, by time per token; then programs that do not, by memory; then all others."""
+        """Return a sort key: programs that fit by time per token, programs too large by memory, then all others."""
         order = list(Outcome).index(self.outcome)
         if self.time is not None:
             return order, self.time.step_seconds / workload.tokens

@@ -18,8 +18,8 @@ def verify_plan(plan: Plan, compiler: CompilerConfig | None = None) -> Verdict:
         compiler: limits, and the folder in which compiled programs are kept.
 
     Returns:
-        The verdict: whether the step fits, its memory, and its modelled time. One that the compiler refuses, or for
-        which a limit is reached, is a verdict too.
+        The verdict: whether the step fits, its memory, and its modelled time. If the compiler refuses the step or
+            reaches a limit, the verdict says so.
 
     Raises:
         ConfigError: libtpu is not installed, or the plan is not for a TPU slice.

@@ -120,7 +120,9 @@ def test_matmuls_with_heads_before_the_last_axis_of_their_weight():
 
 
 def test_trainings_have_factors_of_their_own():
-    factors = Calibration(products=1.1, elementwise=3.0, copying=9.0, training=TrainingFactors(1.2, 2.0, weight_passes=1))
+    factors = Calibration(
+        products=1.1, elementwise=3.0, copying=9.0, training=TrainingFactors(1.2, 2.0, weight_passes=1)
+    )
     model = build_model(read_config("llama-3.2-1b", None), 1024)
     evaluation, training = (plan_step(model, Workload(kind, 8, 1024)) for kind in ("eval", "train"))
     assert factors.of(evaluation) is factors

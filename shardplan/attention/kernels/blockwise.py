@@ -151,7 +151,7 @@ _einsum = partial(jnp.einsum, preferred_element_type=jnp.float32, precision=jax.
 
 
 class _Blocks:
-    """The blocks of a shard's queries and keys, padded to whole blocks, and the mask of each pair of blocks."""
+    """A shard's queries and keys in blocks, padded to complete blocks, and the mask of each pair of blocks."""
 
     def __init__(self, config: KernelConfig, hop: Hop, n_queries: int, n_keys: int) -> None:
         self._pattern, self._n_queries, self._n_keys = config.pattern, n_queries, n_keys

@@ -159,7 +159,10 @@ class SplashKernel:
         return [SplashKernel(self.config, replace(self.positions, queries=chunk)) for chunk in chunks]
 
     def _split(self, hop: Hop, *arrays: Array) -> Iterator[tuple[Any, ...]]:
-        """Yield each kernel of `_chunks` with its queries' part of the hop and of arrays [B, N, G, S, ...]."""
+        """Yield each kernel of `_chunks`, with the part of `hop` and the parts of `arrays` that belong to its queries.
+
+        Arrays are [B, N, G, S, ...] and are divided along S.
+        """
         indices = np.split(np.arange(self.positions.queries.shape[1]), len(self._chunks))
         for chunk, index in zip(self._chunks, indices, strict=True):
             part = slice(index[0], index[-1] + 1)
@@ -176,7 +179,7 @@ class SplashKernel:
         """Return the blocks of a hop in the form that JAX's splash kernels take.
 
         Args:
-            by_keys: for the kernel of the gradients of keys and values, which goes along queries.
+            by_keys: whether the kernel is the one for gradients of keys and values, which loops over queries.
         """
         grids = self._grids
         grid = jnp.asarray(grids.grid)[hop.query_shard, self.positions.distances.index(hop.distance)]

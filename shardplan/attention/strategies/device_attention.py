@@ -18,7 +18,7 @@ from shardplan.positions.sequence_layout import SequenceLayout
 
 @dataclass(frozen=True, eq=False)
 class DeviceAttention:
-    """An attention with its strategy and kernel chosen."""
+    """One attention call with its strategy and kernel chosen, to run on each device."""
 
     kernel: AttentionKernel
     axes: AxisRoles

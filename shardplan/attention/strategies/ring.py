@@ -99,7 +99,7 @@ def _forward(
 ) -> tuple[tuple[Array, Array], Any]:
     """Return the result of `ring_attention`, and the residuals for `_backward`: its inputs, output and log-sum-exp.
 
-    Keys and values travel around the ring; each hop's attention is merged into that of the hops before.
+    Keys and values travel around the ring; the attention of each hop is merged into the result of the earlier hops.
     """
     ring, exchange = program.ring, program.exchange
     if exchange is not None:
@@ -124,11 +124,11 @@ def _forward(
 def _backward(program: RingProgram, residuals: Any, gradients: tuple[Array, Array]) -> tuple[Any, ...]:
     """Return the gradients of the arguments of `ring_attention` from `q` on; None for the mask.
 
-    Keys and values travel around the ring as in `_forward`, with the gradients that devices have added to them, which
-    at the end go back to the device of the keys.
+    Keys and values travel around the ring as in `_forward`, together with their gradients, to which each device adds
+    its part. After the last hop, the gradients return to the device that owns the keys.
 
     Args:
-        gradients: of the output and of the log-sum-exp.
+        gradients: gradients of the output and of the log-sum-exp.
     """
     ring, exchange = program.ring, program.exchange
     q, k, v, mask, out, lse = residuals
@@ -171,14 +171,14 @@ def _hop_steps(ring: Ring) -> list[tuple[int, int]]:
 def _finish_hop(ring: Ring, tree: Any) -> Any:
     """Return `tree` behind a barrier: the compiler finishes all of it before operations that depend on it.
 
-    Without this barrier the compiler may combine all hops at the end, with the output of every hop in memory. After an
-    only hop it would write in float32 what can be cast first.
+    Without this barrier the compiler may combine all hops at the end, with the output of every hop in memory. If there
+    is only one hop there is no barrier, because it would make the compiler write the output in float32 before the cast.
     """
     return tree if len(ring.distances) == 1 else jax.lax.optimization_barrier(tree)
 
 
 def _make_hop(ring: Ring, distance: int, mask: DeviceMask, key_segments: Array | None) -> Hop:
-    """Return the mask inputs of the hop in which keys from `distance` ring indices back arrive."""
+    """Return the mask inputs of one hop, whose keys come from `distance` ring indices back."""
     source = (ring.index() - distance) % ring.size
     explicit = mask.explicit
     if explicit is not None:

@@ -44,7 +44,7 @@ class AdaptedTensor(ComputedTensor, frozen=True, gc=False, kw_only=True):
         return self.base.view(name) if isinstance(self.base, ComputedTensor) else None
 
     def number_slabs(self, stored: np.ndarray, piece: StridedPiece) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
-        """Yield the values of a piece in slabs.
+        """Yield the values of a piece in float32, a few elements (a slab) at a time; see `ComputedTensor.number_slabs`.
 
         Raises:
             CheckpointError: a matrix of the adapter, or a scale of a coded base, cannot be read or is damaged.
@@ -57,7 +57,7 @@ class AdaptedTensor(ComputedTensor, frozen=True, gc=False, kw_only=True):
             yield part, numbers
 
     def _base_slabs(self, stored: np.ndarray, piece: StridedPiece) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
-        """Yield the values of a piece without the adapter, in float32."""
+        """Yield the values of a piece without the adapter, in float32, one slab at a time."""
         if isinstance(self.base, ComputedTensor):
             yield from self.base.number_slabs(stored, piece)
             return
@@ -90,10 +90,11 @@ def adapt_tensor(base: Tensor, factors: Factors, digits: Digits | None) -> Adapt
 
 
 def find_digits(layout: View, dims: Shape) -> Digits:
-    """Return the row and the column steps of the matrix for one step along each dimension of the stored codes.
+    """Return how many rows and columns of the matrix one step along each dimension of the stored codes moves.
 
-    The row of a code is the sum of its indices times the steps along their dimensions, and so is its column: layouts
-    only divide, permute and join dimensions. So the codes with one index of 1, and 0 otherwise, show all steps.
+    Layouts only divide, permute and join dimensions, so the row of a code is the sum of its indices times the row
+    steps, and the column is the sum of its indices times the column steps. The steps along a dimension are read off the
+    code whose index is 1 in this dimension and 0 in all others.
 
     >>> from shardplan.checkpoint.mapping.views import tensor_view
     >>> find_digits(tensor_view("w", (2, 3, 4)).transpose((0, 2, 1)).reshape((8, 3)), (2, 3, 4))

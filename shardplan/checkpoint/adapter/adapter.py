@@ -137,7 +137,7 @@ def read_adapter(folder: Folder, cache_bytes: int = 0) -> Adapter:
 
 
 def _sort_tensors(tensors: Mapping[str, Tensor], where: str) -> tuple[dict[str, MatrixPair], dict[str, Tensor]]:
-    """Map weights to their pairs of matrices, and names to tensors that the adapter saves whole."""
+    """Map weights to their pairs of matrices, and names to the tensors that the adapter saves in full."""
     matrices: defaultdict[str, dict[tuple[bool, str], str]] = defaultdict(dict)
     saved: dict[str, str] = {}
     for name, tensor in tensors.items():
@@ -169,10 +169,10 @@ def _check_type(name: str, tensor: Tensor) -> None:
 
 
 def _pair(parts: Mapping[tuple[bool, str], str], tensors: Mapping[str, Tensor], where: str) -> MatrixPair:
-    """Return the matrices of one weight.
+    """Return the two matrices of one weight, checked to fit each other.
 
     Args:
-        parts: whether it is of an embedding, and A or B -> name of the tensor.
+        parts: (whether the matrix belongs to an embedding, "A" or "B") -> name of the tensor.
     """
     kinds = {is_embedding for is_embedding, _ in parts}
     first = next(iter(parts.values()))

@@ -69,7 +69,7 @@ class BiasKind(StrEnum):
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """The settings of an adapter_config.json that concern weights, with the adapted model's names of modules."""
+    """The settings of an adapter_config.json that concern weights, by the module names of the adapted model."""
 
     where: str
     """Name of the file, for messages."""
@@ -113,7 +113,7 @@ class AdapterConfig:
         return _is_named(module, self.targets) and (not self.layers or self._layer_of(module) in self.layers)
 
     def is_saved(self, module: str) -> bool:
-        """Return whether a module was saved whole, or is in one that was."""
+        """Return whether the adapter holds a module in full, or a module that contains it."""
         parts = module.split(".")
         outer = [".".join(parts[: i + 1]) for i in range(len(parts))]
         return any(each.endswith(end) for each in outer for end in self.saved_modules)
@@ -149,7 +149,7 @@ def parse_adapter_config(data: bytes, where: str) -> AdapterConfig:
         where: name of the file, for messages.
 
     Raises:
-        ConfigError: it is damaged, or a key is unknown, or has a value that is not supported.
+        ConfigError: the file is damaged, a key is unknown, or a value is not supported.
     """
     try:
         values = parse_json(data.decode(json.detect_encoding(data)))

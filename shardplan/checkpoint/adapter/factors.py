@@ -82,7 +82,7 @@ class MatrixCache:
         """Return the matrices of a weight; on a miss one thread reads them, and the others wait for it.
 
         Raises:
-            CheckpointError: they cannot be read, or a number is not finite.
+            CheckpointError: the matrices cannot be read, or a number is not finite.
         """
         with self._lock:
             entry = self._entries.setdefault(factors.name, _KeptMatrices())
@@ -131,7 +131,7 @@ class Factors:
         """Read both matrices.
 
         Raises:
-            CheckpointError: they cannot be read, or a number is not finite.
+            CheckpointError: the matrices cannot be read, or a number is not finite.
         """
         a, b = (
             read_elements(tensor, 0, tensor.shape[0] * tensor.shape[1]).astype(np.float32).reshape(tensor.shape)

@@ -40,7 +40,7 @@ class AdapterChanges:
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
-        """Name -> tensor, of adapted and of saved tensors."""
+        """Name -> tensor, for adapted tensors and for tensors that the adapter saves in full."""
         return {**self.saved, **self.adapted}
 
 
@@ -55,7 +55,7 @@ def merge_adapter(
     """Find the tensors of a checkpoint that an adapter changes.
 
     Args:
-        tensors: those of the checkpoint.
+        tensors: tensors of the checkpoint, by name.
         stored: where the checkpoint has the tensors that the model expects.
         expected: name -> shape of the tensors of the model.
         where: name of the checkpoint, for messages.
@@ -63,7 +63,7 @@ def merge_adapter(
 
     Raises:
         CheckpointError: the adapter is for another model, or incomplete.
-        ConfigError: its configuration contradicts the model.
+        ConfigError: the adapter's configuration contradicts the model.
     """
     if adapter.config.is_transposed and not stores_inputs_first:
         raise ConfigError(
@@ -142,7 +142,7 @@ def _check_complete(adapter: Adapter, names: StoredNames, expected: Mapping[str,
     """Check that the adapter has every tensor that was trained according to adapter_config.json.
 
     Raises:
-        CheckpointError: one is.
+        CheckpointError: tensors are missing.
     """
     config = adapter.config
     adapted = {names.canonical[name] for name in adapter.pairs}
@@ -194,10 +194,10 @@ def _kinds(names: Iterable[str]) -> set[str]:
 
 
 def _digits(base: Tensor, known: dict[tuple[Shape, Shape], Digits]) -> Digits | None:
-    """Return the row and column steps of a matrix's codes; None if the values are in the order of the codes.
+    """Return `find_digits` of a matrix; None if its values are in the order of its codes.
 
     Args:
-        known: those of other matrices by dimensions, because a checkpoint has its codes in one order.
+        known: cache of results by dimensions; all matrices of a checkpoint have their codes in one order.
     """
     layout = base.view("") if isinstance(base, ComputedTensor) else None
     if layout is None or not isinstance(base, ComputedTensor):
@@ -213,7 +213,7 @@ def check_tied(
 ) -> None:
     """Refuse an adapter that is ambiguous because the model's output head is its embedding.
 
-    PEFT changes one of both while a model runs, and both where it merges.
+    PEFT changes only one of the two while a model runs, but both when it merges the adapter.
 
     >>> from types import SimpleNamespace
     >>> changes, adapter = AdapterChanges({"wte.weight": None}, {}), SimpleNamespace(where="org/adapter")
@@ -223,11 +223,11 @@ def check_tied(
     shardplan.errors.CheckpointError: org/adapter changes wte.weight, and gpt2 has one matrix as embedding and ...
 
     Args:
-        embedding, head: their names in the checkpoint.
+        embedding, head: names of the embedding and the head in the checkpoint.
         has_head: whether the checkpoint holds a copy of the embedding as its head.
 
     Raises:
-        CheckpointError: it changes one of both.
+        CheckpointError: the adapter changes only one of the two.
     """
     low_rank = [name for name in (embedding, head) if name in changes.adapted]
     is_alone = embedding in changes.saved and head not in changes.saved
@@ -240,7 +240,7 @@ def check_tied(
 
 
 def unused_changes(changes: AdapterChanges, read: Collection[str], where: str) -> list[str]:
-    """List the tensors that an adapter changes but the model never reads, such as those of a vision tower.
+    """List the tensors that an adapter changes but the model never reads, such as tensors of a vision tower.
 
     >>> changes = AdapterChanges({}, {"norm.weight": None, "vision.proj.weight": None})
     >>> unused_changes(changes, ["norm.weight"], "adapter")

@@ -22,10 +22,10 @@ def float_dtype(function: str, dtype: Any) -> np.dtype | None:
     dtype(bfloat16)
 
     Args:
-        function: public function whose argument it is, for the message.
+        function: name of the public function that received the argument, for the message.
 
     Raises:
-        ConfigError: it is no floating-point type.
+        ConfigError: the argument is not a floating-point type.
     """
     if dtype is None:
         return None
@@ -53,8 +53,8 @@ def copy_cast(target: np.ndarray, values: np.ndarray, piece: StridedPiece, shape
     shardplan.errors.ConfigError: w[1] is 1e+06, which float16 cannot hold (at most 65504); use bfloat16 or float32
 
     Args:
-        piece: the elements of a tensor that the values are, for the message.
-        shape: that of the tensor.
+        piece: which elements of a tensor the values are, for the message.
+        shape: shape of the tensor.
 
     Raises:
         ConfigError: a finite value is too large for the type of `target`; the message names its tensor and index.

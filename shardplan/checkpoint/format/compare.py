@@ -14,7 +14,7 @@ CONCURRENT_CHUNKS = 8
 
 
 def hold_the_same(pairs: Iterable[tuple[Tensor, Tensor]]) -> bool:
-    """Return whether the two tensors of each pair have equal shapes and values; types may differ.
+    """Return whether the two tensors of every pair have equal shapes and values; types may differ.
 
     >>> from tempfile import TemporaryDirectory
     >>> from safetensors.numpy import save_file

@@ -79,7 +79,7 @@ class Tensor(Struct, frozen=True, gc=False):  # made in a tenth of a dataclass's
 
 
 class ArrayType(NamedTuple):
-    """Shape, type and bytes of a tensor, shared by tensors that have the same."""
+    """Shape, dtype and bytes of a tensor; tensors with equal ones share one object."""
 
     shape: Shape
     dtype: np.dtype
@@ -160,7 +160,7 @@ def _array_type(type_name: str, shape: Shape) -> ArrayType:
     """Return shape, dtype and bytes of a tensor from its entry in the header.
 
     Raises:
-        ValueError: the type is not supported, or the shape is too large; in the words that follow the name.
+        ValueError: the type is not supported, or the shape is too large; the caller puts the name before the text.
     """
     dtype = DTYPES.get(type_name)
     if dtype is None:
@@ -180,7 +180,8 @@ def _find_tensor(file: File, path: str, data_start: int, name: str, entry: Heade
         data_start: byte of the file where the data of all tensors starts.
 
     Raises:
-        CheckpointError: an unsupported type, a shape without end, or data outside of the file or of another size.
+        CheckpointError: the type is not supported, the shape is too large, or the data is outside of the file or has
+            another size.
     """
     try:
         array = _array_type(entry.dtype, entry.shape)

@@ -37,8 +37,8 @@ def parse_header(text: bytes) -> dict[str, HeaderEntry]:
     {'a': HeaderEntry(dtype='F32', shape=(2, 3), data_offsets=(0, 24))}
 
     Raises:
-        ValueError: it is not JSON, a key occurs twice, or an entry lacks its type, shape or offsets, or has something
-            else in their place. Whether they fit each other and the file is not checked here.
+        ValueError: the header is not JSON, a key occurs twice, or an entry lacks a valid type, shape or offsets. The
+            caller checks whether these fit each other and the file.
     """
     try:
         header = HEADER.decode(text)
@@ -67,7 +67,7 @@ def _parse_entry(name: str, text: msgspec.Raw) -> HeaderEntry:
 
 
 def _problem_of_entry(entry: Any) -> str:
-    """Describe what is wrong with the entry of a tensor, as the text that follows its name."""
+    """Describe what is wrong with a tensor's entry; the caller puts the tensor's name before the text."""
     missing = [key for key in HeaderEntry.__struct_fields__ if not isinstance(entry, dict) or key not in entry]
     if missing:
         return f"has no {' and no '.join(missing)}"

@@ -108,7 +108,8 @@ def read_tensor_index(folder: Folder, files: WeightFiles = MODEL_FILES) -> Tenso
     (['norm'], ('embed',), ('two.safetensors',))
 
     Raises:
-        CheckpointError: no safetensors file, none of the files that the index names, or a damaged index or header.
+        CheckpointError: there is no safetensors file, no file that the index names exists, or the index or a header is
+            damaged.
     """
     text = read_bytes(folder, files.index)
     file = folder.open(files.single)
@@ -196,7 +197,7 @@ def _parse_weight_map(index: bytes) -> dict[str, str]:
     """Parse the content of an index: tensor name -> path of its file in the folder, without `./`.
 
     Raises:
-        ValueError: it is not JSON, or has no valid `weight_map`, or names a file outside of the folder.
+        ValueError: the index is not JSON, has no valid `weight_map`, or names a file outside of the folder.
     """
     content = parse_json(index.decode(json.detect_encoding(index)))
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
@@ -209,13 +210,13 @@ def _parse_weight_map(index: bytes) -> dict[str, str]:
 
 @cache  # an index names each of a few files ten thousand times
 def _path_in_folder(path: str) -> str:
-    """Return the normal form of a path of an index.
+    """Return the normal form of a path that an index names.
 
     >>> _path_in_folder("./weights//a.safetensors")
     'weights/a.safetensors'
 
     Raises:
-        ValueError: it leads out of the folder.
+        ValueError: the path leads out of the folder.
     """
     normal = posixpath.normpath(path)
     if not path or "://" in path or "\\" in path or normal.startswith(("/", "..")) or normal == ".":
@@ -243,14 +244,15 @@ def check_tensors(
         expected: shapes that the model needs, by tensor name.
         where: name of the checkpoint for the message.
         ignored: tensors that the model does not need but that may be stored.
-        modules: modules whose parameters change what the model computes, though none of them is expected.
-        dispensable: parts of names of tensors that the model can do without, though its blocks have them.
+        modules: modules without expected parameters; if the checkpoint stores parameters for them, the result would
+            change.
+        dispensable: parts of names of tensors in the model's blocks that the model does not need.
 
     Returns:
         The tensors that the model has no use for.
 
     Raises:
-        CheckpointError: tensors that are missing, that have another shape, or that another model has.
+        CheckpointError: tensors are missing, have another shape, or belong to another model.
     """
     missing = sorted(expected.keys() - tensors.keys())
     unexpected = classify_unexpected(tensors.keys() - expected.keys() - ignored, expected, modules, dispensable)

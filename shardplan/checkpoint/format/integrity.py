@@ -66,8 +66,8 @@ class CheckedFolder:
 def check_files(tensors: Iterable[Tensor], processes: ProcessGroup) -> None:
     """Compare the files of `tensors`, from a `CheckedFolder`, with recorded checksums; print a summary on stderr.
 
-    Every process calls this after it has read its part. Files that all processes read are divided among the processes;
-    of files that each process has as a copy of its own, each process checks its own copy.
+    Every process calls this after it has read its part. Shared files are divided among the processes; if each process
+    has its own copy of the files, it checks all files of its copy.
 
     Raises:
         CheckpointError: a file differs from its recorded checksum; raised in all processes.

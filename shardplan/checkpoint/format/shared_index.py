@@ -61,7 +61,7 @@ class DeferredFile:
 def read_shared_index(folder: Folder, processes: ProcessGroup) -> TensorIndex:
     """Return the tensors of a checkpoint, as `read_tensor_index` does, from the headers that process 0 has read.
 
-    Every process calls this. Of files that are not shared each process has its own copy, and reads the headers itself.
+    Every process calls this. If files are not shared, each process has its own copy and reads the headers itself.
 
     >>> from tempfile import TemporaryDirectory
     >>> from safetensors.numpy import save_file

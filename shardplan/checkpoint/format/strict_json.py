@@ -12,7 +12,7 @@ def parse_json(text: str) -> Any:
     {'a': {'b': 1}}
 
     Raises:
-        ValueError: it is not JSON, or a key occurs twice or is not valid Unicode.
+        ValueError: the text is not JSON, or a key occurs twice or is not valid Unicode.
     """
     if "\\u" not in text:  # only escapes make half of a surrogate pair
         parsed = json.loads(text)

@@ -29,7 +29,7 @@ def make_hf_config(converter: Any, model: Any) -> dict[str, Any]:
     """Return the content of config.json for `model`.
 
     Args:
-        converter: a Levanter `HFCheckpointConverter`, whose tokenizer and `config_overrides` have a say.
+        converter: a Levanter `HFCheckpointConverter`; its tokenizer and `config_overrides` decide some keys.
         model: a Levanter model.
     """
     values = _to_json(converter._build_hf_config_dict(model))
@@ -67,7 +67,7 @@ def _to_json(values: dict[str, Any]) -> dict[str, Any]:
 def _read_reference(converter: Any) -> tuple[dict[str, Any], Any]:
     """Return the config.json of the reference checkpoint, and Levanter's configuration made from it.
 
-    The latter is None without a reference of a type that shardplan knows, which the model cannot be compared with.
+    The configuration is None if there is no reference checkpoint, or none that shardplan can read.
     """
     if converter.reference_checkpoint is None:
         return {}, None

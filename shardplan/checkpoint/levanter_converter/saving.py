@@ -47,21 +47,22 @@ class SavingConverter(LevanterConverter):
         chat_template: str | None = None,
         **hf_upload_kwargs: Any,
     ) -> None:
-        """Write `model` as a Hugging Face checkpoint that replaces any in the folder; every process calls this.
+        """Write `model` as a Hugging Face checkpoint that replaces an existing one; every process calls this.
 
         Args:
             model: a Levanter model, sharded in any way.
             path: folder, local or of an object store; the same folder for all processes.
-            upload_to_hf: repository of the hub to upload the files to, which is made if it does not exist; True for
-                that of the reference checkpoint.
-            save_reference_code: whether to copy what the reference checkpoint has besides weights; default: if its
-                configuration is not a class of transformers.
+            upload_to_hf: repository of the hub to upload the files to, which is created if it does not exist; True for
+                the repository of the reference checkpoint.
+            save_reference_code: whether to copy the files of the reference checkpoint other than weights; default: only
+                if its configuration is not a class of transformers.
             save_tokenizer: whether to write the files of the tokenizer.
             max_shard_size: most bytes of a file that has more than one tensor.
             export_host_budget_bytes: no effect: a process holds a few tensors at a time.
             max_concurrent_shards: no effect: every process writes one file at a time.
             save_feature_extractor: whether to write the files of the feature extractor.
-            dtype: type that floating-point arrays are cast to, except those of the decoder's routers with a wider type.
+            dtype: type that floating-point arrays are cast to, except arrays of the decoder's routers with a wider
+                type.
             generation_config: content of generation_config.json.
             chat_template: replaces the tokenizer's.
             hf_upload_kwargs: further arguments of `huggingface_hub.upload_folder`.
@@ -95,10 +96,10 @@ class SavingConverter(LevanterConverter):
 
 
 def _collect_files(write: Callable[[str], None], generation_config: Mapping[str, Any] | None) -> dict[str, bytes]:
-    """Return the files beside the weights, name -> content; empty in all processes except process 0.
+    """Return the small files to write beside the weights, name -> content; empty except in process 0.
 
     Args:
-        write: writes them into a folder.
+        write: function that writes the files into a folder.
     """
     files: dict[str, bytes] = {}
 

@@ -61,7 +61,7 @@ def upload_checkpoint(
     """Upload a checkpoint to the hub from process 0.
 
     Args:
-        ref: its folder.
+        ref: folder of the checkpoint.
         names: files beside the weights and config.json.
         nbytes: bytes of the weights.
         settings: further arguments of `upload_folder`.

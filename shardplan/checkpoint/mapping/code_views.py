@@ -22,7 +22,7 @@ MAX_BOXES = 1024
 
 
 class Scales(NamedTuple):
-    """The layout of a tensor's scales."""
+    """Where the scales of a coded tensor are: the group of codes that share a scale, and the strides of the scales."""
 
     shape: Shape
     """Dimensions of the tensor of codes."""
@@ -33,17 +33,17 @@ class Scales(NamedTuple):
 
 
 def find_blocks(view: View, scales: Mapping[str, Scales]) -> Shape | None:
-    """Return the sizes of the largest blocks of a view whose codes share a scale, along each dimension.
+    """Return the sizes of the largest blocks of a view such that all codes of a block share a scale.
 
     >>> from shardplan.checkpoint.mapping.views import tensor_view
     >>> find_blocks(tensor_view("w", (256, 512)), {"w": Scales((256, 512), (128, 128), (4, 1))})
     (128, 128)
 
     Args:
-        scales: tensor name -> where its scales are.
+        scales: tensor name -> layout of the tensor's scales.
 
     Returns:
-        None if indices along a dimension of a piece go over the end of a dimension of its tensor.
+        None if the indices along a dimension of a piece run past the end of a dimension of its tensor.
     """
     blocks = view.shape
     for part in view.parts:
@@ -117,7 +117,7 @@ def _first_of_divided_blocks(view: View, blocks: Shape) -> View:
 
 
 def view_of_scales(view: View, scales: Mapping[str, Scales], max_pieces: float = math.inf) -> View | None:
-    """Return a view with the scale of every code in a view of codes; its pieces have the names of the codes' tensors.
+    """Return a view with the scale of every code in a view of codes, under the names of the codes' tensors.
 
     >>> from shardplan.checkpoint.mapping.views import tensor_view
     >>> scales = view_of_scales(tensor_view("w", (256, 128)), {"w": Scales((256, 128), (128, 128), (1, 1))})
@@ -125,10 +125,10 @@ def view_of_scales(view: View, scales: Mapping[str, Scales], max_pieces: float =
     [((0, 0), (128, 128), 0, (0, 0)), ((128, 0), (128, 128), 1, (0, 0))]
 
     Args:
-        scales: tensor name -> where its scales are.
+        scales: tensor name -> layout of the tensor's scales.
 
     Returns:
-        None if a piece has too many pieces of scales, or all have more than `max_pieces`.
+        None if the scales of one piece of codes would be too many pieces, or all scales more than `max_pieces`.
     """
     parts: list[PieceGroup] = []
     count = 0
@@ -181,7 +181,7 @@ def _boxes_of_scales(offset: int, shape: Shape, strides: Shape, scales: Scales) 
 
 
 def _moves(shape: Shape, strides: Shape, tensor: Shape) -> dict[int, tuple[int, int]]:
-    """Return dimension of the piece -> (dimension of the tensor, step), for dimensions of several elements."""
+    """Return dimension of the piece -> (dimension of the tensor, step), for dimensions with more than one element."""
     weights = row_major_strides(tensor)
     moves = {}
     for i, (count, stride) in enumerate(zip(shape, strides, strict=True)):
@@ -211,11 +211,11 @@ def _first_of_runs(groups: np.ndarray) -> list[int]:
 def _divided(
     offset: int, shape: Shape, strides: Shape, scales: Scales, outer: int, cuts: Sequence[int]
 ) -> tuple[Box, ...] | None:
-    """Divide a piece along one dimension, and return the boxes of its parts; None if they are too many.
+    """Divide a piece along the dimension `outer`, and return the boxes of its parts; None if there are too many.
 
     Args:
-        outer: the dimension.
-        cuts: first indices of the parts; all of a part that is longer than one index has one group.
+        outer: index of the dimension.
+        cuts: first index of each part; a part longer than one index lies in one group.
     """
     boxes: list[Box] = []
     for first, last in itertools.pairwise([*cuts, shape[outer]]):

@@ -135,11 +135,11 @@ def _find_prefix(
 
 
 def _find_head(expected: Mapping[str, Shape], plain: Mapping[str, str], prefix: str) -> tuple[str, str]:
-    """Return the module that has, or would have, the checkpoint's output head, and the head's name (of `HEADS`).
+    """Return the checkpoint's name for the module with the output head, and the head's name, one of `HEADS`.
 
     Args:
-        plain: has the names of stored tensors.
-        prefix: what the checkpoint puts before the other names.
+        plain: mapping whose keys are the names of stored tensors.
+        prefix: prefix of the other names in the checkpoint.
     """
     heads = [head for head in HEADS if any(name.startswith(head) for name in expected)] or HEADS
     modules = _head_prefixes(prefix)

@@ -65,7 +65,7 @@ class StridedPiece(NamedTuple):  # quicker to make than a frozen dataclass; a lo
 
 
 class PieceGroup(NamedTuple):
-    """Pieces of a view that differ only in their tensors and in their starts in the view and the tensors."""
+    """Pieces of a view with equal shape and strides; they differ in their tensors and in where they start."""
 
     shape: Shape
     """Extent of each piece, per dimension."""
@@ -86,7 +86,7 @@ class PieceGroup(NamedTuple):
         return len(self.tensors) * math.prod(self.shape)
 
     def separate(self) -> Iterator[StridedPiece]:
-        """Yield each piece."""
+        """Yield each piece of the group as a `StridedPiece`."""
         for tensor, start, offset in zip(self.tensors, self.starts.tolist(), self.offsets.tolist(), strict=True):
             yield StridedPiece(tuple(start), self.shape, tensor, offset, self.strides, self.scale)
 
@@ -130,7 +130,7 @@ def group_pieces(pieces: Iterable[StridedPiece]) -> Iterator[PieceGroup]:
 
 
 def join_alike(parts: Sequence[PieceGroup]) -> Iterator[tuple[PieceGroup, np.ndarray]]:
-    """Join parts with pieces of equal shape and strides; yield each joined part, and the old part of each piece.
+    """Join parts with equal shape and strides; yield each joined part, and for each piece the part that it came from.
 
     >>> rows = [StridedPiece((i, 0), (1, 4), f"layers.{i}", 0, (4, 1)) for i in range(3)]
     >>> parts = [*group_pieces(rows[:2]), *group_pieces(rows[2:])]

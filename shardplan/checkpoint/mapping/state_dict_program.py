@@ -75,7 +75,7 @@ def expected_tensors(template: Any) -> dict[str, Shape]:
 
 
 def dispensable_tensors(template: Any) -> tuple[str, ...]:
-    """Return name parts of layer tensors that the model does not need; empty for Levanter's models."""
+    """Return parts of names of layer tensors that the model does not need; empty for Levanter's models."""
     return family_of(template.settings).dispensable if isinstance(template, Decoder) else ()
 
 
@@ -109,7 +109,7 @@ def trace_program(
     Args:
         template: the Levanter model with `jax.ShapeDtypeStruct`s in place of arrays.
         tensors: name in the checkpoint -> shape; `expected_tensors` by default.
-        stored: name -> view of what is stored, of tensors that are not stored as they are.
+        stored: name -> view of the stored elements, for tensors that are stored in another order.
 
     Raises:
         CheckpointError: the converter computes something other than data movement, does not read these names, or
@@ -148,7 +148,7 @@ def _decoder_program(
 ) -> StateDictProgram:
     """Make the program of a decoder from its rules, by computing with views instead of tracing.
 
-    The scales of a kept weight are views of its tensors as well: of the first element of each block.
+    The scales of a kept weight have a view of the first element of each block of the weight's tensors.
     """
 
     def read(stored: StoredTensor) -> View:
@@ -219,10 +219,10 @@ def _interpret(jaxpr: Jaxpr, consts: list[Any], inputs: list[Value]) -> list[Val
 def _apply(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
     """Interpret one equation of a jaxpr, and return its results.
 
-    Without data of the checkpoint among the operands, they are a broadcast scale factor, or empty views.
+    If no operand comes from the checkpoint, the results are a broadcast scale factor, or empty views.
 
     Raises:
-        CheckpointError: the equation computes with data of the checkpoint, rather than move or scale it.
+        CheckpointError: the equation does more than move or scale data of the checkpoint.
     """
     name = equation.primitive.name
     if "jaxpr" in equation.params:  # a wrapped program: jit, custom_jvp, ...

@@ -25,7 +25,7 @@ def trace_type_names(template: Any, model_type: object) -> StateDictProgram:
 
     Args:
         template: the Levanter model with `jax.ShapeDtypeStruct`s in place of arrays.
-        model_type: that of config.json; the names of a type that is not in the tables are those that Levanter writes.
+        model_type: `model_type` of config.json; a type that is not in the tables has the names that Levanter writes.
     """
     expected = expected_tensors(template)
     if model_type == "mixtral":

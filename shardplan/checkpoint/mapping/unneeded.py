@@ -63,7 +63,7 @@ def classify_unexpected(
     Args:
         expected: names of the tensors that the model has, as the checkpoint names them.
         modules: further modules that the model has, without parameters of its own.
-        dispensable: parts of names of tensors that the model can do without, though its blocks have them.
+        dispensable: parts of names of tensors in the model's blocks that the model does not need.
     """
     own_modules = {name.rpartition(".")[0] for name in expected} | {*modules}
     own_blocks: defaultdict[str, defaultdict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
@@ -107,7 +107,7 @@ def classify_unexpected(
 def _further_blocks(
     unexpected: Iterable[str], own_blocks: defaultdict[str, defaultdict[str, set[str]]]
 ) -> set[tuple[str, str]]:
-    """Return (prefix, number) of further blocks that hold only tensors which the model's own blocks hold too."""
+    """Return (prefix, number) of blocks beyond the model's own that have only tensors of kinds in its own blocks."""
     blocks: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
     for name in unexpected:
         match = BLOCK.fullmatch(name)
@@ -126,7 +126,7 @@ def kinds_text(names: Sequence[str]) -> str:
     >>> kinds_text(["layers.0.k_scale", "layers.1.k_scale", "mtp.fc.weight"])
     '2 x layers.N.k_scale, mtp.fc.weight'
 
-    Kinds are named by the first modules of their tensors where there would be too many otherwise.
+    If there would be too many kinds, only the first modules of each name count.
     """
     depth = max(name.count(".") + 1 for name in names)
     kinds = _kinds(names, depth)

@@ -31,7 +31,7 @@ class View:
 
     @property
     def pieces(self) -> Iterator[StridedPiece]:
-        """Every piece."""
+        """Every piece of the view, as a `StridedPiece`."""
         return itertools.chain.from_iterable(part.separate() for part in self.parts)
 
     @property
@@ -56,7 +56,7 @@ class View:
 
     @property
     def stored_order(self) -> tuple[int, ...]:
-        """Dimensions in the order of storage: first those across tensors, then by decreasing stride."""
+        """Dimensions in the order of storage: first dimensions across tensors, then dimensions by decreasing stride."""
         if not self.parts:
             return tuple(range(len(self.shape)))
         first = self.parts[0]
@@ -80,9 +80,9 @@ class View:
 
     @cached_property
     def _orders(self) -> list[dict[int, tuple[np.ndarray, np.ndarray]]]:
-        """For each of `parts`: dimension along which its pieces start at different indices -> the pieces' order.
+        """For each of `parts`, the order of its pieces along each dimension in which they start at different indices.
 
-        The order is numbers of the pieces, and their first indices along the dimension.
+        An order is the indices of the pieces, sorted by where they start along the dimension, and these starts.
         """
         found = []
         for part in self.parts:
@@ -132,7 +132,7 @@ class View:
         return View(tuple(b - a for a, b in zip(start, stop, strict=True)), tuple(parts))
 
     def reshape(self, shape: Shape) -> "View":
-        """Reshape as `numpy.reshape` does; a piece that is no box in the new shape is split into several."""
+        """Reshape as `numpy.reshape` does; a piece that is not a box in the new shape is split into several."""
         if shape == self.shape:
             return self
         if 0 in shape:

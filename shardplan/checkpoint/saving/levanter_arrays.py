@@ -16,7 +16,7 @@ def check_arrays_written(root: str, tree: Any) -> None:
     """Open every array of `tree` in the Levanter checkpoint at `root`, without reading its data.
 
     Raises:
-        CheckpointError: one is missing, or has another shape or type.
+        CheckpointError: an array is missing, or has another shape or type.
     """
 
     def is_leaf(node: Any) -> bool:

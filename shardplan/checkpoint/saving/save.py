@@ -143,14 +143,14 @@ def save_pretrained(
     Args:
         model: a Levanter model, sharded in any way; every process calls this.
         ref: folder, local or of an object store; the same folder for all processes.
-        config: content of config.json, in which the type of the weights, the size of the vocabulary, whether the head
-            is the embedding, and the name of the architecture are set to what is written.
-        program: gives other names to the tensors than the model type of `config` has.
+        config: content of config.json. Its dtype, vocabulary size, tied head and architecture name are replaced to
+            describe the written model.
+        program: mapping from tensors to arrays, if tensor names differ from the names of the model type in `config`.
         extra_files: more files that the first process writes, name -> content.
-        dtype: type that floating-point arrays are cast to, except those of the decoder's routers with a wider type;
+        dtype: type that floating-point arrays are cast to, except arrays of the decoder's routers with a wider type;
             default: the types of the arrays.
         max_file_bytes: most bytes of a file that has more than one tensor; default: 5 GB.
-        replace: whether a checkpoint that the folder holds is replaced, and not refused.
+        replace: whether to replace a checkpoint in the folder; otherwise it is refused.
 
     Raises:
         ConfigError: the folder holds a checkpoint already, or cannot be written to; a value is too large for `dtype`.
@@ -197,12 +197,12 @@ def _make_output_tensors(model: Any, program: StateDictProgram, dtype: Any = Non
     """Return tensor name -> the boxes of the model's arrays that make up the tensor.
 
     Args:
-        dtype: type of floating-point tensors, except those that the model keeps in float32 and that would be rounded;
+        dtype: type of floating-point tensors, except tensors that the model keeps in float32 and that would be rounded;
             default: the types of the arrays.
 
     Raises:
-        CheckpointError: a tensor has elements that no array holds, or a type that safetensors files do not have; or
-            weights are codes.
+        CheckpointError: a tensor has elements that no array holds, or a type that safetensors does not support; or the
+            model holds weights as one-byte codes.
     """
     check_has_numbers(model)
     arrays = {path: getattr(leaf, "array", leaf) for path, leaf in named_leaves(model)}

@@ -34,8 +34,8 @@ ITEM = "items"
 def save_orbax(model: Any, ref: str, config: Mapping[str, Any], plan: Plan | None = None) -> None:
     """Write `model` as step 0 of an Orbax checkpoint, which Orbax restores on any number of devices.
 
-    The arrays are those of the model, with their shapes and types, in `<ref>/0/items`: nested dictionaries by the names
-    that the Plan has, below `params` and `params`. Names and shapes are not those of MaxText's own models.
+    `<ref>/0/items` has the model's arrays with their shapes and types, in nested dictionaries by the Plan's names,
+    under `params` / `params` as in MaxText. Names and shapes differ from MaxText's own models.
 
     Args:
         model: a Levanter model, sharded in any way; every process calls this.

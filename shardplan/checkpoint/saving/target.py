@@ -59,7 +59,7 @@ def open_target(ref: str, file_format: Format = Format.HF, replace: bool = False
 
     Args:
         file_format: the format of the checkpoint.
-        replace: whether it may hold a complete checkpoint.
+        replace: whether the folder may hold a complete checkpoint.
 
     Raises:
         ConfigError: the folder holds a complete checkpoint already, or cannot be written to.
@@ -104,7 +104,7 @@ def claim_target(
     Args:
         names: the files and folders (with `/` at the end) that all processes together are going to write.
         file_format: the format of the checkpoint.
-        replace: whether a complete checkpoint in the folder is removed, and not refused.
+        replace: whether to remove a complete checkpoint in the folder; otherwise it is refused.
     """
     folder = processes.agree("target", lambda: open_target(ref, file_format, replace), lambda _: {})
     mark = b""
@@ -170,7 +170,7 @@ def _marked_files(folder: OutputFolder) -> list[str]:
     """Return the files and folders that an interrupted run intended to write.
 
     Raises:
-        ConfigError: the mark is not one that a run writes.
+        ConfigError: the content of the mark is not valid.
     """
     try:
         names = json.loads(read_bytes(folder.open_for_reading(), INCOMPLETE) or b"")["files"]

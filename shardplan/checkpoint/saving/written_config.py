@@ -25,7 +25,7 @@ UNMAPPED_CLASSES = {"kimi_k2": "DeepseekV3ForCausalLM", "mistral4": "Mistral4For
 
 
 def describe_written(config: Mapping[str, Any], model: Any, dtypes: Mapping[np.dtype, int]) -> dict[str, Any]:
-    """Return `config` with corrections of every key that does not describe the written model.
+    """Return `config` with every key corrected that does not describe the written model.
 
     >>> config = {"model_type": "own_model", "torch_dtype": "float32", "quantization_config": {"quant_method": "fp8"}}
     >>> describe_written(config, None, {np.dtype(np.float16): 1000, np.dtype(np.float32): 10})
@@ -34,7 +34,7 @@ def describe_written(config: Mapping[str, Any], model: Any, dtypes: Mapping[np.d
     Args:
         config: content of a config.json.
         model: the Levanter model; only shapes and types of its arrays are used.
-        dtypes: type -> bytes that are written in it; a config.json names one, the most frequent.
+        dtypes: type -> bytes written in this type; config.json names the type with the most bytes.
     """
     result = {key: value for key, value in config.items() if key not in QUANTIZATION_KEYS}
     written = str(max(dtypes, key=lambda dtype: dtypes[dtype]))

@@ -68,7 +68,7 @@ def assign_files(sizes: Mapping[str, int], processes: int, max_bytes: int | None
 
 
 def _divide(sizes: Mapping[str, int], total: int, count: int) -> list[list[str]]:
-    """Divide tensors among at most `count` files of about equal size; a tensor goes to the file of its middle byte."""
+    """Divide tensors among at most `count` files of about equal size, by the position of each tensor's middle byte."""
     files: defaultdict[int, list[str]] = defaultdict(list)
     for (name, size), stop in zip(sizes.items(), itertools.accumulate(sizes.values()), strict=True):
         files[(stop - size // 2) * count // (total + 1)].append(name)
@@ -163,7 +163,7 @@ def check_small_files_written(folder: Folder, files: Mapping[str, bytes]) -> Non
     shardplan.errors.CheckpointError: .../config.json is not what was written: its content differs; ...
 
     Raises:
-        CheckpointError: one is missing or has other content.
+        CheckpointError: a file is missing or has other content.
     """
     for name, content in files.items():
         if read_bytes(folder, name) != content:

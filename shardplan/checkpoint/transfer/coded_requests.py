@@ -33,7 +33,7 @@ NUMBERS = (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16))
 def with_codes(
     requests: Mapping[str, ArrayRequest], tensors: Mapping[str, Tensor], sizes: Mapping[str, int]
 ) -> tuple[dict[str, ArrayRequest], dict[str, TensorSource]]:
-    """Send arrays of coded tensors as codes; return the requests, and the location of each tensor that is read.
+    """Change the requests of arrays that devices can decode to load codes and scales; also locate all tensors.
 
     >>> from shardplan.checkpoint.format.codecs.coded_tensor import GroupValues
     >>> from shardplan.checkpoint.mapping.views import tensor_view
@@ -51,8 +51,8 @@ def with_codes(
         sizes: mesh axis -> size.
 
     Returns:
-        The requests, with one for the scales of an array before it; name of a tensor, also of codes or of scales -> its
-        location.
+        The requests, where a request for an array's scales precedes the request for its codes; and the location of
+        every tensor that is read, by name.
     """
     changed: dict[str, ArrayRequest] = {}
     sources: dict[str, TensorSource] = {}
@@ -74,7 +74,7 @@ def with_codes(
 
 
 def codes_view(view: View) -> View:
-    """Return a view of the codes of a view's tensors.
+    """Rename the tensors of a view to the names of their codes.
 
     >>> from shardplan.checkpoint.mapping.views import tensor_view
     >>> codes_view(tensor_view("mlp.up_proj.weight", (8, 4))).tensors
@@ -84,7 +84,9 @@ def codes_view(view: View) -> View:
 
 
 def scales_view(view: View, scales: Mapping[str, Scales], max_pieces: float = math.inf) -> View | None:
-    """Return a view of the scales of a view's codes; None if it has too many pieces (for a piece of codes, or in all).
+    """Return a view of the scales of a view's codes; None if it would have too many pieces.
+
+    The limits are `MAX_BOXES` pieces for one piece of codes, and `max_pieces` in all.
 
     >>> from shardplan.checkpoint.mapping.views import tensor_view
     >>> scales = scales_view(tensor_view("w", (256, 128)), {"w": Scales((256, 128), (128, 128), (1, 1))})
@@ -112,7 +114,7 @@ def scales_by_name(coded: Mapping[str, CodedTensor]) -> dict[str, Scales]:
 
 
 def _coded_tensors(request: ArrayRequest, tensors: Mapping[str, Tensor]) -> dict[str, CodedTensor] | None:
-    """Return the coded tensors of an array if a device can decode all of them; else None."""
+    """Return the `CodedTensor`s of an array if devices can decode all of them; else None."""
     if request.view.is_scaled or 0 in request.view.shape or request.dtype not in NUMBERS:
         return None
     coded: dict[str, CodedTensor] = {}
@@ -128,10 +130,10 @@ def _coded_tensors(request: ArrayRequest, tensors: Mapping[str, Tensor]) -> dict
 def _scales_of(
     request: ArrayRequest, coded: Mapping[str, CodedTensor], sizes: Mapping[str, int]
 ) -> ArrayRequest | None:
-    """Return the request for the scales of an array, sharded as the array is; None if there would be many scales.
+    """Return the request for an array's scales, sharded like the array; None if too few codes share a scale.
 
     Args:
-        coded: tensor name -> tensor, of the tensors of the array.
+        coded: name -> tensor, for each tensor of the array.
         sizes: mesh axis -> size.
     """
     shape = request.view.shape

@@ -86,7 +86,7 @@ def sends_codes(mesh: DeviceMesh, zero_copy: bool) -> bool:
 def transfer_limits(budget: int, zero_copy: bool) -> TransferLimits:
     """Return the largest size of a transfer, such that several share three quarters of `budget` bytes of host memory.
 
-    The last quarter is for reads. How much of it a host needs does not matter here: all have the same schedule.
+    The last quarter is for reads. All hosts get the same limits, because they follow the same schedule.
 
     >>> transfer_limits(2**30, zero_copy=True)
     TransferLimits(read=67108864, placed=67108864)

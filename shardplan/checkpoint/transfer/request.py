@@ -43,8 +43,8 @@ class ArrayRequest:
     def in_transit(self, dtypes: Mapping[str, np.dtype]) -> "ArrayRequest":
         """Return the request in the dtype in which the array is read and exchanged, before it is put into its shards.
 
-        Its dimensions are in stored order, so that rows are rows of what is stored, also where the model has the array
-        transposed. Its type is the narrower of the stored type and the requested one, so that less is moved.
+        Its dimensions are in stored order, so that its rows are rows of the stored tensor even if the model transposes
+        the array. Its type is the narrower of the stored and the requested type, so that fewer bytes are moved.
 
         Args:
             dtypes: see `stored_dtypes`.

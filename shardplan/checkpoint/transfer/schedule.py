@@ -126,7 +126,8 @@ def _smallest(sizes: Mapping[str, float]) -> set[str]:
 def exchange_strategies(shape: Shape, spec: Sequence[MeshAxes], mesh: DeviceMesh) -> Iterator[ReadStrategy]:
     """Yield the strategies with collectives for an array of `shape` with the parameter sharding `spec`.
 
-    Each makes an all-to-all shard the dimensions from one of the sharded dimensions on; the last makes it shard none.
+    Each strategy reads shards up to some sharded dimension, and uses an all-to-all to shard this and all later
+    dimensions. The last strategy has no all-to-all.
 
     >>> from shardplan.checkpoint.transfer.transfer import DeviceMesh
     >>> mesh = DeviceMesh((("data", 2), ("model", 4)), processes=(0, 0, 0, 0, 1, 1, 1, 1))
@@ -159,7 +160,7 @@ def read_by_process(
     {0: ReadVolume(bytes=64, count=1), 1: ReadVolume(bytes=64, count=1)}
 
     Args:
-        requests, sources: what the schedule was made for.
+        requests, sources: the arguments that the schedule was made from.
     """
     mesh = schedule.mesh
     total = np.zeros((len(mesh.devices_by_process), 2), np.int64)
@@ -268,7 +269,7 @@ class _ReadCost(NamedTuple):
 def _cheapest(
     choices: Sequence[Sequence[Transfer]], array: _StoredArray, mesh: DeviceMesh, speeds: Speeds
 ) -> Sequence[Transfer]:
-    """Return the transfers with the lowest cost among `choices`; of equal costs, the first."""
+    """Return the transfers with the lowest cost among `choices`; the first of them if costs are equal."""
     # a cost looks at the reads of a fleet's processes, a bound does not: most choices are excluded by their bound
     bounds = [_lower_bound(transfers, array, mesh, speeds) for transfers in choices]
     best: tuple[_ReadCost, int] | None = None

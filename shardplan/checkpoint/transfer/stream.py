@@ -214,8 +214,8 @@ class _ArrayStream:
     def _start_reads(self, transfer: Transfer, destination: Destination, pool: ThreadPoolExecutor) -> _PendingTransfer:
         """Start the reads of a transfer.
 
-        Without collectives, read directly into host-memory shards where there are any; otherwise, and always with
-        collectives, into staging memory that `_write` moves on.
+        If the transfer has no collectives and its shards are in host memory, reads go directly into the shards.
+        Otherwise they go into staging memory, from which `_write` moves them on.
         """
         request = self.plan.in_transit[transfer.path]
         staged: dict[int, np.ndarray] = {}
@@ -255,7 +255,7 @@ class _ArrayStream:
         """Exchange the rows that were read, if devices share them, and write the parts into their shards.
 
         Args:
-            decoding: for arrays that travel as codes.
+            decoding: decoder and scales, for an array that is sent as codes.
         """
         transfer = pending.transfer
         parts: Mapping[int, np.ndarray | jax.Array] = pending.staged

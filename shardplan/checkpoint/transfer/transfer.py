@@ -32,7 +32,7 @@ class TransferLimits:
 
 @dataclass(frozen=True, eq=False)  # a key of caches, for which tens of thousands of devices are too many to compare
 class DeviceMesh:
-    """Mesh axes, and the process of every device; a device index is a position of the mesh in row-major order."""
+    """Mesh axes, and the process of every device; a device index counts mesh coordinates in row-major order."""
 
     axes: tuple[tuple[str, int], ...]
     """(Mesh axis, size), major to minor."""
@@ -162,7 +162,7 @@ class Transfer:
         """Return the boxes that the device with index `device` reads.
 
         Returns:
-            Boxes of the array, and of each the position of its first element in the device's rows.
+            Each box of the array, with the position of its first element in the device's rows.
         """
         per_device, row_size = self.rows_per_device(mesh), math.prod(self.row_shape)
         first = min(self.rows, per_device * mesh.index(device, self.strategy.row_axes))

@@ -26,7 +26,7 @@ def main(argv: Sequence[str]) -> None:
     """Run `shardplan checkpoint inspect` with the arguments `argv`.
 
     Raises:
-        ShardplanError: something of the checkpoint cannot be used; what is known nevertheless is printed before.
+        ShardplanError: a part of the checkpoint cannot be used; the known facts are printed first.
     """
     config = parse_config(argv, InspectCommand)
     check_outputs(input_paths(config), json=config.json)
@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _plan_load(config: InspectCommand, given: Plan | None, found: "InspectedCheckpoint") -> "PlannedLoad | None":
-    """Return bytes per device and seconds of a load; None if the configuration or checkpoint does not determine them.
+    """Return bytes per device and seconds of a load; None if configuration and checkpoint do not determine them.
 
     Raises:
         InfeasibleError: no plan fits.

@@ -21,8 +21,8 @@ def main(argv: Sequence[str]) -> None:
     """Run `shardplan eval compare` with the arguments `argv`.
 
     Raises:
-        ConfigError: other arguments, a folder without finished results, results that cannot be compared, or a plot
-            without matplotlib.
+        ConfigError: arguments are wrong, a folder has no finished results, results cannot be compared, or matplotlib is
+            missing for a plot.
     """
     parser = make_parser("eval compare", description=WITHOUT_CONFIGURATION["eval compare"])
     parser.add_argument("folders", nargs="+", metavar="FOLDER", help="the output of `eval`, of one task")

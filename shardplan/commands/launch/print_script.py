@@ -22,7 +22,7 @@ STARTED = {LaunchCommand: EvalCommand, LaunchTrainCommand: TrainCommand}
 
 
 def check_target(target: Target | None) -> Target:
-    """Return the launcher, or refuse a configuration that names none."""
+    """Return the launcher that a configuration names; refuse a configuration that names none."""
     if target is None:
         raise ConfigError(f"launch needs a launcher: --to TARGET; {nearest('', Target)}")
     return target
@@ -35,8 +35,8 @@ def print_script(
     """Print the script that runs the command of `config`, `eval` or `train`, on every host.
 
     Args:
-        argv: the arguments of the launching command; what is not its own is passed on.
-        inputs: configuration key -> its path, which every host must have.
+        argv: arguments of the launching command; arguments that are not its own are passed on.
+        inputs: configuration key -> path that must exist on every host.
     """
     command = type(config)
     started = STARTED[command]

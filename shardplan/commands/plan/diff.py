@@ -12,7 +12,7 @@ def main(argv: Sequence[str]) -> None:
     """Run `shardplan plan diff` with the arguments `argv`.
 
     Raises:
-        ConfigError: other arguments, or a file that is not a Plan.
+        ConfigError: arguments are wrong, or a file is not a Plan.
     """
     from shardplan.plan.diff import diff_plans
     from shardplan.report.console import console

@@ -58,10 +58,10 @@ def dry_run(config: PlanConfig) -> Plan | None:
 
 
 def plan_and_print(config: PlanCommand) -> Plan | None:
-    """Plan, print the plan, and answer the questions of the configuration about it.
+    """Plan, print the plan, and answer the configuration's questions about it (`--why`, `--what_if`).
 
     Returns:
-        The plan; None where the configuration selects something else.
+        The plan; None if the configuration asks for something else.
     """
     started = time.perf_counter()
     check_outputs(input_paths(config), json=config.json, report=config.report)
@@ -121,7 +121,7 @@ def _build_model(config: PlanCommand, given: Plan | None) -> "Model":
     """Build the model, and check a given plan and the axes that `--why` names against it.
 
     Raises:
-        ConfigError: one of these is not so.
+        ConfigError: the plan is for another model, or the model has no such axis.
     """
     check_model_config(config)
     from shardplan.model.inspect import inspect_model
@@ -149,7 +149,7 @@ def _search(config: PlanCommand, model: "Model | None") -> "tuple[Plan, Sequence
 def explain(config: PlanCommand, plan: Plan, model: "Model | None") -> None:
     """Print why the plan does not make the choices of `--why`; nothing without `--why` or without a model.
 
-    With `--json -` it goes to stderr.
+    With `--json -` the text goes to stderr.
     """
     if model and config.why:
         from shardplan.explain.why_not import why_not
@@ -177,10 +177,10 @@ def lint(config: PlanCommand, path: str, judgements: "Sequence[Judgement]" = ())
     """Print what is wrong with the Levanter configuration `path`, its smallest repair, and the best plan beside it.
 
     Args:
-        judgements: verdicts that are shown in the report.
+        judgements: verdicts to show in the report.
 
     Raises:
-        InfeasibleError: it cannot run.
+        InfeasibleError: the configuration cannot run.
     """
     others = ("plan", "verify", "why", "what_if", "pin", "forbid", "rank_slices")
     conflicts = [f"--{name}" for name in others if getattr(config, name)]

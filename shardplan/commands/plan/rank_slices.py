@@ -14,8 +14,8 @@ def plan_slices(config: PlanCommand) -> None:
     """Plan for each of the named slices, and print the ranking.
 
     Raises:
-        ConfigError: an unknown slice, generation or price, or a flag that this does not go with.
-        InfeasibleError: no plan fits any of them.
+        ConfigError: a slice, generation or price is unknown, or another flag cannot be combined with the ranking.
+        InfeasibleError: no plan fits on any of the slices.
     """
     conflicts = [f"--{name}" for name in ("plan", "verify", "why", "what_if", "report") if getattr(config, name)]
     if conflicts:

@@ -14,7 +14,7 @@ def check_variables(where: str, value: Any) -> None:
     """Check that a text of a configuration contains no environment variable, unless a file of this name exists.
 
     Raises:
-        ConfigError: it names one.
+        ConfigError: the text contains an environment variable.
     """
     match = VARIABLE.search(value) if isinstance(value, str) else None
     if match is None or os.path.exists(value):

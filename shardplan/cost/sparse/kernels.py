@@ -79,7 +79,9 @@ def kernel_obstacle(config: NativeSparseConfig, quirks: CompilerQuirks) -> str |
 
 
 def mean_union(config: BlockSizes, queries: int, length: int) -> float:
-    """Return the mean number of blocks in the union of a tile of `queries` neighbours, an assumption (`NEW_BLOCKS`).
+    """Estimate how many different blocks a tile of `queries` neighbouring queries selects, from an assumed overlap.
+
+    `NEW_BLOCKS` is the assumed fraction of a query's blocks that the query before it does not select.
 
     >>> paper = NativeSparseConfig(2560, 4, 16, 192, 128, 32, 16, 64, 16, 512)
     >>> [round(mean_union(paper, 8, length), 1) for length in (2048, 65536)]
@@ -175,11 +177,12 @@ def _visible_chunks(work: SparseWork, chunks: int) -> float:
 def _gradient_stage(
     name: StageName, work: SelectedWork, cycles: Cycles, scores: float, steps: float, ranges: int
 ) -> Stage:
-    """Return the stage of the kernel of gradients.
+    """Return the stage of a kernel that computes gradients.
 
     Args:
-        steps: of `TILE_ROWS` rows.
-        ranges: ranges of keys, for each of which a tile is read and dq is read and written.
+        scores: number of scores that the kernel computes.
+        steps: number of steps, each of `TILE_ROWS` rows.
+        ranges: number of ranges of keys; for each, the kernel reads every tile, and reads and writes dq.
     """
     config, tiles = work.config, selected_tiles(work)
     number = work.heads * tiles.per_sequence * ranges
@@ -219,9 +222,10 @@ def window_stages(work: SparseWork, is_gradient: bool) -> Iterator[Stage]:
 
 
 def kernel_bytes(work: SparseWork, is_gradient: bool) -> float:
-    """Return the bytes that all kernels need besides keys, outputs and importance.
+    """Return the bytes that the kernels of all branches need, beyond float32 keys and values, outputs and importance.
 
-    The kernels of compressed blocks and of windows need log-sum-exp and keys, like the kernel of the selected branch.
+    Every kernel has its log-sum-exp, and a copy of keys and values in the dtype of queries. The kernel of the selected
+    branch has more: see `selected_kernel_bytes`.
     """
     keys = work.heads * (work.positions + work.compressed_blocks)
     others = 2 * _log_sum_bytes(work, is_gradient) + keys * work.channels * work.itemsize
@@ -229,11 +233,10 @@ def kernel_bytes(work: SparseWork, is_gradient: bool) -> float:
 
 
 def selected_kernel_bytes(work: SelectedWork, is_gradient: bool) -> float:
-    """Return the bytes that the kernel of the selected branch needs besides keys and outputs.
+    """Return the bytes that the kernel of the selected branch needs, beyond float32 keys and values, and outputs.
 
-    These are the tables of tiles, as long as the largest possible union; log-sum-exp, and for gradients sums beside it;
-    keys and values in the type of queries, whose gradients count as theirs; and dq in float32, if it is a sum of
-    ranges.
+    These are the tables of tiles, as long as the largest possible union; the log-sum-exp, and for gradients delta; a
+    copy of keys and values in the dtype of queries; and dq in float32, if several ranges of keys are summed.
     """
     rows, carry = work.rows * work.config.heads_per_group, 0.0
     if is_gradient and selected_ranges(work) > 1:
@@ -243,7 +246,7 @@ def selected_kernel_bytes(work: SelectedWork, is_gradient: bool) -> float:
 
 
 def _log_sum_bytes(work: SelectedWork, is_gradient: bool) -> float:
-    """Return the bytes of the log-sum-exp of a branch, and for gradients of the sums beside it."""
+    """Return the bytes of the log-sum-exp of a branch, and for gradients of delta, the second sum per row."""
     return (2 if is_gradient else 1) * FLOAT32_BYTES * work.rows * work.config.heads_per_group
 
 

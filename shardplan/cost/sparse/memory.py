@@ -19,10 +19,10 @@ two."""
 def sparse_buffer_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> float:
     """Return the bytes of a call's buffers while it runs, beyond its operands and results.
 
-    These are the float32 keys and values of the sequence, rotated queries, the importance of blocks, the float32 sum,
-    and the scores and gathered rows of one chunk of queries, or what kernels need. A gradient has gradients of them and
-    of the outputs of branches, too; those of gathered rows are added up at once. docs/log.md compares it with XLA's
-    temporaries.
+    These are the float32 keys and values of the sequence, rotated queries, the importance of blocks, and the float32
+    sum of branches; and the scores and gathered rows of one chunk of queries, or the buffers of kernels. A backward
+    pass also has the gradients of these buffers and of the branches' outputs. docs/log.md compares the estimate with
+    XLA's temporaries.
     """
     assert buffer.attention is not None
     work = sparse_work(buffer.attention, buffer.array, assignment)
@@ -41,8 +41,8 @@ def given_block_bytes(buffer: LiveBuffer, assignment: ShardingAssignment) -> flo
     """Return the bytes of the buffers of a call of `attend_to_blocks` while it runs, beyond its operands and results.
 
     These are what the selected branch of Native Sparse Attention needs: the float32 keys and values of the sequence,
-    and the scores and gathered rows of one chunk of queries, or what the kernel needs. A gradient has gradients of
-    them, too.
+    and the scores and gathered rows of one chunk of queries, or the buffers of the kernel. A backward pass also has the
+    gradients of these buffers.
     """
     assert buffer.blocks is not None
     work = given_block_work(buffer.blocks, buffer.array, assignment)
@@ -89,7 +89,7 @@ def _float32_bytes(work: SelectedWork, keys: float) -> float:
 
 
 def _kept_bytes(work: SparseWork) -> float:
-    """Return the bytes kept beside outputs until the branches are added: rotated queries, importance, and the sum."""
+    """Return the bytes kept until the branches are added: rotated queries, importance, and the sum; without outputs."""
     config = work.config
     heads = work.rows * config.heads_per_group
     queries = heads * config.key_size * work.itemsize

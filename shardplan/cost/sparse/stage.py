@@ -12,7 +12,7 @@ SCHEDULED_CORES = 2
 
 
 class StageName(StrEnum):
-    """What a stage computes."""
+    """The names of the stages that Native Sparse Attention consists of."""
 
     COMPRESSION = "compression"
     COMPRESSED = "compressed branch"
@@ -43,7 +43,7 @@ class Stage(NamedTuple):
     def seconds(self, generation: Generation) -> float:
         """Return the seconds of the stage on one device.
 
-        The cycles of other generations are unknown: they are assumed to be in the ratio of peak FLOP/s.
+        Cycles are known for one generation (`SCHEDULED`); for others, their seconds are scaled by peak FLOP/s.
         """
         scheduled = self.cycles / (SCHEDULED_CORES * SCHEDULED.clock) * SCHEDULED.flops / generation.flops
         return max(self.flops / generation.flops, self.bytes / generation.hbm_bandwidth, scheduled)

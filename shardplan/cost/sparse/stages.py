@@ -53,10 +53,10 @@ def sparse_stages(task: Task, work: SparseWork) -> tuple[Stage, ...]:
 
 
 def call_stages(work: SparseWork, is_gradient: bool, selects: bool = True) -> list[Stage]:
-    """Return the stages of one call, or of its gradient, which has the blocks of its call.
+    """Return the stages of one call, or of its gradient.
 
     Args:
-        selects: whether a call chooses blocks; one that is computed again for gradients attends to those that are kept.
+        selects: whether the call chooses blocks; False for a recomputation whose blocks were kept.
     """
     selects = selects and not is_gradient
     if work.method is SparseKernel.KERNEL:
@@ -80,7 +80,7 @@ def selected_branch_stages(work: SelectedWork, is_gradient: bool) -> list[Stage]
 
 
 def _passes(work: SelectedWork, is_gradient: bool) -> float:
-    """Return the number of passes of XLA, relative to the forward pass; a chunk is computed again for gradients."""
+    """Return the work of XLA's pass relative to a forward pass; for gradients, each chunk is recomputed first."""
     if not is_gradient:
         return 1.0
     return GRADIENT_PASSES + (1.0 if work.has_chunks else 0.0)
@@ -97,7 +97,7 @@ def _forward_stages(work: SparseWork, selects: bool) -> Iterator[Stage]:
 
 
 def _stages_of_kernels(work: SparseWork, is_gradient: bool, selects: bool) -> Iterator[Stage]:
-    """Yield the stages of a call, or of its gradient, whose branches are kernels."""
+    """Yield the stages of a call, or of its gradient, if kernels compute its branches."""
     yield _compression_stage(work).times(GRADIENT_PASSES if is_gradient else 1.0)
     if selects:
         yield _choice_stage(work)
@@ -144,7 +144,8 @@ def _compression_stage(work: SparseWork) -> Stage:
 def model_flops(task: Task) -> float:
     """Return the FLOPs of a call over all devices, without scores that masks remove.
 
-    A query at t attends to the compressed blocks and the tokens before it; `selected` blocks, and a window.
+    A query at t attends to the compressed blocks up to t, to the tokens up to t of `selected` blocks, and to its
+    window.
     """
     assert task.attention is not None
     config = task.attention.sparse
@@ -161,7 +162,7 @@ def model_flops(task: Task) -> float:
 def given_block_flops(task: Task) -> float:
     """Return the FLOPs of a call of `attend_to_blocks` over all devices, without scores that masks remove.
 
-    Every query is taken to attend to its own block, and to as many blocks before it as there are.
+    The estimate assumes that every query attends to its own block, and to as many earlier blocks as it may select.
     """
     kind, queries = task.blocks, task.sparse_queries
     assert kind is not None
@@ -171,6 +172,6 @@ def given_block_flops(task: Task) -> float:
 
 
 def _mean_keys(limit: int, length: int) -> float:
-    """Return the mean number of keys of a query at t < length that attends to at most `limit` of t + 1 keys."""
+    """Return the mean over t < length of min(limit, t + 1), the number of keys of a query at t."""
     limit = min(length, limit)
     return limit - limit * (limit - 1) / (2 * length)

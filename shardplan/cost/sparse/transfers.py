@@ -26,9 +26,9 @@ from shardplan.program.tasks import Task
 
 
 def sparse_traffic(task: Task, assignment: ShardingAssignment) -> Iterator[Traffic]:
-    """Yield the transfers of a call with sharded positions, or of its gradient.
+    """Yield the transfers of a call with sharded positions, or of its backward pass.
 
-    A gradient sends gradients alone: its call, or the one that is computed again for it, has gathered keys and values.
+    A backward pass sends only gradients, because the forward pass (or its recomputation) has gathered keys and values.
     """
     work = work_of(task, assignment)
     if work.parts.devices == 1:
@@ -69,7 +69,7 @@ def _runs_on_mesh(task: Task, assignment: ShardingAssignment) -> bool:
 
 
 def _sums_of_copies(gradient: TracedArray, task: Task, assignment: ShardingAssignment) -> Iterator[Traffic]:
-    """Yield the sum of a gradient along the mesh axes of several devices that do not shard it."""
+    """Yield the all-reduce of a gradient along the mesh axes that do not shard it."""
     sharding = assignment.mesh_axes(gradient.factors)
     axes = tuple(axis for axis, size in assignment.mesh.items() if size > 1 and axis not in sharding)
     if axes:

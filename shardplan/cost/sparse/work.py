@@ -132,7 +132,7 @@ def work_of(task: Task, assignment: ShardingAssignment) -> SparseWork:
 
 
 def sparse_work(kind: AttentionKind, queries: TracedArray, assignment: ShardingAssignment) -> SparseWork:
-    """Return one device's work for a call.
+    """Return one device's work for a call of Native Sparse Attention.
 
     Args:
         queries: {batch, position, groups, heads of a group, channels}.
@@ -155,7 +155,7 @@ def sparse_work(kind: AttentionKind, queries: TracedArray, assignment: ShardingA
 
 
 def given_block_work(kind: BlockAttentionKind, queries: TracedArray, assignment: ShardingAssignment) -> SelectedWork:
-    """Return one device's work for a call of `attend_to_blocks`, which may have a part of the heads of each group.
+    """Return one device's work for a call of `attend_to_blocks`; it may have only a part of each group's heads.
 
     Args:
         queries: as in `sparse_work`.
@@ -178,6 +178,6 @@ def given_block_work(kind: BlockAttentionKind, queries: TracedArray, assignment:
 
 
 def _sharding_of(queries: TracedArray, assignment: ShardingAssignment) -> list[MeshAxes]:
-    """Return the mesh axes of several devices that shard each dimension of queries."""
+    """Return the mesh axes of size > 1 that shard each dimension of queries."""
     sharding = assignment.dimension_mesh_axes(queries, assignment.compute)
     return [tuple(axis for axis in axes if assignment.mesh[axis] > 1) for axes in sharding]

@@ -143,7 +143,7 @@ def layer_rules(config: Architecture, layer: LayerConfig, index: int) -> Rules:
 
 
 def _expert_rules(mlp: ExpertsConfig, name: str, embed: int) -> Rules:
-    """Return the loading rules of experts in two shared tensors, stored inputs first, gates before up projections."""
+    """Return the loading rules of experts in two tensors with inputs first; one tensor has gate and up projections."""
     experts, size = mlp.router.experts, mlp.size
     both = StoredTensor(f"{name}.experts.gate_up_proj", (experts, embed, 2 * size))
     found: Rules = {

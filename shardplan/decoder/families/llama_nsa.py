@@ -90,8 +90,8 @@ def layer_rules(config: Architecture, layer: LayerConfig, index: int) -> Rules:
 def _rule(name: str, parameter: SparseParameter, at: str, embed: int) -> StoredTensor | Transposed:
     """Return the rule that makes a parameter of attention from a checkpoint tensor.
 
-    Projections are stored as {outputs, inputs}, like those of other models. Parameters of the compression, which each
-    group has its own of, are stored as they are.
+    Projections are stored as {outputs, inputs}, as in other models. Parameters of the compression are stored in their
+    own shape, with a first axis for groups.
     """
     shape = tuple(axis.size for axis in parameter.axes)
     elements = 1
@@ -112,7 +112,7 @@ def _check_names(where: str, given: Mapping[str, Any]) -> None:
     """Check that the settings of attention have known names and suitable types, and that none is missing.
 
     Raises:
-        ConfigError: otherwise.
+        ConfigError: a name is unknown or missing, or a type does not fit.
     """
     settings = {field.name: field for field in fields(NativeSparseConfig) if field.name not in GIVEN_ELSEWHERE}
     for name, value in given.items():

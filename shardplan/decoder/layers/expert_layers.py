@@ -19,7 +19,7 @@ REDUCTIONS = {
 
 
 def expert_layers(segments: Sequence[Segment]) -> list[list[range]]:
-    """Return the indices of layers with experts: one range per segment and layer of the segment's block.
+    """Return the indices of layers with experts: per segment, one range for each such layer of its block.
 
     >>> from shardplan.decoder.config import DecoderConfig
     >>> from shardplan.model.huggingface.hf_config import read_config

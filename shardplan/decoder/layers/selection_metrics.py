@@ -21,7 +21,7 @@ REDUCTIONS = {"rows": ReductionType.SUM, "k_max": ReductionType.MAX}
 def selection_metrics(segments: Sequence[Segment], records: Sequence[Sequence[SelectionSums]]) -> dict[str, Metric]:
     """Return metrics of each layer, such as `nsa/layer_00/k_mean`, and of all layers, such as `nsa/k_mean`.
 
-    Of short sequences, `nsa/layer_00/block_000_load` is the share of rows that select a block.
+    For short sequences, `nsa/layer_00/block_000_load` is the fraction of rows that select a block.
 
     Args:
         records: `SelectionRecording.segments`, of a forward pass.
@@ -50,7 +50,7 @@ def selection_metrics(segments: Sequence[Segment], records: Sequence[Sequence[Se
 def _figures_by_layer(
     segments: Sequence[Segment], records: Sequence[Sequence[SelectionSums]]
 ) -> dict[int, dict[str, jax.Array]]:
-    """Return index of each layer with Native Sparse Attention -> its figures."""
+    """Return index of each layer with Native Sparse Attention -> its statistics."""
     config = next(sparse_attentions(segments)).sizes  # config.json gives all layers the same
     by_layer = {}
     of_segments = number_layers(segments, lambda layer: isinstance(layer.attention, SparseAttention))
@@ -63,7 +63,7 @@ def _figures_by_layer(
 
 
 def _join(of_layers: jax.Array, reduction: ReductionType) -> jax.Array:
-    """Combine the figures of all layers into one."""
+    """Combine the statistics of all layers into one set, for example by their mean."""
     match reduction:
         case ReductionType.SUM:
             return of_layers.sum()

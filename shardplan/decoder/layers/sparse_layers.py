@@ -40,7 +40,7 @@ def selected_method(segments: Sequence[Segment]) -> SelectedMethod | None:
 
 
 def position_order(segments: Sequence[Segment]) -> SequenceOrder | None:
-    """Return the order in which layers take positions; None if no layer has Native Sparse Attention, which decides it.
+    """Return the order of positions that Native Sparse Attention is set to; None if no layer has it.
 
     >>> from shardplan.decoder.config import DecoderConfig
     >>> from shardplan.model.huggingface.hf_config import read_config
@@ -79,7 +79,7 @@ def check_has_selection(key: str, config: Architecture) -> None:
     shardplan.errors.ConfigError: selection_statistics is true, and a llama has no native sparse attention; leave it out
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: the model does not have it.
     """
     if selected_method(config.segments) is None:
         raise ConfigError(f"{key} is true, and a {config.family} has no native sparse attention; leave it out")

@@ -17,7 +17,7 @@ MAX_BLOCK = 16
 
 @dataclass(frozen=True)
 class Segment:
-    """A block of layers, and its number of repetitions."""
+    """A block of consecutive layers, and how often a loop repeats it."""
 
     layers: tuple[LayerConfig, ...]
     repeats: int
@@ -29,7 +29,7 @@ class Segment:
 
 
 def number_layers(segments: Sequence[Segment], is_meant: Callable[[LayerConfig], bool]) -> list[list[range]]:
-    """Return the indices of selected layers: one range per segment and selected layer of its block.
+    """Return the indices of the layers that `is_meant` accepts: per segment, one range per such layer of its block.
 
     >>> segments = [Segment(("dense",), 2), Segment(("windowed", "dense"), 3)]
     >>> number_layers(segments, lambda layer: layer == "dense")
@@ -44,7 +44,7 @@ def number_layers(segments: Sequence[Segment], is_meant: Callable[[LayerConfig],
 
 
 def divide_layers(layers: Sequence[LayerConfig]) -> tuple[Segment, ...]:
-    """Divide layers into segments with the fewest layers in their blocks; of equal divisions, take the fewest segments.
+    """Divide layers into segments with the fewest layers in their blocks, and among these with the fewest segments.
 
     >>> dense, windowed = "dense", "windowed"  # any values that compare as layers do
     >>> [(segment.layers, segment.repeats) for segment in divide_layers([windowed, windowed, dense] * 4)]
@@ -61,7 +61,7 @@ def divide_layers(layers: Sequence[LayerConfig]) -> tuple[Segment, ...]:
 def _divisions(
     layers: Sequence[LayerConfig], kinds: Sequence[int], best: Sequence[tuple[Segment, ...]]
 ) -> Iterator[tuple[Segment, ...]]:
-    """Yield divisions of the first `len(kinds)` layers: the best division of a beginning, then one last segment.
+    """Yield divisions of the first `len(kinds)` layers: the best division of some first layers, then one last segment.
 
     Args:
         kinds: a number for each layer, the same for equal layers.

@@ -87,7 +87,7 @@ def _access_problems(chips: int) -> Iterator[HostFinding]:
 
 
 def _check_jax(chips: int, generation: str, expected: Slice | None) -> HostFinding:
-    """Start JAX on this host's TPU alone."""
+    """Start JAX on this host's TPU only."""
     try:
         platform, kind, count = _start_jax(chips)
     except Exception as error:  # JAX raises RuntimeError, and what libtpu says is in it
@@ -109,7 +109,7 @@ def _check_jax(chips: int, generation: str, expected: Slice | None) -> HostFindi
 
 
 def _start_jax(chips: int) -> tuple[str, str, int]:
-    """Start JAX in this process, on the chips of this host alone; return platform, kind and number of devices."""
+    """Start JAX in this process, only on the chips of this host; return platform, kind and number of devices."""
     for name in [name for name in os.environ if name.startswith(OTHER_HOSTS)]:
         del os.environ[name]
     if chips in PROCESS_CHIPS:

@@ -86,7 +86,7 @@ def flags_of(text: str) -> Mapping[str, str]:
 
 
 def _compiler_options(subject: HostSubject) -> Mapping[str, str]:
-    """Return the compiler options of the step, also if the plan is not made yet."""
+    """Return the compiler options of the step, even if the plan does not exist yet."""
     if subject.plan is not None:
         return subject.plan.compiler_options
     return planned_options(subject.tpu_slice) if subject.tpu_slice is not None else {}

@@ -72,7 +72,8 @@ def _check_shared_memory() -> HostFinding:
 def model_bytes(subject: HostSubject) -> int:
     """Return the bytes of this host's memory that the model takes; 0 if its devices have memory of their own.
 
-    Without a plan that is a lower bound, without a copy of any parameter; 0 if the checkpoint cannot be read.
+    Without a plan, the result is a lower bound that counts every parameter once; it is 0 if the checkpoint cannot be
+    read.
     """
     hardware, config = subject.hardware, subject.config
     if hardware is None or not hardware.is_cpu or subject.processes is None:

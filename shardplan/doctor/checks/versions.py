@@ -69,7 +69,7 @@ def _mixed_problems() -> Iterator[HostFinding]:
 
 
 def _requirements() -> Iterator[tuple[str, Requirement]]:
-    """Yield each requirement of installed packages that applies here, once, with the package that requires it."""
+    """Yield each requirement of installed packages that applies here, with the package that has it."""
     for package, extras in REQUIRING.items():
         merged: dict[str, Requirement] = {}
         for requirement in map(Requirement, (metadata.requires(package) if _version(package) else None) or ()):

@@ -23,7 +23,7 @@ def check_has_experts(model: Model) -> None:
     """Refuse a model whose experts cannot be recorded.
 
     Raises:
-        ConfigError: it has no routed experts, or a class of Levanter's or of the user's computes it.
+        ConfigError: the model has no routed experts, or is computed by a class of Levanter or of the user.
     """
     if not model.is_decoder:
         raise ConfigError(
@@ -37,10 +37,10 @@ def check_has_experts(model: Model) -> None:
 
 
 class ExpertRecords:
-    """The records of experts of a run, the same in every process."""
+    """Records of how a run's tokens were routed to experts, the same in every process."""
 
     def __init__(self, model: Model, results: ResultsFolder):
-        """Begin the records of a run, or continue those that its earlier starts left in `results`."""
+        """Start the records of a run, or continue the records that earlier starts of the run left in `results`."""
         self._segments, self._results = model.config.segments, results
         self._of_shard: LayerRecords = {}
 

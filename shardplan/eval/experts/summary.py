@@ -9,7 +9,7 @@ from shardplan.experts.statistics.layer_record import LayerRecord, layer_figures
 def describe_experts(records: Mapping[int, LayerRecord], windows: int, all_windows: int) -> dict[str, Any]:
     """Return the section `experts`: numbers of windows, and the index, counts and figures of each layer.
 
-    The figures are those of `shardplan.experts.statistics.layer_record.layer_figures`.
+    `shardplan.experts.statistics.layer_record.layer_figures` computes the figures.
 
     >>> import numpy as np
     >>> record = LayerRecord(*map(np.asarray, ([3, 1], 2, 0.5, 3, 2.0, 0.75, 0, 0)))
@@ -18,8 +18,8 @@ def describe_experts(records: Mapping[int, LayerRecord], windows: int, all_windo
 
     Args:
         records: number of a layer -> the record of all steps.
-        windows: those that were recorded.
-        all_windows: those of the run; more if a start of it had no statistics.
+        windows: number of recorded windows.
+        all_windows: number of windows of the run; larger than `windows` if the run was once started without statistics.
     """
     layers = []
     for number, record in records.items():

@@ -20,7 +20,7 @@ class CharacterRuns:
 
 
 def range_maximum(first: np.ndarray, last: np.ndarray, values: np.ndarray, size: int) -> np.ndarray:
-    """Return for each of `size` positions the largest value of the ranges that cover it.
+    """Return, for each of `size` positions, the largest value of the ranges that cover it.
 
     Each range is the union of two overlapping blocks whose length is a power of two; every block passes its maximum on
     to its halves.
@@ -48,7 +48,7 @@ def range_maximum(first: np.ndarray, last: np.ndarray, values: np.ndarray, size:
 
 
 class RunStream:
-    """Turns windows, as they are added, into the runs of characters of a text, in order and without gaps."""
+    """Converts windows, added one after another, to runs of characters of a text, in order and without gaps."""
 
     def __init__(self) -> None:
         self._at = 0

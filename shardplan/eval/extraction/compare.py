@@ -52,7 +52,7 @@ def compare(runs: Sequence[FinishedRun]) -> Comparison:
     """Compare two or more extraction runs.
 
     Raises:
-        ConfigError: another protocol, or no common text.
+        ConfigError: protocols differ, or the runs have no text in common.
     """
     for other in runs[1:]:
         check_protocol(runs[0], other, _protocol(runs[0]), _protocol(other))
@@ -73,7 +73,8 @@ def _curves(
 ) -> tuple[list[float], list[list[float]]]:
     """Return thresholds, and for each run the coverage of the common texts at the thresholds.
 
-    Runs with many texts have curves of the first ones only; the coverage at `THRESHOLDS` is known of all.
+    Runs with many texts store curves only for the first texts. If a common text has no curve, the result has only
+    `THRESHOLDS`, for which the coverage of all texts is stored.
     """
     thresholds: list[float] = runs[0].summary["plots"]["thresholds"]
     curves = []

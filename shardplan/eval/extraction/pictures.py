@@ -42,15 +42,15 @@ def write_pictures(
     """Write plots, if they can be drawn, and pages into a results folder.
 
     Args:
-        output: the folder.
-        windows: those of the run, in order, with at least `COLUMNS`.
+        output: the results folder.
+        windows: the windows of the run, in order, with at least `COLUMNS`.
         store: the texts of the run.
-        summary: that of the run, as in summary.json.
-        report: called with what is drawn next.
+        summary: the summary of the run, as in summary.json.
+        report: called with a description of each picture before it is drawn.
 
     Returns:
-        What is left out, one line each: plots without matplotlib, pages of texts that are too long, and pictures of
-        texts of which there are too many.
+        A line for everything that is left out: plots if matplotlib is missing, pages of texts that are too long, and
+            pictures of further texts if there are too many.
 
     Raises:
         ConfigError: the folder cannot be written to.
@@ -109,7 +109,7 @@ def _write_plots(
 
 
 def _by_text(windows: Iterable[pa.Table]) -> Iterator[tuple[str, Iterator[pa.Table]]]:
-    """Yield the id of each text and the parts of its windows."""
+    """Group windows by text: yield the id of each text, and tables that together have its windows."""
     for id_, items in itertools.groupby(split_by_text(windows), key=lambda item: item[0]):
         yield id_, (table for _, table in items)
 

@@ -14,7 +14,7 @@ QUANTILES = (0.5, 0.95, 1.0)
 
 
 def compare_precision(low: Iterable[pa.Table], high: Iterable[pa.Table]) -> dict[str, Any]:
-    """Compare the results of the same windows in two types.
+    """Compare the scores of the same windows, computed in two dtypes.
 
     >>> rank = pa.array([[0, 3]], pa.list_(pa.int32(), 2))
     >>> low, high = (pa.array([each], pa.list_(pa.float32(), 2)) for each in ([-1.0, -2.0], [-1.0, -2.5]))
@@ -23,10 +23,10 @@ def compare_precision(low: Iterable[pa.Table], high: Iterable[pa.Table]) -> dict
     0.5
 
     Returns:
-        `windows`; `log_p` and `token` (differences of log p_z, and of the log-probability of a token, in nats: `mean`,
-        and of their size `mean_absolute` and the quantiles `q50`, `q95` and `q100`); `ranks_differ` (part of the
-        tokens); `greedy` and `thresholds` (windows that are extracted in the first type, in the second, and in just one
-        of them).
+        `windows` (their number). `log_p` and `token`: differences of log p_z and of tokens' log-probabilities, in nats,
+        with their `mean`, and with `mean_absolute`, `q50`, `q95` and `q100` of their absolute values. `ranks_differ`:
+        fraction of tokens with different ranks. `greedy` and `thresholds`: numbers of windows that are extracted in the
+        first dtype, in the second dtype, and in only one of them.
     """
     tables = [pa.concat_tables(each) for each in (low, high)]  # a study has as few windows as fit in memory
     log_low, log_high = (read_matrix(table, "log_prob") for table in tables)

@@ -41,7 +41,7 @@ def top_k_log_probs(log_prob: np.ndarray, rank: np.ndarray, top_log_prob: np.nda
 
     Args:
         log_prob, rank, top_log_prob: [window, suffix token], as `TokenScores`.
-        top_k: as `top_log_prob` was computed.
+        top_k: the k for which `top_log_prob` was computed.
     """
     each = np.where(rank < top_k, log_prob.astype(np.float64) - top_log_prob, -np.inf)
     total: np.ndarray = each.sum(axis=1)
@@ -52,7 +52,7 @@ class Coverage:
     """Counts characters by the largest p_z of the windows that cover them, while windows are read in order."""
 
     def __init__(self, characters: int):
-        """Begin to count the characters of a text of `characters` characters."""
+        """Start to count the characters of a text of `characters` characters."""
         self._characters, self._runs = characters, RunStream()
         self._counts, self._curve_counts = _Counts(np.log(THRESHOLDS)), _Counts(CURVE_LOG_THRESHOLDS)
         self.strip = np.full(min(STRIP_PARTS, max(characters, 1)), -np.inf)
@@ -75,7 +75,7 @@ class Coverage:
         return {f"{t:g}": float(part) for t, part in zip(THRESHOLDS, covered, strict=True)}
 
     def curve_counts(self) -> np.ndarray:
-        """Return the number of characters with a largest log p_z of at least each of `CURVE_LOG_THRESHOLDS`."""
+        """Return, for each of `CURVE_LOG_THRESHOLDS`, the number of characters whose largest log p_z reaches it."""
         return self._curve_counts.at_least()
 
     def _count(self, runs: CharacterRuns) -> None:
@@ -89,10 +89,10 @@ class Coverage:
 
 
 class _Counts:
-    """The number of characters whose value is at least each of several limits."""
+    """Counts, for each of several limits, the characters whose value is at least the limit."""
 
     def __init__(self, limits: np.ndarray):
-        """Begin with no characters; `limits` are float64[limit], in increasing order."""
+        """Start with no characters; `limits` are float64[limit], in increasing order."""
         self._limits = limits
         self._counts = np.zeros(len(limits) + 1, np.int64)
 
@@ -107,13 +107,13 @@ class _Counts:
 
 
 class TextSummary:
-    """The summary of one text, from the results of its windows in order."""
+    """Computes the summary of one text from the results of its windows, added in order."""
 
     def __init__(self, characters: int, top_k: int):
-        """Begin to summarize a text of `characters` characters.
+        """Start to summarize a text of `characters` characters.
 
         Args:
-            top_k: tokens of the top k that the scores are for; 0 for none.
+            top_k: the k of top-k scores; 0 if there are none.
         """
         self._characters, self._top_k = characters, top_k
         self._whole, self._suffix = Coverage(characters), Coverage(characters)
@@ -124,7 +124,7 @@ class TextSummary:
 
     @property
     def strip(self) -> np.ndarray:
-        """Largest log p_z in each of equal parts of the text, float64[part]; minus infinity if no window is there."""
+        """Largest log p_z in each of equal parts of the text, float64[part]; minus infinity where no window is."""
         return self._whole.strip
 
     @property
@@ -197,7 +197,7 @@ def total_of(summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def read_matrix(table: pa.Table, name: str) -> np.ndarray:
-    """Return a column of lists of equal length as an array [row, element].
+    """Return a column whose lists have equal lengths as an array [row, element].
 
     >>> table = pa.table({"rank": pa.array([[0, 3], [1, 0]], pa.list_(pa.int32(), 2))})
     >>> read_matrix(table, "rank").tolist()

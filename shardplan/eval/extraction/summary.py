@@ -26,13 +26,13 @@ def summarize(tables: Iterable[pa.Table], texts: Sequence[Text], top_k: int) -> 
     (-3.0, 0.5, 0.0)
 
     Args:
-        tables: the windows, in their order, which is that of the texts.
-        top_k: tokens of the top k that the scores are for; 0 for none.
+        tables: the windows, in the order of the texts.
+        top_k: the k of top-k scores; 0 if there are none.
 
     Returns:
-        `total`, `texts` (by id), and `plots`, in which the text of `MAX_PICTURES` texts and the total have a
-        `histogram` (windows from -(i + 1) to -i nats), a `curve` and a `suffix_curve` (the covered part of the
-        characters at each of `thresholds`), and each text a `strip` (the largest log p_z of its equal parts).
+        `total`, `texts` (by id) and `plots`. In `plots`, the total and at most `MAX_PICTURES` texts have a `histogram`
+        (windows from -(i + 1) to -i nats), and a `curve` and a `suffix_curve` (the covered fraction of characters at
+        each of `thresholds`); each of these texts also has a `strip` (the largest log p_z in each of its equal parts).
     """
     by_text = itertools.groupby(split_by_text(tables), key=lambda item: item[0])
     id_, parts = next(by_text, (None, iter(())))

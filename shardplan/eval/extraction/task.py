@@ -37,7 +37,7 @@ class ExtractionTask:
 
     @property
     def protocol(self) -> Protocol:
-        """The division of texts into windows."""
+        """The settings by which texts are divided into windows."""
         task = self.config
         return Protocol(task.prefix, task.suffix, task.stride or DEFAULT_STRIDE, task.stride_unit, task.bos_in_prefix)
 
@@ -53,7 +53,7 @@ class ExtractionTask:
 
     @property
     def shard_windows(self) -> int:
-        """Number of windows in a shard, unless a step has more."""
+        """Number of windows per shard; a shard has at least one step, even if a step has more windows."""
         return self.config.shard or SHARD_WINDOWS
 
     def determinants(self, plan: Plan) -> dict[str, Any]:
@@ -73,7 +73,7 @@ class ExtractionTask:
         """Check that a workload has the protocol's window length, and the task's top k and temperature.
 
         Raises:
-            ConfigError: it has not.
+            ConfigError: a setting of the workload differs.
         """
         task = self.config
         if not workload.is_scoring:

@@ -46,7 +46,7 @@ class Protocol:
     def count(self, size: int) -> int:
         """Return the number of windows of a text of `size` tokens or characters, whichever the stride counts.
 
-        With a stride in characters this includes those that turn out to have too few tokens.
+        If the stride counts characters, the number includes windows that turn out to have too few tokens.
         """
         if self.unit is StrideUnit.CHARACTERS:
             return -(-size // self.stride)
@@ -134,7 +134,7 @@ class ExtractionWindows:
         )  # fmt: skip
 
     def locate(self, first: int, last: int) -> list[tuple[int, range]]:
-        """Return the scored windows from `first` to `last`: texts, and the indices of the windows within each."""
+        """Return the scored windows from `first` to `last`, as the text of each and its index within the text."""
         begin, end = first * self.spacing, min(last, self.total) * self.spacing
         parts = []
         for text in range(max(int(np.searchsorted(self._firsts, begin, "right")) - 1, 0), len(self.counts)):

@@ -19,18 +19,18 @@ class ChatTemplate:
         """Use the template of a tokenizer.
 
         Args:
-            name: of the tokenizer, for messages.
-            variables: further ones of the template, such as `enable_thinking`.
+            name: name of the tokenizer, for messages.
+            variables: further variables of the template, such as `enable_thinking`.
         """
         self._tokenizer, self._name, self._variables = tokenizer, name, variables
         self.refused_system: str | None = None
         """The template's message about the first system message that it refused; None if it refused none."""
 
     def apply(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool) -> str:
-        """Return the prompt; without system messages if the template refuses them, as in `hf`.
+        """Return the prompt of a chat; system messages are left out if the template refuses them, as in `hf`.
 
         Raises:
-            ConfigError: there is no template, or it refuses the messages.
+            ConfigError: there is no template, or the template refuses the messages.
         """
         if not self._tokenizer.chat_template:
             raise ConfigError(

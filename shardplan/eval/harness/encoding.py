@@ -29,7 +29,7 @@ class Remark(StrEnum):
 
 
 class Remarks:
-    """Numbers of requests, counted by remark and task."""
+    """Counts how many requests each remark concerns, by remark and task."""
 
     def __init__(self) -> None:
         self._counts: dict[Remark, Counter[str]] = {remark: Counter() for remark in Remark}
@@ -39,7 +39,7 @@ class Remarks:
         self._counts[remark][task] += 1
 
     def update(self, other: "Remarks") -> None:
-        """Add another set of counts."""
+        """Add the counts of another `Remarks`."""
         for remark, counts in other._counts.items():
             self._counts[remark].update(counts)
 
@@ -67,7 +67,7 @@ class Remarks:
 
 @dataclass(frozen=True)
 class RequestEncoder:
-    """Encodes requests."""
+    """Encodes the texts of lm_eval's requests as its `hf` model does, and counts remarks."""
 
     encode: Callable[..., list[int]]
     """`ShardplanLM.tok_encode`, which encodes a text."""
@@ -78,7 +78,7 @@ class RequestEncoder:
     max_length: int
 
     def encode_all(self, requests: Iterable[Any]) -> tuple[list[Request], Remarks]:
-        """Encode requests, which are instances of lm_eval's `loglikelihood`."""
+        """Encode lm_eval's `loglikelihood` requests."""
         encoded, remarks = [], Remarks()
         for each in requests:
             task = each.task_name or "unnamed task"

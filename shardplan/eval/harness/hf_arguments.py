@@ -79,15 +79,15 @@ class TextArguments:
 def translate(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Translate lm_eval's arguments to configuration keys; arguments that are keys stay unchanged.
 
-    Those of `read_text_arguments` are left out. The type `auto` stays for `resolve_auto_dtype`, because the checkpoint
-    may be named in a file.
+    Arguments that `read_text_arguments` reads are left out. The dtype `auto` is left to `resolve_auto_dtype`, because
+    the checkpoint may be named in a file.
 
     Example:
         >>> translate({"pretrained": "org/model", "dtype": "float32"})
         {'model.ref': 'org/model', 'workload.param_dtype': 'float32', 'workload.compute_dtype': 'float32'}
 
     Raises:
-        ConfigError: an argument of `hf` that cannot be used here, or that contradicts a key.
+        ConfigError: an argument of `hf` cannot be used here, or contradicts a key.
     """
     given = {name: value for name, value in arguments.items() if name not in TEXT_ARGUMENTS}
     ref, revision, dtype, adapter = (given.pop(name, None) for name in KEY_SYNONYMS)
@@ -130,7 +130,7 @@ def read_text_arguments(arguments: Mapping[str, Any]) -> TextArguments:
     TextArguments(tokenizer=None, chat_template_args={'reasoning_effort': 'low', 'enable_thinking': False})
 
     Raises:
-        ConfigError: variables of the chat template that are none, or are for generated text.
+        ConfigError: a variable of the chat template does not exist, or is for generated text.
     """
     tokenizer, template, thinking = map(arguments.get, TEXT_ARGUMENTS)
     if isinstance(template, str):
@@ -163,7 +163,7 @@ def resolve_auto_dtype(ref: str) -> str:
     'float16'
 
     Raises:
-        ConfigError: it names none, or one that is not supported.
+        ConfigError: config.json names no dtype, or an unsupported one.
     """
     name = _stored_dtype(open_folder(ref)) if ref else None
     if name in DTYPES:

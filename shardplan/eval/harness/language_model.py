@@ -38,10 +38,10 @@ logger = logging.getLogger(__name__)
 
 @register_model("shardplan")
 class ShardplanLM(TemplateLM):
-    """A checkpoint that is planned, streamed and scored on all devices of a slice; see docs/howto/lm-eval.md.
+    """The lm_eval model `shardplan`: a checkpoint that is planned, streamed and scored on all devices of a slice.
 
-    Requests have the results of lm_eval's `hf` model with the same `max_length` and the same types. The weights are
-    loaded, and the one program is compiled, when the first requests arrive.
+    See docs/howto/lm-eval.md. Requests get the same results as from lm_eval's `hf` model with the same `max_length` and
+    dtypes. When the first requests arrive, the weights are loaded and the only program is compiled.
     """
 
     def __init__(
@@ -59,8 +59,8 @@ class ShardplanLM(TemplateLM):
 
         Args:
             config: YAML file of a configuration, as for `shardplan eval`.
-            max_length: most tokens that the model is given to predict the next one; default: one less than
-                `workload.position`. Without a `workload.position` it decides that, too.
+            max_length: most tokens that the model is given to predict the next one; default: `workload.position` - 1.
+                If `workload.position` is not set, `max_length` decides it.
             add_bos_token: as in the `hf` model: whether texts begin with the BOS token; default: as the tokenizer does.
             prefix_token_id: as in the `hf` model: token before a text without context; default: BOS, or else EOS.
             batch_size, max_batch_size, device: not used; `workload.batch` and `hardware.slice` decide.
@@ -132,7 +132,7 @@ class ShardplanLM(TemplateLM):
         """Return the template that `apply_chat_template` uses, for lm_eval's results.
 
         Raises:
-            ConfigError: there is none of that name.
+            ConfigError: there is no template of that name.
         """
         try:
             template: str | None = super().chat_template(chat_template)
@@ -143,10 +143,10 @@ class ShardplanLM(TemplateLM):
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """Return the prompt of a chat, as the template of the tokenizer writes it.
 
-        A template that refuses system messages has the others alone, as in the `hf` model.
+        If the template refuses system messages, they are left out, as in the `hf` model.
 
         Raises:
-            ConfigError: there is no template, or it refuses the chat.
+            ConfigError: there is no template, or the template refuses the chat.
         """
         return self._chat_template.apply(chat_history, add_generation_prompt)
 

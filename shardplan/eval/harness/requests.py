@@ -21,10 +21,10 @@ class Request:
 
 @dataclass(frozen=True)
 class PackedRequests:
-    """The windows of requests, in rows of tokens.
+    """Requests as windows of tokens, packed into rows.
 
-    A window is the context with the whole continuation. The score at a position of it is that of the token after, so
-    that the scores of the continuation begin at the context's last token, and end one before the window's end.
+    A window is the context and the whole continuation. The score at a position is the score of the next token, so that
+    the scores of the continuation begin at the last token of the context, and end one token before the window's end.
     """
 
     position: int
@@ -53,7 +53,7 @@ class PackedRequests:
     def fill(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the tokens and the `window_starts`, both int32[row, position], of `count` rows from `first` on.
 
-        What no window fills is a window of zeros by itself.
+        The end of a row that no window fills is a window of zeros.
         """
         tokens, starts = np.zeros((2, count, self.position), np.int32)
         used = np.zeros(count, np.int64)
@@ -70,8 +70,9 @@ class PackedRequests:
 def pack_requests(requests: Sequence[Request], max_length: int, position: int) -> PackedRequests:
     """Pack the windows of one or more requests into rows of `position` tokens.
 
-    A window has at most `max_length` tokens and the one that is predicted last; what is too long loses its beginning,
-    as in the `hf` model of lm_eval. A window that another one begins with is computed once, with that one.
+    A window has at most `max_length` + 1 tokens, because the last one is only predicted; a longer window loses its
+    beginning, as in the `hf` model of lm_eval. A window that is the beginning of another window is not computed
+    separately.
 
     >>> requests = [Request([1, 2, 3], [4, 5]), Request([1, 2, 3], [4])]
     >>> packed = pack_requests(requests, max_length=6, position=8)
@@ -82,7 +83,7 @@ def pack_requests(requests: Sequence[Request], max_length: int, position: int) -
         max_length: less than `position`.
 
     Raises:
-        ConfigError: a context or a continuation without tokens, or a continuation of more than `max_length`.
+        ConfigError: a context or a continuation has no tokens, or a continuation has more than `max_length`.
     """
     for request in requests:
         where = f"task {request.task}: " if request.task else ""

@@ -27,13 +27,13 @@ from shardplan.runtime.processes.group import open_process_group
 
 
 class RequestScorer:
-    """Scores requests with the weights of a session, which it loads."""
+    """Loads the weights of a session, and scores requests with them."""
 
     def __init__(self, session: Session):
         """Load the weights, and compile the program of the plan.
 
         Raises:
-            ConfigError: the plan shards positions, or is not for scores.
+            ConfigError: the plan shards positions, or its workload does not compute scores.
             CheckpointError: the checkpoint does not hold the model, or is damaged.
         """
         plan, axes = session.plan, inspect_model(session.model)
@@ -63,8 +63,8 @@ class RequestScorer:
         A continuation is greedy if each of its tokens is the most probable one.
 
         Args:
-            packed: the same in all processes (see `check_equal`), in rows as long as those of the plan.
-            on_scored: takes the numbers of the requests whose scores this process has, and both of these.
+            packed: requests, the same in all processes (see `check_equal`), in rows of the plan's length.
+            on_scored: called with the indices of requests that this process has scored, and with both results for them.
 
         Raises:
             CheckpointError: the model has no embedding for a token.
@@ -113,7 +113,7 @@ def sum_scores(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the sum of the log-probabilities in each range of scores, and whether all ranks in it are 0.
 
-    Ranges are summed one by one, so that a score that is not finite changes the sums of its own ranges only.
+    Every range is summed by itself, so that a score that is not finite affects only the ranges that contain it.
 
     >>> log_prob, rank = np.array([[-1.0, -2.0, -0.5]]), np.array([[0, 1, 0]])
     >>> sums, is_greedy = sum_scores(log_prob, rank, np.array([0, 2]), np.array([2, 3]))
@@ -122,7 +122,7 @@ def sum_scores(
 
     Args:
         log_prob, rank: [row, position].
-        start, end: int64[range]: the range's first index in the rows one after the other, and that after its last.
+        start, end: int64[range], the first index of the range, and one past its last, in all rows concatenated.
     """
     if len(start) == 0:
         return np.empty(0), np.empty(0, bool)
@@ -134,10 +134,10 @@ def sum_scores(
 
 
 def check_equal(packed: PackedRequests) -> None:
-    """Check that all processes have the same requests: else plans would differ, and steps would hang or mix requests.
+    """Check that all processes have the same requests, because otherwise plans would differ, and steps would hang.
 
     Raises:
-        ConfigError: they have not, in all processes.
+        ConfigError: requests differ; raised in all processes.
     """
     digest = hashlib.sha256()
     for array in (packed.start, packed.end, *packed.tokens):

@@ -29,10 +29,10 @@ OWN_ARGUMENTS = ("config", "max_length", "add_bos_token", "prefix_token_id")
 def read_settings(
     config: str | None, max_length: int | None, overrides: Mapping[str, Any]
 ) -> tuple[LoadingConfig, Plan | None]:
-    """Return the configuration of a run, with the workload that requests need, and the Plan that it names, if any.
+    """Return the configuration of a run, with a workload for requests, and the Plan that it names, if any.
 
-    Unless they are set, the batch is the fastest one, and a row holds `max_length` tokens and one more, in whole blocks
-    of the attention kernel.
+    By default, the batch is the fastest one, and a row has `max_length` + 1 tokens, rounded up to complete blocks of
+    the attention kernel.
 
     >>> arguments = {"pretrained": "org/model", "hardware.slice": "v5e-8"}
     >>> config, plan = read_settings(None, max_length=1000, overrides=arguments)
@@ -41,11 +41,11 @@ def read_settings(
 
     Args:
         config: path of a YAML file.
-        max_length: most tokens that the model is given; None for what the rows hold.
+        max_length: most tokens that the model is given; None for one less than the tokens of a row.
         overrides: keys of the configuration, by dotted name or as nested mappings, and arguments of `hf`.
 
     Raises:
-        ConfigError: the file or a key cannot be used, or contradicts what requests need.
+        ConfigError: the file or a key cannot be used, or contradicts the workload for requests.
     """
     keys, given = keys_of(LoadingConfig), translate(overrides)
     for name in given:
@@ -83,7 +83,7 @@ def read_settings(
 
 
 def _workload(config: LoadingConfig, max_length: int | None) -> Workload:
-    """Return the workload for packed requests: scores without top k, in windows of any length."""
+    """Return the workload that scores packed requests: scores without top k, in windows of any length."""
     work, given = config.workload, config.given
     position = work.position
     if "workload.position" not in given and max_length is not None:

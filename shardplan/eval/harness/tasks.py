@@ -31,7 +31,7 @@ def select_tasks(evaluate: Callable[..., Any], is_own: Callable[[Any], Any]) -> 
 
     Args:
         evaluate: the function of lm_eval.
-        is_own: returns the `ShardplanLM` in an argument `lm`; None for another model.
+        is_own: returns the `ShardplanLM` in the argument `lm`, or None if `lm` is another model.
     """
 
     @wraps(evaluate)
@@ -49,8 +49,8 @@ def select_tasks(evaluate: Callable[..., Any], is_own: Callable[[Any], Any]) -> 
 def _split_tasks(loaded: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the tasks that can run, and for each other task the feature that it would need.
 
-    A group that has a task of these is left out as well: the mean of fewer tasks would have its name. Its other tasks
-    are run.
+    A group with a task that cannot run is left out too, because a mean over fewer tasks must not have the group's name.
+    The other tasks of the group are run.
 
     Args:
         loaded: `tasks`, `groups` and `group_map` by name, as `TaskManager.load` returns them.
@@ -102,8 +102,8 @@ def flatten_tasks(nested: dict[Any, Any]) -> dict[str, Any]:
 def _request_kinds(task: Any) -> set[str]:
     """Return the kinds of requests that a task makes.
 
-    A task of lm_eval's own class has those of its output type. One that makes its requests itself may make others, or
-    several: those of its first document are taken.
+    For a task of an lm_eval class, the output type decides. A task with its own class may make requests of other kinds,
+    or of several; the requests for its first document decide.
     """
     kind = REQUEST_KINDS.get(task.OUTPUT_TYPE, task.OUTPUT_TYPE)
     if _makes_requests_itself(task):

@@ -12,7 +12,7 @@ SHARDS_AHEAD = 2
 
 
 class InputsAhead:
-    """Makes sequences of shards ahead, for the lanes (parts of a batch) that this process computes."""
+    """Makes the sequences of shards ahead of time, for the lanes (parts of a batch) that this process computes."""
 
     def __init__(
         self,

@@ -57,7 +57,7 @@ class FinishedStep:
 
 @dataclass(frozen=True)
 class _OpenShard:
-    """A shard with steps that are not finished."""
+    """A shard whose steps have not all finished."""
 
     number: int
     steps: int
@@ -100,13 +100,13 @@ class Loop:
         """Compile the program.
 
         Args:
-            module: the Levanter model with its arrays: the program's first argument. Its others are arrays [batch,
-                position] of one sharding, as are its results.
+            module: the Levanter model with its arrays, the program's first argument. All other arguments and all
+                results are arrays [batch, position] with the same sharding.
             options: compiler options, as in `Plan.compiler_options`.
             outputs: names of the results.
             lanes: the lanes of the program.
-            find_tokens: returns bool[sequence, position], the elements that are no padding, which the program takes
-                as its last argument; None for a program that does not.
+            find_tokens: returns the program's last argument, bool[sequence, position], True for elements that are not
+                padding; None if the program has no such argument.
         """
         self._find_tokens = find_tokens
         self._module, self._outputs, self._inputs = module, outputs, program.arguments[1:]
@@ -121,10 +121,10 @@ class Loop:
         """Run the program over the sequences of `shards`, and yield every step once its results are fetched.
 
         Args:
-            inputs: the sequences of these shards.
-            shards: the shards to begin, the same in all processes. The next one is requested when the devices have
-                all steps of the shard before, so that a generator can end the run there.
-            count: as `Windows.count`.
+            inputs: the sequences of `shards`.
+            shards: the shards to run, the same in all processes. Each is requested only when all steps of the shard
+                before have been started, so that a generator can end the run.
+            count: function like `Windows.count`.
         """
         self._timer.start()
         pending: deque[_PendingStep] = deque()
@@ -199,10 +199,9 @@ class Loop:
 
 
 def _with_whole_rows(program: Program) -> Program:
-    """Return the program with a tuple of results sharded by rows, as the tokens are, and with replicated records.
+    """Return the program with results sharded only by rows, like the tokens, and with replicated records.
 
-    Each process has all records. Each lane has all of its positions on every device, so that one process can write it,
-    and nothing else is replicated.
+    So each process has all records, and the process that writes a lane has all positions of the lane's rows.
     """
     tokens = program.arguments[1]
     # not by Haliax, which in some versions leaves the sharding of axes without a mapping to the compiler

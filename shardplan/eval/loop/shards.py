@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Shards:
-    """The shards of a run.
+    """Divides the sequences of a run into shards, whose results are written together.
 
-    A step has `lanes` parts, which different devices compute; each has sequences of its own part of the shard, so that
-    the process of these devices needs the text around them alone.
+    Different devices compute the `lanes` parts of a step. Each lane takes its sequences from one part of the shard, so
+    that a process reads only the texts of this part.
     """
 
     total: int
@@ -45,6 +45,6 @@ class Shards:
         return first, first + size
 
     def step_ranges(self, shard: int, step: int) -> list[tuple[int, int]]:
-        """Return the sequences of every lane in one step of a shard, without those past the total."""
+        """Return the sequences of every lane in one step of a shard, without sequences past the total."""
         firsts = (self.lane_range(shard, lane)[0] + step * self.lane_sequences for lane in range(self.lanes))
         return [(min(first, self.total), min(first + self.lane_sequences, self.total)) for first in firsts]

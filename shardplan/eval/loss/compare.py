@@ -101,7 +101,7 @@ def compare_losses(runs: Sequence[FinishedRun]) -> LossComparison:
     """Compare the losses of several runs with the first run's, text by text.
 
     Raises:
-        ConfigError: another protocol or tokenizer, or no common text.
+        ConfigError: protocols or tokenizers differ, or the runs have no text in common.
     """
     labels = labels_of(runs)
     for other in runs[1:]:
@@ -131,7 +131,7 @@ def compare_losses(runs: Sequence[FinishedRun]) -> LossComparison:
 
 
 def _compare(losses: np.ndarray, tokens: np.ndarray) -> ComparedText:
-    """Compare runs by their losses in nats, float64[run, cluster], of windows or texts with int64[cluster] tokens."""
+    """Compare runs by losses in nats, float64[run, cluster]; a cluster is a window or text of int64[cluster] tokens."""
     count = int(tokens.sum())
     if count == 0:
         return ComparedText(0, len(tokens), [LossDifference(None) for _ in losses])
@@ -149,7 +149,7 @@ def _compare(losses: np.ndarray, tokens: np.ndarray) -> ComparedText:
 def _read_losses(run: FinishedRun, texts: Iterable[str]) -> pa.Table:
     """Return the windows of a run that predict tokens of given texts, ordered by text and position.
 
-    Where windows are packed decides their order in the file, and that may differ between runs.
+    The order in the file depends on how windows are packed, which may differ between runs.
     """
     table = pa.concat_tables(read_windows(run.ref, [*WINDOW, "loss"])).combine_chunks()
     table = table.filter(pc.is_in(table["text"], pa.array(list(texts), pa.string())))

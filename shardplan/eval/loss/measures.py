@@ -13,8 +13,8 @@ COLUMNS = ("tokens", "bytes", "loss")
 def summarize(ids: Sequence[str], results: Iterable[pa.Table]) -> dict[str, Any]:
     """Return the measures of all texts together (`total`), and of each text (`texts`).
 
-    The measures are `tokens` (predicted ones), `bytes` (in UTF-8, of the characters of these tokens), `loss_per_token`
-    (nats), `perplexity` and `bits_per_byte`; None where nothing is predicted, or the loss is not finite.
+    The measures are `tokens` (predicted tokens), `bytes` (UTF-8 bytes of these tokens' characters), `loss_per_token`
+    (nats), `perplexity` and `bits_per_byte`. A measure is None if nothing is predicted, or if the loss is not finite.
 
     >>> table = {"text": ["a", "b"], "tokens": [3, 1], "bytes": [12, 4], "loss": [3.0, 2.0]}
     >>> result = summarize(["a", "b"], [pa.table(table)])
@@ -40,7 +40,7 @@ def summarize(ids: Sequence[str], results: Iterable[pa.Table]) -> dict[str, Any]
 
 
 def measures(sums: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the measures of a text of `tokens` tokens and `bytes` bytes, whose `loss` is given in nats.
+    """Return the measures of a text with `tokens` tokens and `bytes` bytes, whose `loss` is in nats.
 
     >>> measures({"tokens": 4, "bytes": 16, "loss": 4 * math.log(2)})
     {'tokens': 4, 'bytes': 16, 'loss_per_token': 0.6931471805599453, 'perplexity': 2.0, 'bits_per_byte': 0.25}

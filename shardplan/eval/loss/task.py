@@ -38,7 +38,7 @@ class LossTask:
 
     @property
     def shard_windows(self) -> int:
-        """Number of windows in a shard, unless a step has more."""
+        """Number of windows per shard; a shard has at least one step, even if a step has more windows."""
         return self.config.shard or SHARD_WINDOWS
 
     def stride(self, position: int) -> int:
@@ -59,7 +59,7 @@ class LossTask:
         """Check that a workload is an evaluation whose windows are longer than the stride.
 
         Raises:
-            ConfigError: it is not.
+            ConfigError: the workload is another one.
         """
         kind, position = workload.kind, workload.position
         if kind != "eval":
@@ -85,7 +85,7 @@ class LossTask:
         return step_program(model, plan, mesh, windows.is_packed)
 
     def summarize(self, store: TextStore, plan: Plan, results: Iterable[pa.Table]) -> dict[str, Any]:
-        """Return the measures of all texts together, and of each."""
+        """Return the measures of all texts together, and of each text."""
         summary = summarize([text.id for text in store.texts], results)
         if summary["total"]["loss_per_token"] is None:
             logger.warning("the loss is not finite: the weights, or activations in compute_dtype, hold NaN or infinity")
@@ -95,7 +95,8 @@ class LossTask:
 def _may_pack(plan: Plan) -> bool:
     """Return whether several windows may share a sequence.
 
-    They may not if devices share the positions of one, nor with Native Sparse Attention, whose blocks would mix two.
+    They may not if devices share the positions of a sequence, or if Native Sparse Attention would select blocks with
+    tokens of two windows.
     """
     is_sparse = any(isinstance(method.kernel, SparseKernel) for method in plan.attention.methods)
     return not is_sparse and not plan.compute_mapping.get(plan.model.position)

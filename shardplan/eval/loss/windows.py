@@ -132,7 +132,7 @@ class LossJob:
     """Text -> number of characters in it."""
 
     def make(self, texts: TextReader) -> Rows:
-        """Make the tokens, a mask of tokens that predict the next one, and, in packed sequences, windows' starts."""
+        """Make the tokens, a mask of tokens that predict the next one, and window starts if windows are packed."""
         shape, w = (self.sequences, self.position), self.windows
         tokens, starts, predicts = np.zeros(shape, np.int32), np.zeros(shape, np.int32), np.zeros(shape, bool)
         spans = np.zeros((len(w.text), 3), np.int64)
@@ -150,7 +150,7 @@ class LossJob:
         return Rows((tokens, predicts, starts) if self.is_packed else (tokens, predicts), windows)
 
     def _make_window(self, texts: TextReader, i: int) -> tuple[np.ndarray, tuple[int, int, int]]:
-        """Return a window's tokens, and the first character, end and bytes of the text that it predicts."""
+        """Return a window's tokens, and the span that it predicts: first character, end character and bytes."""
         text = int(self.windows.text[i])
         start, end, predicted = (int(getattr(self.windows, name)[i]) for name in ("start", "end", "predicted"))
         shift, before = len(self.special.before), self.before[text]
@@ -183,8 +183,9 @@ def divide_texts(
 ) -> LossWindows:
     """Divide texts into windows of at most `position` tokens that start every `stride` tokens.
 
-    The first window of a text predicts all of its tokens but the first; the others predict those that are not in the
-    window before, as in https://huggingface.co/docs/transformers/perplexity. The last one ends with the text.
+    The first window of a text predicts all of its tokens but the first. Each later window predicts the tokens that the
+    window before does not contain, as in https://huggingface.co/docs/transformers/perplexity. The last window ends with
+    the text.
 
     >>> special = SpecialTokens(before=(), after=())
     >>> windows = divide_texts(["a"], [np.array([10])], [40], special, position=4, stride=3, may_pack=False).windows
@@ -192,9 +193,10 @@ def divide_texts(
     ([0, 3, 6], [1, 4, 7], [4, 7, 10])
 
     Args:
-        pieces: of each text int64[piece], the tokens of its pieces.
-        stride: less than `position`, so that every token has one before it in its window.
-        may_pack: pack windows into sequences if these are fewer then.
+        pieces: for each text int64[piece], the number of tokens of its pieces.
+        stride: tokens between the starts of windows; less than `position`, so that every predicted token has a token
+            before it in its window.
+        may_pack: whether to pack several windows into a sequence if that gives fewer sequences.
 
     Raises:
         ConfigError: no text has a token to predict.

@@ -24,7 +24,7 @@ NAMES = {EvaluationKind.EXTRACTION: "an extraction", EvaluationKind.LOSS: "a los
 
 
 def model_name(summary: Mapping[str, Any]) -> str:
-    """Return the last part of a run's model reference, with the last part of its adapter's.
+    """Return the last part of a run's model reference, and the last part of its adapter's reference.
 
     >>> plan = {"model": {"ref": "org/llama", "config": None, "adapter": "org/llama-lora"}}
     >>> model_name({"plan": plan})
@@ -72,8 +72,8 @@ def read_runs(refs: Sequence[str]) -> list[FinishedRun]:
     """Read results folders, which must be of one task.
 
     Raises:
-        ConfigError: fewer than two folders, one that is named twice or holds no finished results, or runs of several
-            tasks.
+        ConfigError: there are fewer than two folders, a folder is named twice or holds no finished results, or the runs
+            are of several tasks.
     """
     if len(refs) < 2:
         raise ConfigError(f"compare needs two results folders or more, and {len(refs)} is named: {', '.join(refs)}")
@@ -99,7 +99,7 @@ def match_texts(runs: Sequence[FinishedRun]) -> MatchedTexts:
     MatchedTexts(common=('a',), differing=('b',), missing=('c',))
 
     Raises:
-        ConfigError: they have none in common.
+        ConfigError: the runs have no text in common.
     """
     digests = [each.run["texts"] for each in runs]
     common: list[str] = []
@@ -131,7 +131,7 @@ def other_tokenizers(runs: Sequence[FinishedRun], labels: Sequence[str]) -> tupl
 
 
 def labels_of(runs: Sequence[FinishedRun]) -> tuple[str, ...]:
-    """Return distinct labels for runs: their models' names, else their folders' names, else full references.
+    """Return distinct labels for runs: names of models if they differ, else names of folders, else full references.
 
     >>> summary = {"plan": {"model": {"ref": "org/llama", "config": None}}}
     >>> labels_of([FinishedRun(ref, EvaluationKind.LOSS, summary, {}) for ref in ("runs/first", "runs/second")])
@@ -152,10 +152,10 @@ def check_protocol(first: FinishedRun, other: FinishedRun, expected: dict[str, A
     shardplan.errors.ConfigError: b has windows of another protocol than a: stride 9 instead of 5; ...
 
     Args:
-        expected, actual: the settings of the first and of the other; one that is missing has its default.
+        expected, actual: the settings of the first run and of the other run; a missing setting has its default.
 
     Raises:
-        ConfigError: they have not.
+        ConfigError: the protocols differ.
     """
     names = [name for name in {**expected, **actual} if actual.get(name) != expected.get(name)]
     if names:
@@ -212,7 +212,7 @@ def _parse(ref: str, name: str, data: bytes) -> dict[str, Any]:
 
 
 def _hint(path: Path) -> str:
-    """Suggest the results folder, in or beside a path, with the most similar name, or else all of them."""
+    """Suggest the results folder with the most similar name, in or beside a path; or else list all of them."""
     near = {*path.parent.glob(f"*/{SUMMARY}"), *path.glob(f"*/{SUMMARY}")}
     if not near:
         return f"name the output of `shardplan eval`, a folder with {SUMMARY}"

@@ -53,7 +53,7 @@ class ResultsFolder(RunFolder):
         """Return the shards whose windows have all been written, by this run or an earlier one.
 
         Args:
-            shards: of each shard its first window, and the one after its last.
+            shards: for each shard, its first window, and one past its last.
         """
         spans: list[tuple[int, int]] = []
         """(First, end) of finished windows, with adjacent and overlapping parts merged."""
@@ -85,7 +85,7 @@ class ResultsFolder(RunFolder):
     def read_experts(self) -> Iterator[tuple[int, int, dict[str, Any]]]:
         """Yield each record of experts with its range of windows: (first, one past the last, record).
 
-        Of records with windows in common, which runs on other devices write, the first one counts.
+        Runs on other devices write records with overlapping windows; the first of these records counts.
         """
         end, folder = 0, self._folder.open_for_reading()
         for first, last in self._ranges(EXPERTS, EXPERT_RECORD):
@@ -157,7 +157,7 @@ def read_windows(ref: str, columns: Sequence[str] | None = None) -> Iterator[pa.
 
     Args:
         ref: the results folder.
-        columns: those to read; None for all.
+        columns: columns to read; None for all.
     """
     file = _read_parquet(OutputFolder(ref).open_for_reading(), WINDOWS)
     for group in range(file.num_row_groups):

@@ -25,7 +25,7 @@ def with_added_tokens(data: bytes, folder: Folder) -> bytes:
     """Return tokenizer.json with the tokens that other files of the folder add; unchanged without such tokens.
 
     Raises:
-        CheckpointError: a file is damaged, or gives a token another id than it gets.
+        CheckpointError: a file is damaged, or lists a token with another id than the tokenizer gives it.
     """
     config, names, added = (
         _read_json(folder, name) for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")

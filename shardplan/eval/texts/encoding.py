@@ -20,7 +20,7 @@ AGREEMENT = 4
 
 
 class Tokens(NamedTuple):
-    """Tokens of a part of a text."""
+    """Tokens of a part of a text, and the characters that each token covers."""
 
     ids: np.ndarray
     """Token ids, int32[token]."""
@@ -40,7 +40,7 @@ def make_tokenizer(data: bytes, name: str) -> Tokenizer:
     [1]
 
     Raises:
-        CheckpointError: it is not a tokenizer.json.
+        CheckpointError: the data is not a tokenizer.json.
     """
     try:
         tokenizer = Tokenizer.from_buffer(data)
@@ -59,7 +59,8 @@ class PieceEncoder:
         """Encode a text of `characters` characters.
 
         Args:
-            path, places: of the `TextStore` and `Text.pieces`.
+            path: path of the `TextStore`.
+            places: `Text.pieces` of the text.
         """
         self._tokenizer, self._path, self._places, self._characters = tokenizer, path, places, characters
 

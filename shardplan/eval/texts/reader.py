@@ -40,7 +40,7 @@ def special_tokens(tokenizer: Tokenizer) -> SpecialTokens:
 
 @dataclass(frozen=True)
 class Source:
-    """The texts and the tokenizer that a worker encodes them with."""
+    """The texts of a run, and the tokenizer with which workers encode them."""
 
     tokenizer: bytes
     """Content of the tokenizer.json."""
@@ -86,7 +86,7 @@ class TextReader:
         self._encoded = lru_cache(CACHED_PIECES)(self._encode)
 
     def count_tokens(self, pieces: Sequence[tuple[int, int]]) -> tuple[list[int], int]:
-        """Return the number of tokens of each given (text, piece), and the largest token."""
+        """Return the number of tokens of each given (text, piece), and the largest token id."""
         ids = [self._encoded(*piece).ids for piece in pieces]
         return [len(each) for each in ids], max((int(each.max()) for each in ids if len(each)), default=0)
 
@@ -98,7 +98,7 @@ class TextReader:
         """Return the tokens from `start` to `end` of a text, without special tokens.
 
         Args:
-            before: int64[piece + 1], the number of tokens before each piece, and of all.
+            before: int64[piece + 1], the number of tokens before each piece, and finally of all pieces.
         """
         if start >= end:
             return Tokens(*(np.zeros(0, dtype) for dtype in (np.int32, np.int64, np.int64)))

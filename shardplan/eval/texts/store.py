@@ -72,7 +72,8 @@ def read_characters(path: str, pieces: np.ndarray, start: int, end: int) -> str:
     'twee'
 
     Args:
-        path, pieces: of the `TextStore` and the `Text`.
+        path: path of the `TextStore`.
+        pieces: pieces of the `Text`.
     """
     if start >= end:
         return ""
@@ -93,13 +94,13 @@ def open_texts(path: str, limit: int | None = None) -> TextStore:
     [('1', 16)]
 
     Args:
-        path: a file with an ending that the module's table lists, or a folder of such files, which are taken in the
+        path: a file with an ending that the module's table lists, or a folder of such files, which are read in the
             order of their names; on a local disk, in an object store or on a web server.
         limit: most texts to read; None for all.
 
     Raises:
-        ConfigError: no such file or folder, a file whose content does not fit its ending, no text, or two texts with
-            one id.
+        ConfigError: the file or folder does not exist, the content of a file does not fit its ending, there is no text,
+            or two texts have the same id.
     """
     store = tempfile.NamedTemporaryFile(prefix="shardplan-texts-")  # noqa: SIM115 - it lives as long as the TextStore
     texts: dict[str, Text] = {}
@@ -220,7 +221,7 @@ def _check_row(place: str, row: Any) -> None:
     """Check that a row of JSON lines has a text.
 
     Raises:
-        ConfigError: it is no object, or its text is missing, no string, or no Unicode.
+        ConfigError: the row is not an object, or its text is missing, not a string, or not valid Unicode.
     """
     if not isinstance(row, dict):
         raise ConfigError(f"{place} is {value_kind(row)}; it must be an object with the key text, which is a string")

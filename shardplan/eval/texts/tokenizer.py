@@ -12,7 +12,7 @@ def read_tokenizer(folder: Folder) -> bytes:
     """Return the tokenizer.json of a checkpoint folder, with the tokens that other files of the folder add.
 
     Raises:
-        CheckpointError: it has none, or one of the files is damaged.
+        CheckpointError: the folder has no tokenizer.json, or a file is damaged.
     """
     data = read_bytes(folder, "tokenizer.json")
     if data is None:
@@ -24,7 +24,8 @@ def check_tokens(largest: int, model: Model, folder: Folder) -> None:
     """Check that the model has an embedding for every token up to `largest`, the largest in the texts.
 
     Raises:
-        CheckpointError: it has not; the message says whether config.json or the tokenizer differs from the weights.
+        CheckpointError: a token has no embedding; the message says whether config.json or the tokenizer differs from
+            the weights.
     """
     size = model.vocab.size
     if largest < size:

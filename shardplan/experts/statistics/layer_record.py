@@ -13,7 +13,7 @@ import numpy as np
 class LayerRecord(NamedTuple):
     """The statistics of one layer's experts, as NumPy or JAX arrays, or of several layers in a leading dimension.
 
-    A row is a token for one of its experts.
+    A row is one token for one of the experts that it chose.
     """
 
     load: Any
@@ -62,19 +62,19 @@ def add_records(first: LayerRecord, second: LayerRecord) -> LayerRecord:
 
 
 def layer_figures(record: LayerRecord, xp: ModuleType = np) -> dict[str, Any]:
-    """Return the figures of a layer by name, each a scalar.
+    """Compute statistics of a layer by name, each a scalar.
 
     | name | figure |
     |---|---|
     | load_max_over_mean | rows of the busiest expert, relative to the mean of all experts |
-    | load_min_over_mean | rows of the expert that has fewest, relative to the mean |
+    | load_min_over_mean | rows of the least used expert, relative to the mean of all experts |
     | load_spread | standard deviation of the experts' rows, relative to the mean: `workload.expert_load_spread` |
     | load_entropy | entropy in nats of the rows' distribution over experts; log(experts) if all have equally many |
-    | router_entropy | entropy in nats of the router's probabilities of a token, in the mean over tokens |
+    | router_entropy | entropy in nats of the router's probabilities for a token, averaged over tokens |
     | device_rows_max_over_mean | rows of the busiest device, relative to the mean of devices |
-    | buffer_use | most rows of a device, relative to those of its buffer |
+    | buffer_use | most rows of a device, relative to the rows of its buffer |
     | overflow_rows | rows that did not fit in the buffers |
-    | further_rounds | rounds for them |
+    | further_rounds | rounds for the rows that did not fit |
 
     >>> record = LayerRecord(*map(np.array, ([6, 2, 0, 0], 4, 4 * np.log(2), 6, 4.0, 0.75, 0, 0)))
     >>> {name: round(float(value), 3) for name, value in layer_figures(record).items() if "max" in name}

@@ -15,7 +15,7 @@ MAX_LOADS = 1024
 def layer_metrics(records: Mapping[int, LayerRecord], xp: ModuleType = np) -> dict[str, Any]:
     """Return the metrics of layers, such as `moe/layer_00/load_max_over_mean`.
 
-    Of models with few experts, `moe/layer_00/expert_000_load` is the part of all rows that an expert gets.
+    For models with few experts, `moe/layer_00/expert_000_load` is the fraction of all rows that an expert gets.
 
     >>> record = LayerRecord(*map(np.asarray, ([3, 1], 2, 0.5, 3, 2.0, 0.75, 0, 0)))
     >>> metrics = layer_metrics({0: record})

@@ -23,7 +23,7 @@ from shardplan.experts.statistics.layer_record import LayerRecord
 
 
 class RouterRecord(NamedTuple):
-    """The routing of one layer; see `LayerRecord`."""
+    """What the router of one layer has chosen; see `LayerRecord` for the fields."""
 
     load: Array
     tokens: Array
@@ -45,7 +45,7 @@ class DeviceRows(NamedTuple):
 
 @dataclass
 class RoutingRecording:
-    """The records of one forward pass."""
+    """How the tokens of one forward pass are routed to experts, layer by layer."""
 
     is_token: NamedArray | None = None
     """Whether each token counts, bool with the tokens' axes; None if all do."""
@@ -104,7 +104,7 @@ def record_routing(is_token: NamedArray | None = None) -> Iterator[RoutingRecord
     ([0, 0, 0, 1], 1)
 
     Args:
-        is_token: bool with the axes of the tokens: which of them count; None for all.
+        is_token: bool with the axes of the tokens: which tokens count; None for all.
     """
     recording = RoutingRecording(is_token)
     token = _recording.set(recording)
@@ -217,9 +217,9 @@ def record_rounds(rows: Array, buffer_rows: int, rounds: Array) -> None:
     ([2], [1])
 
     Args:
-        rows: int32[], those of this device.
-        buffer_rows: the rows that its buffer has.
-        rounds: int32[], rounds that it takes part in.
+        rows: int32[], rows of this device.
+        buffer_rows: rows of the device's buffer.
+        rounds: int32[], rounds in which the device takes part.
     """
     parts = _rounds.get()
     assert parts is not None

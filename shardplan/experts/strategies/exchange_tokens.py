@@ -22,7 +22,7 @@ from shardplan.experts.statistics.recording import record_rounds, records_rounds
 
 
 class Slices(NamedTuple):
-    """The slices of a ragged all-to-all, as `jax.lax.ragged_all_to_all` takes them, slices for device 0 first."""
+    """The slices of a ragged all-to-all, as `jax.lax.ragged_all_to_all` takes them, in the order of devices."""
 
     input_offsets: Array
     """Where each slice begins on this device, int32[slices]."""
@@ -35,7 +35,7 @@ class Slices(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """The slices of one round of an all-to-all: one for each device and each of that device's experts."""
+    """The slices of one round of an all-to-all: one slice for every expert of every device."""
 
     there: Slices
     """Slices from a device's sorted rows to the buffers of their experts' devices."""
@@ -49,7 +49,7 @@ class Exchange(NamedTuple):
 
 @dataclass(frozen=True)
 class ExchangeRounds:
-    """Sends, in each round, as many rows as fit at each receiver, and returns their outputs."""
+    """Sends as many rows to each receiver in a round as fit there, and returns the outputs of these rows."""
 
     axes: tuple[str, ...]
     """Mesh axes that shard experts."""
@@ -57,7 +57,7 @@ class ExchangeRounds:
     function: ExpertFunction
 
     def __call__(self, index: int | Array, sizes: Array, operands: tuple[Array, Array, LocalWeights]) -> Array:
-        """Return the weighted outputs of this round's rows, sorted by expert, 0 for all other rows: [rows, embed].
+        """Return the weighted outputs of the rows of round `index`, and 0 for all other rows: [rows, embed].
 
         Args:
             sizes: int32[devices, experts], the rows that each device has for each expert.
@@ -84,10 +84,10 @@ def exchange_tokens(
     axes: tuple[str, ...],
     buffer_rows: int,
 ) -> Array:
-    """Return each token's weighted sum of expert outputs, computed on the experts' devices: [tokens, embed].
+    """Compute each token's weighted sum of expert outputs, on the devices of the experts: [tokens, embed].
 
     Args:
-        tokens: [tokens, embed], those of this device.
+        tokens: [tokens, embed], tokens of this device.
         chosen: int32[tokens, k], numbers of experts.
         routing_weights: float32[tokens, k].
         axes: mesh axes that shard experts.
@@ -122,11 +122,11 @@ def find_slices(sizes: Array, device: Array, start: int | Array, size: int) -> E
     ([1, 2], [1, 3])
 
     Args:
-        sizes: int32[devices, experts], the rows that each device has for each expert; experts are those of device 0
+        sizes: int32[devices, experts], the rows that each device has for each expert; the experts of device 0 come
             first.
         device: index of this device.
-        start: the first row of the round, among all that a receiver gets.
-        size: the rows of a receiver in the round.
+        start: first row of the round, among all rows that a receiver gets in all rounds.
+        size: number of rows that a receiver gets in the round.
     """
     devices = len(sizes)
     # a receiver has rows in the order of its experts, and for an expert in the order of senders
@@ -154,7 +154,7 @@ def find_slices(sizes: Array, device: Array, start: int | Array, size: int) -> E
 def _send_rows(rows: Array, output: Array, exchange: Exchange, axes: tuple[str, ...]) -> Array:
     """Exchange slices of rows, and return `output` with the received slices written into it.
 
-    Gradients are sent back. JAX's own gradient of the collective has those of `output` too, and fills as many rows.
+    Gradients of `rows` are sent back. JAX's own gradient of the collective would also compute the gradient of `output`.
 
     Args:
         rows: [rows, ...].

@@ -13,7 +13,7 @@ BATCH_KEY, PER_DEVICE_KEY = "trainer.train_batch_size", "trainer.per_device_para
 
 
 def check_batch(subject: Subject) -> Findings:
-    """Find a batch size, the only one or one of a schedule, that shards or microbatches do not divide."""
+    """Find a batch size (the only one, or one in a schedule) that shards or microbatches do not divide."""
     if subject.section.stages:
         yield from _check_schedule(subject)
         return

@@ -83,7 +83,7 @@ def check_stacked_axes(subject: Subject) -> Findings:
 
 
 def check_heads(subject: Subject) -> Findings:
-    """Find a mapping of the axis of all heads, which only the output projection has in grouped-query attention."""
+    """Find a mapping of the axis of all heads, which in grouped-query attention only the output projection has."""
     for attention in subject.step.attention_axes:
         own = (*attention.heads, attention.head_size)
         # without groups the projections have the axis of all heads too, and a mapping of their own axes shards them
@@ -129,7 +129,7 @@ def _heads_remedy(subject: Subject, key_heads: str, mesh_axes: list[str]) -> str
 
 
 def check_unused_mesh_axes(subject: Subject) -> Findings:
-    """Find mesh axes of several devices that no logical axis of the model is mapped to."""
+    """Find mesh axes of size > 1 that no logical axis of the model is mapped to."""
     for mesh_axis, size in subject.section.mesh.items():
         mapped = subject.known | subject.activation_only
         if size == 1 or any(mesh_axis in axes for name, axes in subject.compute.items() if name in mapped):
@@ -150,7 +150,7 @@ def check_unused_mesh_axes(subject: Subject) -> Findings:
 
 
 def check_duplicates(subject: Subject) -> Findings:
-    """Find mesh axes, of any size, that two dimensions of one array are mapped to."""
+    """Find mesh axes, of any size, that shard two dimensions of one array."""
     arrays = [(tuple(p.axes), short(p.path), subject.params) for p in subject.axes.parameters]
     arrays += [(axes, description, subject.compute) for axes, description in subject.linear_results.items()]
     tensors: dict[tuple[str, tuple[str, ...]], list[str]] = {}

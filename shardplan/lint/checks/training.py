@@ -39,10 +39,10 @@ SEQUENCES_OF_A_PAIR = 2
 
 
 def with_optimizer(workload: Workload, extras: TrainingExtras, is_given: bool) -> Workload:
-    """Return `workload` with the optimizer of the file, averaging the parameters if the file does.
+    """Return `workload` with the optimizer of the file, and with averaged parameters if the file asks for them.
 
     Args:
-        is_given: the user names the optimizer, so that the file's is not looked at.
+        is_given: whether the user names the optimizer, which then replaces the file's.
     """
     if not workload.is_training:
         return workload
@@ -72,9 +72,10 @@ def count_extras(plan: Plan, config: PlanConfig, model: Model, hardware: Slice, 
 
 
 def _adapter_memory(plan: Plan, model: Model, hardware: Slice, width: float, adapters: int) -> MemoryPlan:
-    """Return the memory of training only adapters, of `adapters` bytes per device, under the mappings of `plan`.
+    """Return the memory of training only adapters under the mappings of `plan`.
 
     Args:
+        adapters: bytes per device of the adapters' parameters.
         width: bytes of the compute type per byte of the parameter type.
     """
     step = plan_step(model, plan.workload.resolve())

@@ -26,7 +26,7 @@ def lint_file(path: str, config: PlanConfig) -> LintedFile:
     """Lint the Levanter configuration `path`, for the model, slice and workload of `config` or of the file.
 
     Raises:
-        ConfigError: it cannot be read, or there is no model that it is for.
+        ConfigError: the file cannot be read, or no model is known for it.
     """
     prepared = prepare_file(path, config)
     try:

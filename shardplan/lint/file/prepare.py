@@ -51,7 +51,7 @@ def prepare_file(path: str, config: PlanConfig) -> PreparedFile:
     """Read the Levanter configuration `path`, and have the installed Levanter's parser judge it.
 
     Raises:
-        ConfigError: it cannot be read, or its trainer section has a value of the wrong type.
+        ConfigError: the file cannot be read, or its trainer section has a value of the wrong type.
     """
     file = read_levanter_file(path)
     is_kind_given = "workload.kind" in config.given
@@ -90,7 +90,7 @@ def _check_length(sections: Mapping[str, Any], choice: ProgramChoice) -> Iterato
 
 
 def _convert(sections: Mapping[str, Any], hardware: Slice) -> tuple[dict[str, Any], list[Finding], list[str]]:
-    """Return the sections for today's Levanter, findings on a file of levanter 1.2, and the changed sections."""
+    """Convert a file of levanter 1.2: return the sections for today's Levanter, findings, and the changed sections."""
     converted, old, corrections = convert_nearest(sections, hardware)
     if not old:
         return converted, [], []
@@ -109,7 +109,7 @@ def _convert(sections: Mapping[str, Any], hardware: Slice) -> tuple[dict[str, An
 def _ask(
     file: LevanterFile, choice: ProgramChoice, sections: Mapping[str, Any] | None
 ) -> tuple[ParserVerdict, list[str]]:
-    """Return the verdict of Levanter's parser on the file or the converted `sections`, and the unchecked parts."""
+    """Return the parser's verdict on the file or on the converted `sections`, and which parts were not checked."""
     try:
         if sections is None:
             verdict = shared_parser().parse(file.text, choice.program, file.inside)

@@ -25,11 +25,11 @@ def file_target(
 ) -> tuple[LintTarget, list[str]]:
     """Return the model, slice and workload of a file, and the assumptions made about the model.
 
-    The model is that of the user's configuration. If that names none, it is the checkpoint that the file starts from,
-    where its config.json is part of the package, or else the `model` section.
+    The model is taken from the user's configuration. If that names none, it is the checkpoint that the file starts
+    from, if its config.json is part of the package, or else the model of the `model` section.
 
     Raises:
-        ConfigError: there is no model, it is not supported, or the user's is another one than that of the file.
+        ConfigError: there is no model, it is not supported, or the user's model differs from the file's.
     """
     config, sections = prepared.config, prepared.sections
     section = dataclasses.replace(model_section, position=prepared.choice.position(sections) or model_section.position)
@@ -88,7 +88,7 @@ def _check_type(section: Any, model: Model) -> None:
     """Check that the `model` section is of the user's model type.
 
     Raises:
-        ConfigError: it is of another one.
+        ConfigError: the section is of another type.
     """
     name = section.get("type") if isinstance(section, Mapping) else None
     if name in SECTION_TYPES and SECTION_TYPES[name] != model.type and model.type in SECTION_TYPES.values():

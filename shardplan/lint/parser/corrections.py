@@ -75,7 +75,7 @@ def _finding(problem: Problem, program: LevanterProgram, present: Collection[str
     """Make a finding from an error of Levanter's parser, with the value to write instead.
 
     Args:
-        present: the keys of the section, which an unknown key was not meant to be.
+        present: the keys of the section, which are not suggested for an unknown key.
     """
     *parents, name = problem.path or ("the file",)
     section = ".".join(parents) or f"levanter.main.{program.name}"
@@ -127,7 +127,7 @@ def _correct(sections: dict[str, Any], problem: Problem) -> list[str]:
 
 
 def _meant(problem: Problem, name: Any, value: Any) -> str | None:
-    """Return the key or type that was probably intended."""
+    """Return the key or type that the file probably intends."""
     misspelt = str(value) if problem.kind == ProblemKind.UNKNOWN_TYPE else str(name)
     return closest(misspelt, problem.valid, RENAME_CUTOFF)
 

@@ -36,7 +36,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class ParserVerdict:
-    """All problems of one file."""
+    """The verdict of Levanter's parser on a file: all problems that it found."""
 
     problems: tuple[Problem, ...]
     is_program_installed: bool = True
@@ -49,7 +49,7 @@ class ParserVerdict:
 
     @property
     def of_the_file(self) -> tuple[Problem, ...]:
-        """The problems of the file itself, without those of the environment."""
+        """The problems of the file itself, without problems of the environment."""
         return tuple(problem for problem in self.problems if problem.kind != ProblemKind.NOT_INSTALLED)
 
     def to_json(self) -> dict[str, Any]:

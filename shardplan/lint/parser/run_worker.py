@@ -106,7 +106,7 @@ class LevanterParser:
 
 
 class _LastLine:
-    """The last line that the process wrote to stderr."""
+    """Keeps the last line that the parser's process wrote to stderr."""
 
     text = ""
 

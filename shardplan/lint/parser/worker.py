@@ -133,9 +133,9 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _member_of_union(path: tuple[str, ...], text: str, value: Any) -> tuple[tuple[str, ...], str]:
-    """Return the path and message of the error that fits the kind of `value`, among the errors of several tried types.
+    """Return the path and the message of the error that fits `value`, among the errors of several tried types.
 
-    The parser lists every type with its error; of a section or a list, the one that names keys says what is wrong.
+    The parser lists every type with its error. For a section or a list, the error that names keys is the one that fits.
     """
     tried = MEMBER.findall(text)
     if not isinstance(value, dict | list) or not tried:
@@ -185,7 +185,7 @@ def _keys_beside(path: tuple[str, ...], values: Any, target: type) -> tuple[str,
 
 
 def _types_along(path: tuple[str, ...], values: Any) -> Any:
-    """Return the sections on the way to `path`, reduced to their `type`."""
+    """Return the sections on the way to `path`, with only the key `type` of each."""
     if isinstance(values, list):
         return [_types_along(path[1:], values[int(path[0])])]
     types = {"type": values["type"]} if "type" in values else {}

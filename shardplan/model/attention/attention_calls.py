@@ -43,14 +43,14 @@ _LOCK = RLock()
 def replace_attention(compute: Callable[[Arguments], NamedArray]) -> Iterator[None]:
     """Replace every call of attention by `compute` within the context.
 
-    If another thread replaces attention as well, it waits until the context ends.
+    Another thread that replaces attention waits until the context ends.
 
     Args:
         compute: takes the arguments of a call by their names, and returns its result.
     """
 
     def replacement(*args: Any, **kwargs: Any) -> NamedArray:
-        """Compute attention."""
+        """Compute attention with the replacement, from arguments by name."""
         return compute({**dict(zip(POSITIONAL, args, strict=False)), **kwargs})
 
     with _LOCK, ExitStack() as stack:

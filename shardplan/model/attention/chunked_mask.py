@@ -53,8 +53,8 @@ def with_chunks(
     Args:
         mask: None for all pairs; an array of bool is true where attention is allowed.
         Pos: the position axis of queries; keys have the same positions.
-        indices: int32[..., position], the index of each token in its document; default: its index in its run of
-            equal segment ids. Ignored without segment ids.
+        indices: int32[..., position], the index of each token in its document; default: its index in its run of equal
+            segment ids. Without segment ids the argument is ignored.
 
     Raises:
         ConfigError: a chunk has less than one position, or the mask has chunks already.
@@ -76,7 +76,7 @@ def with_chunks(
 
 
 def indices_in_documents(segment_ids: NamedArray, Pos: Axis) -> NamedArray:
-    """Return the index of each token in its run of equal `segment_ids`, int32[..., position] like these.
+    """Return the index of each token in its run of equal `segment_ids`, int32[..., position].
 
     >>> ids = hax.named([5, 5, 5, 2, 2], "position")
     >>> indices_in_documents(ids, ids.axes[0]).array.tolist()

@@ -58,7 +58,7 @@ def prepare_hf_config(hf: Any) -> Any:
     """Set the attributes of the transformers configuration `hf` that Levanter reads.
 
     Raises:
-        ConfigError: Levanter's model has another MLP size, or a number of heads is not a divisor.
+        ConfigError: Levanter's model has another MLP size, or numbers of heads are not divisible.
     """
     hf.rope_theta, _ = rope_of(hf)  # GemmaConfig reads this attribute, which transformers 5 does not set
     _check_heads(hf)
@@ -82,7 +82,7 @@ def _check_heads(hf: Any) -> None:
     """Check that key heads divide query heads, and that heads divide the hidden size.
 
     Raises:
-        ConfigError: they do not.
+        ConfigError: one of these does not divide the other.
     """
     heads, groups = hf.num_attention_heads, getattr(hf, "num_key_value_heads", None)
     if groups is not None and heads % groups:
@@ -140,7 +140,7 @@ def has_windows(hf_config: Mapping[str, Any]) -> bool:
 
 
 def rope_of(hf: Any) -> tuple[float | None, dict[str, Any] | None]:
-    """Return the base of a model's rotary frequencies and their scaling, each None if the model has none."""
+    """Return the base and the scaling of a model's rotary frequencies; either is None if the model has none."""
     parameters = getattr(hf, "rope_parameters", None)  # transformers 5
     if not parameters:
         return getattr(hf, "rope_theta", None), getattr(hf, "rope_scaling", None)
@@ -189,7 +189,7 @@ def _apply_head_dim(config: Any, hf: Any) -> Any:
 
 
 def _apply_tied_head(config: Any, hf: Any) -> Any:
-    """Use Levanter's Llama for a Mistral with a tied output head; Levanter's Mistral is equal, but cannot tie heads."""
+    """Use Levanter's Llama for a Mistral with a tied output head, because Levanter's equal Mistral cannot tie heads."""
     if not hf.tie_word_embeddings:
         return config
     tied = dataclasses.replace(config, tie_word_embeddings=True)

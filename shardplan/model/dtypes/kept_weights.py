@@ -25,7 +25,7 @@ CODES, SCALES = ".codes", ".scales"
 
 
 class KeptWeight(eqx.Module):
-    """A weight as codes and scales: value = code * scale of its block, rounded once."""
+    """A weight kept as codes and scales: value = code * scale of the code's block, rounded once."""
 
     codes: NamedArray
     """The codes, with the axes of the weight."""
@@ -34,7 +34,7 @@ class KeptWeight(eqx.Module):
 
 
 def owner_of(path: str) -> str:
-    """Return the path of the weight that an array belongs to; the array's own path if it is no part of a weight.
+    """Return the path of the weight that an array of codes or scales belongs to; for any other array, its own path.
 
     >>> owner_of("layers[0].mlp.experts.up.scales"), owner_of("norm.weight")
     ('layers[0].mlp.experts.up', 'norm.weight')
@@ -43,7 +43,7 @@ def owner_of(path: str) -> str:
 
 
 def blocks_of(axis: Axis, size: int) -> Axis:
-    """Return the axis of the scales along an axis of a weight; with blocks of one element, the axis itself.
+    """Return the axis of scales that corresponds to an axis of a weight; blocks of one element share the axis.
 
     >>> blocks_of(Axis("embed", 7168), 128)
     Axis(name='embed_by_128', size=56)
@@ -52,10 +52,10 @@ def blocks_of(axis: Axis, size: int) -> Axis:
 
 
 def placeholder_of(weight: NamedArray, blocks: tuple[int, ...], dtype: str) -> KeptWeight:
-    """Return a kept weight of ones with the shape of a weight, for a load to fill.
+    """Return a `KeptWeight` of ones with the shape of a weight, which loading replaces.
 
     Args:
-        blocks: elements along each axis that share a scale; they divide its size.
+        blocks: number of elements along each axis that share a scale, a divisor of the axis' size.
         dtype: type of the codes.
     """
     axes = tuple(blocks_of(axis, size) for axis, size in zip(weight.axes, blocks, strict=True))
@@ -71,10 +71,10 @@ def is_kept(node: Any) -> bool:
 
 
 def numbers_of(module: Any, dtype: Any) -> Any:
-    """Return a module in which weights that are kept as stored are decoded.
+    """Decode all weights of a module that are kept as stored, and return the module.
 
     Args:
-        dtype: type of the numbers.
+        dtype: dtype of the decoded weights.
     """
     return jax.tree.map(lambda node: convert_weight(node, dtype) if is_kept(node) else node, module, is_leaf=is_kept)
 
@@ -109,7 +109,7 @@ def convert_blocks(codes: Array, scales: Array, dtype: Any) -> Array:
 
     Args:
         codes: of any shape.
-        scales: float32; its dimensions divide those of the codes.
+        scales: float32; each dimension divides the dimension of the codes.
     """
     *blocks, last = (n // count for n, count in zip(codes.shape, scales.shape, strict=True))
     # along the last dimension scales are repeated before codes are read, which is little; along others a compiler
@@ -130,7 +130,7 @@ def convert_blocks(codes: Array, scales: Array, dtype: Any) -> Array:
 def _scales_of_shard(scales: Array, dimension: int, block: int, length: int, index: Array) -> Array:
     """Return the scales of a shard along a dimension.
 
-    A block of which the shard has a part is divided, so that all blocks of the result are equally long.
+    If the shard has only a part of some block, blocks are divided, so that all blocks of the result are equally long.
 
     Args:
         block: elements that share a scale.

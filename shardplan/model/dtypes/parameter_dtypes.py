@@ -44,10 +44,10 @@ def kept_dtypes(module: Any) -> dict[str, str]:
 
 
 def check_has_numbers(module: Any) -> None:
-    """Check that a model can be written, because its weights are decoded rather than codes.
+    """Check that a model's weights are decoded, because weights kept as codes cannot be written.
 
     Raises:
-        CheckpointError: some are kept as a checkpoint stores them.
+        CheckpointError: some weights are kept as codes.
     """
     path = next(iter(kept_dtypes(module)), None)
     if path is not None:
@@ -58,7 +58,7 @@ def check_has_numbers(module: Any) -> None:
 
 
 def _leaves_of(module: Any, is_searched: Callable[[Any], bool]) -> Iterator[tuple[str, Any]]:
-    """Yield path and value of the arrays in modules of a given class."""
+    """Yield the path and the value of every array in modules of a given class."""
     for path, node in jax.tree_util.tree_flatten_with_path(module, is_leaf=is_searched)[0]:
         if is_searched(node):
             leaves = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda leaf: isinstance(leaf, NamedArray))[0]
@@ -71,7 +71,7 @@ def parameter_dtypes(module: Any, dtype: str) -> dict[str, str]:
 
     Args:
         module: a module tree with arrays, or with a `jax.ShapeDtypeStruct` in place of every array.
-        dtype: of all parameters but those that stay float32, or as they are stored.
+        dtype: dtype of all parameters, except parameters that stay float32 or as they are stored.
     """
     own = dict.fromkeys(float32_paths(module), FLOAT32) | kept_dtypes(module)
     return {path: own.get(path, dtype) for path, _ in named_leaves(module)}
@@ -81,7 +81,7 @@ def cast_arrays(module: Any, dtype: str, cast: Callable[[Any, str], Any]) -> Any
     """Return `module` with each floating-point array replaced by `cast` of the array and its dtype.
 
     Args:
-        dtype: of all parameters but those that stay float32, or as they are stored.
+        dtype: dtype of all parameters, except parameters that stay float32 or as they are stored.
         cast: takes an array, abstract or not, and the name of its dtype.
     """
 
@@ -99,7 +99,7 @@ def with_dtypes(template: Any, dtype: str) -> Any:
 
     Args:
         template: a module with a `jax.ShapeDtypeStruct` in place of every array; any other leaf is left as it is.
-        dtype: of all parameters but those that stay float32, or as they are stored.
+        dtype: dtype of all parameters, except parameters that stay float32 or as they are stored.
     """
 
     def cast(leaf: Any, own: str) -> Any:
@@ -109,11 +109,11 @@ def with_dtypes(template: Any, dtype: str) -> Any:
 
 
 def unrounded_dtype(own: np.dtype, dtype: Any) -> np.dtype:
-    """Return the dtype for writing a parameter, such that one kept in float32 is not rounded.
+    """Return the dtype in which to write a parameter, so that a parameter kept in float32 is not rounded.
 
     Args:
-        own: the dtype of its array, or of the tensor that it is copied from.
-        dtype: the one that is asked for.
+        own: dtype of the parameter's array, or of the tensor that it is copied from.
+        dtype: the requested dtype.
 
     >>> [str(unrounded_dtype(np.dtype(own), "bfloat16")) for own in ("float32", "float16", "bfloat16")]
     ['float32', 'float32', 'bfloat16']

@@ -74,7 +74,7 @@ _KERNEL_NAMES_CONTEXT = ContextVar("kernel_names_context", default=False)
 
 @contextmanager
 def context_named_by_kernel() -> Iterator[None]:
-    """Let attention kernels name the context: if the model named it too, it would be saved twice.
+    """Let attention kernels name the attention output, in place of the model, so that it is saved only once.
 
     Levanter's splash attention then names its output and its log-sum-exp, as shardplan's attention always does.
     """
@@ -87,9 +87,10 @@ def context_named_by_kernel() -> Iterator[None]:
 
 
 def with_activation_names(module: Any, kept: Collection[str] = ()) -> Any:
-    """Return a Levanter module with names for its activations; a module that has names is returned unchanged.
+    """Return a Levanter module that names its activations; a module that names them already is returned unchanged.
 
-    So does shardplan's decoder, whose modules are its own. A bias is added to what has the name.
+    shardplan's decoder is returned unchanged too, because its own modules name their activations. The named result of a
+    projection does not include the bias.
 
     Args:
         kept: names of the activations that gradient checkpointing keeps, whose order in memory is then fixed.
@@ -100,7 +101,7 @@ def with_activation_names(module: Any, kept: Collection[str] = ()) -> Any:
 
 
 def named_as_configured(module: Any, config: Any) -> Any:
-    """Return a Levanter module, with names if its configuration's gradient checkpointing keeps activations by name."""
+    """Return a Levanter module that names its activations, if its configuration's checkpointing keeps any by name."""
     policy = getattr(config, "gradient_checkpointing", None)
     if not isinstance(policy, ScanCheckpointPolicy):
         return module
@@ -126,11 +127,11 @@ def _with_name(node: Any, name: ActivationName | None, kept: Collection[str]) ->
 
 
 class _NamedDotGeneral(eqx.Module):
-    """A `dot_general` of Haliax whose result has a name; its operand has one too if it is the context of attention.
+    """Names the result of a Haliax `dot_general`; for the attention output projection, it also names the operand.
 
-    What gradient checkpointing keeps has a fixed order in memory. Otherwise the TPU compiler lets the matmuls of
-    gradients choose the order, and copies all layers of what is kept to this order between the passes. Other
-    activations stay free: to fix their order as well makes a step slower (docs/log.md).
+    The order of kept activations in memory is fixed. Otherwise the matmuls of gradients would choose the order, and the
+    TPU compiler would copy the kept activations of all layers between the passes. The order of other activations is
+    free, because fixing it makes a step slower (docs/log.md).
     """
 
     dot_general: Any

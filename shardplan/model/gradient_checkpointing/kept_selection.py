@@ -21,7 +21,7 @@ from shardplan.model.gradient_checkpointing.activation_names import ActivationNa
 def keep_selected_blocks(policy: bool | str | ScanCheckpointPolicy) -> ScanCheckpointPolicy:
     """Return a Haliax policy that also keeps the indices of the blocks that queries attend to.
 
-    A policy that keeps everything, or that copies them to the host, is returned as it is.
+    A policy that keeps everything, or that copies these indices to the host, is returned unchanged.
 
     >>> keep_selected_blocks("offload").save_block_internals
     ['selected_blocks']
@@ -54,7 +54,7 @@ def _scan_groups(
     reverse: bool = False,
     unroll: int = 1,
 ) -> tuple[Any, Any]:
-    """Scan layers in groups, each computed again for gradients, as Haliax's `multilevel_scan` does.
+    """Scan layers in groups, as Haliax's `multilevel_scan` does; the backward pass recomputes one group at a time.
 
     Args:
         layers: arrays [layer, ...].
@@ -74,9 +74,10 @@ def _scan_groups(
 
 
 def without_kept_selection(module: Any) -> Any:
-    """Return a module whose layers, under the default policy, repeat the selection of blocks for gradients.
+    """Return a module whose layers recompute the selection of blocks for gradients under the default policy.
 
-    Such a program is traced once, and rewritten for every policy (`shardplan.program.variants.checkpointed`).
+    The planner traces such a program once, and rewrites it for every policy
+    (`shardplan.program.variants.checkpointed`).
     """
 
     def change(node: Any) -> Any:

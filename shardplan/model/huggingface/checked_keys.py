@@ -9,13 +9,13 @@ class CheckedKeys:
     """The keys of a mapping: `take` reads one, and `check` refuses keys that were not read."""
 
     def __init__(self, values: Any, where: str) -> None:
-        """Hold all keys, none read yet.
+        """Hold all keys of a mapping; none of them has been read yet.
 
         Args:
             where: name of the mapping, for messages.
 
         Raises:
-            ConfigError: it is no mapping.
+            ConfigError: `values` is not a mapping.
         """
         if not isinstance(values, dict):
             raise ConfigError(f"{where} is {values!r}; it must be a mapping")
@@ -53,7 +53,7 @@ class CheckedKeys:
         return value
 
     def check(self, *ignored: str) -> None:
-        """Refuse keys that were neither taken nor are known to change no weight."""
+        """Refuse keys that were not taken, unless they are known to change no weight."""
         for name in self.values.keys() - self.known - {*ignored}:
             if self.values[name] is not None:
                 known = sorted({*self.known, *ignored})

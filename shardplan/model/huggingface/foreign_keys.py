@@ -19,7 +19,7 @@ def _is_true(value: Any) -> bool:
 
 
 def _is_more_than_one(value: Any) -> bool:
-    """Return whether a number, or any number of a list with one for each layer, is larger than 1."""
+    """Return whether a value is larger than 1: a number, or any number in a list with one per layer."""
     values = value if isinstance(value, list) else [value]
     return any(isinstance(each, int | float) and each > 1 for each in values)
 
@@ -42,7 +42,7 @@ def _has_windows(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class ForeignKey:
-    """A key that changes the computation, in the model types that have it."""
+    """A key that changes the computation, and the model types that have it."""
 
     changes: Callable[[Any], bool]
     """Returns whether a value of the key changes the computation."""

@@ -40,7 +40,7 @@ POSITIVE_NUMBER_KEYS = ("rope_theta", "rms_norm_eps", "layer_norm_epsilon", "que
 def read_config(
     path: str | None, folder: Folder | None, model_class: str | None = None, keeps_dtype: bool = False
 ) -> dict[str, Any]:
-    """Read the config.json at `path`, or of the bundled model `path`; without a `path`, the one in `folder`.
+    """Read the config.json at `path`, or of the bundled model `path`; without `path`, the config.json in `folder`.
 
     For a multimodal wrapper, the configuration of its text model is returned.
 
@@ -51,8 +51,8 @@ def read_config(
             keys.
 
     Raises:
-        ConfigError: the file does not exist, it does not describe a model, or the model is not supported; or weights
-            are to stay as they are stored, and cannot.
+        ConfigError: the file does not exist, it does not describe a model, or the model is not supported; or
+            `keeps_dtype` is set, and the weights cannot stay as they are stored.
     """
     where = path or f"{folder.ref if folder else ''}/config.json"
     data = read_config_file(path) if path is not None else _read_in_folder(folder)
@@ -89,10 +89,10 @@ def read_config(
 
 
 def _check_is_decoder(name: str, keeps_dtype: bool) -> None:
-    """Refuse to keep stored weights in any model class but the decoder.
+    """Check that a model whose weights stay as they are stored is computed by the decoder.
 
     Raises:
-        ConfigError: they are to stay so in another class.
+        ConfigError: another class computes the model.
     """
     if keeps_dtype and name != DECODER:
         raise ConfigError(

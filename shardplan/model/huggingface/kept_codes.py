@@ -18,7 +18,7 @@ KEPT_TYPES = ("float8_e4m3fn", "float8_e5m2")
 
 
 def stored_codes(hf_config: Mapping[str, Any]) -> ByteCodes | None:
-    """Return how a checkpoint stores its weights if they can stay so on the devices; else None."""
+    """Return how a checkpoint stores its weights, if devices can keep them in this form; else None."""
     found = read_quantization(hf_config, "config.json")
     return found if isinstance(found, ByteCodes) and found.dtype in KEPT_TYPES else None
 
@@ -30,7 +30,7 @@ def check_can_keep(hf_config: Mapping[str, Any], where: str) -> None:
         where: name of the config.json, for messages.
 
     Raises:
-        ConfigError: they are plain numbers, or codes that devices do not keep.
+        ConfigError: the weights are not quantized, or are stored as codes that devices cannot keep.
     """
     found = read_quantization(hf_config, where)
     if found is None:

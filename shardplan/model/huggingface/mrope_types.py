@@ -20,7 +20,7 @@ PART_KEYS = ("mrope_section", "mrope_interleaved")
 
 @dataclass(frozen=True)
 class MropeType:
-    """The supported type that computes pure text as a type with mrope does."""
+    """The supported type that gives the same results on pure text as a type with mrope."""
 
     type: str
     """A key of `SUPPORTED_TYPES`."""

@@ -63,7 +63,7 @@ def read_modelopt_file(data: bytes, where: str) -> Quantization | None:
     """Read how the weights are stored from a `hf_quant_config.json`; None for unquantized weights.
 
     Raises:
-        ConfigError: as `read_quantization`, or the file is no such JSON.
+        ConfigError: `read_quantization` refuses the content, or the file is not such a JSON file.
     """
     try:
         values = json.loads(data)["quantization"]

@@ -25,9 +25,9 @@ ROPE_KEYS = ("rope_scaling", "rope_parameters", "rope_theta")
 
 
 def read_rope(config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return a config.json whose rotary embeddings are described by `rope_theta` and `rope_scaling` alone.
+    """Return a config.json that describes its rotary embeddings only by `rope_theta` and `rope_scaling`.
 
-    `rope_theta` is absent if the default of the model type holds, and `rope_scaling` is None if frequencies are not
+    `rope_theta` is absent if the model type's default applies, and `rope_scaling` is None if frequencies are not
     scaled.
 
     Args:

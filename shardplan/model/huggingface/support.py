@@ -29,8 +29,8 @@ def check_supported(config: Mapping[str, Any], where: str) -> None:
         where: name of the file, for messages.
 
     Raises:
-        ConfigError: the model type is not supported, the weights are quantized in a way that is not, or a key that
-            models of this type do not have changes the computation.
+        ConfigError: the model type or the quantization is not supported, or the config.json has a key that changes the
+            computation and does not belong to the model type.
     """
     model_type = config["model_type"]
     if model_type not in SUPPORTED_TYPES:

@@ -43,7 +43,7 @@ def read_text_part(config: dict[str, Any], where: str) -> tuple[dict[str, Any], 
         where: name of the file, for messages.
 
     Returns:
-        The keys of the text model, and their name in messages; for any other model, the arguments.
+        The keys of the text model, and their name in messages. If the model has no wrapper, these are the arguments.
 
     Raises:
         ConfigError: there is no text model, its model type is neither given nor known, or the wrapper contradicts it.
@@ -90,7 +90,7 @@ def _shared_values(config: Mapping[str, Any], inner: Mapping[str, Any], key: str
     """Return the wrapper's values that apply to its text model.
 
     Raises:
-        ConfigError: both say how weights are stored, and differ.
+        ConfigError: wrapper and text model describe the storage of weights differently.
     """
     shared = {name: config[name] for name in SHARED_KEYS if config.get(name) is not None}
     for name in QUANTIZATION_KEYS:

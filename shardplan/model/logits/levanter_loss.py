@@ -57,7 +57,7 @@ def block_sizes_of(device_kind: str) -> Iterator[None]:
     """Let Levanter choose the blocks of its loss for devices of `device_kind`, even if this machine has none.
 
     Args:
-        device_kind: as JAX names it, such as "TPU v4".
+        device_kind: JAX's name of the kind of device, such as "TPU v4".
     """
     sizes = import_module(f"{KERNELS}.tuned_block_sizes")
     with _replaced(sizes, "_normalized_device_kind", lambda given: (given or device_kind).lower()):
@@ -68,9 +68,9 @@ def block_sizes_of(device_kind: str) -> Iterator[None]:
 def one_block_of_tokens() -> Iterator[None]:
     """Make Levanter's loss process all tokens of a device at once, and divide only the vocabulary into blocks.
 
-    Tracing needs this: a traced program has the tokens of all devices, so that the number of tokens on a device, which
-    decides the size of blocks, is not known. Nor does it compare its choice of a kernel with those of other processes,
-    which do not trace: process 0 alone makes a plan.
+    Tracing needs this, because the block size depends on the number of tokens per device, and a traced program has the
+    tokens of all devices. Within the context Levanter also does not compare its choice of a kernel between processes,
+    because only process 0 traces to make a plan.
     """
     kernel, choice = (import_module(f"{KERNELS}.{name}") for name in ("xla", "api"))
     with (
@@ -97,11 +97,11 @@ def fused_loss(
     return_argmax: bool = False,
     **settings: Any,
 ) -> Any:
-    """Drop-in replacement for Levanter's fused loss: same arguments, same result, right under every axis mapping.
+    """Drop-in replacement for Levanter's fused loss: same arguments, same result, correct under every axis mapping.
 
     If the compute sharding shards only the vocabulary, each device computes the losses over its own shard in blocks, as
-    Levanter does, and devices add up their sums. If it shards the residual stream, or if the most probable token is
-    requested, the function makes the sharded logits, and leaves the sums to the compiler.
+    Levanter does, and devices add up their sums. If the compute sharding shards the residual stream, or if the most
+    probable token is requested, the function computes sharded logits, and leaves the sums to the compiler.
     """
     label, contract = pred_lm_head.resolve_axis(Label), pred_embeddings.resolve_axis(Contract)
     is_label_sharded, is_contract_sharded = ((physical_axis_size(axis) or 1) > 1 for axis in (label, contract))

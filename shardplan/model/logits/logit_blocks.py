@@ -27,7 +27,7 @@ def map_blocks(function: Callable[..., Any], position: Axis, blocks: int, *array
         blocks: a divisor of the number of positions.
 
     Returns:
-        The result of `function` for all positions, each array with the positions last.
+        The results of `function`, concatenated along the positions, which are the last axis.
     """
     if blocks == 1:
         return function(*arrays)

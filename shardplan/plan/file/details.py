@@ -84,7 +84,7 @@ class AttentionCost:
 
 @dataclass(frozen=True)
 class EvaluatedCandidate:
-    """A mesh with mappings that fits, and that is Pareto-optimal in time and memory among candidates on its mesh."""
+    """A mesh with mappings that fits, and is Pareto-optimal in time and memory among candidates on the same mesh."""
 
     mesh: list[int]
     """Sizes of the mesh axes, major to minor."""
@@ -118,7 +118,7 @@ class ChangedSetting:
 
 @dataclass(frozen=True)
 class Details:
-    """The details of a Plan."""
+    """The details behind a Plan's estimates, which reports and explanations use."""
 
     live: list[LivePoint] = field(default_factory=list)
     """Points of the step, in order."""

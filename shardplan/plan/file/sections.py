@@ -153,8 +153,8 @@ class CostPlan:
 class RunnerUp:
     """The second best plan of a search, with its predicted time.
 
-    It differs from the best one in the mesh, in the mesh axes of the batch, of positions or of the stored residual
-    axis, or in what the workload leaves open (gradient checkpointing, microbatches).
+    It differs from the best plan in the mesh, in the mesh axes of batch, positions or the stored residual axis, or in a
+    choice that the workload leaves open (gradient checkpointing, microbatches).
     """
 
     mesh: dict[str, int]

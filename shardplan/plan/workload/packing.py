@@ -8,9 +8,9 @@ too."""
 
 
 def packed_length(window: int) -> int:
-    """Return the sequence length that windows of `window` tokens fill best, a multiple of the kernel's block.
+    """Return the sequence length that windows of `window` tokens fill best: a multiple of the kernel's block size.
 
-    Of lengths that are filled equally well it is the shortest.
+    If several lengths are filled equally well, it is the shortest of them.
 
     >>> packed_length(100), packed_length(512), packed_length(700)
     (512, 512, 1536)

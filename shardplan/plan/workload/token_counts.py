@@ -25,10 +25,10 @@ def parse_token_count(key: str, text: str) -> float:
     (15000000000000.0, 2000000.0)
 
     Args:
-        key: what the message names.
+        key: key that the message names.
 
     Raises:
-        ConfigError: it is no positive number.
+        ConfigError: the text is not a positive number.
     """
     match = _COUNT.fullmatch(text.strip().replace("k", "K"))
     count = float(match[1]) * UNITS[match[2]] if match else 0.0
@@ -44,10 +44,10 @@ def parse_token_range(key: str, text: str) -> TokenRange:
     TokenRange(least=4000000.0, most=16000000.0)
 
     Args:
-        key: what the message names.
+        key: key that the message names.
 
     Raises:
-        ConfigError: it is no range of numbers.
+        ConfigError: the text is not a range of numbers.
     """
     first, dash, last = text.partition("-")
     if not dash:

@@ -68,7 +68,7 @@ class Workload:
 
     @property
     def kind_row(self) -> WorkloadKind:
-        """Row of the workload's kind; for an unknown name, which `problems` reports, the row of an evaluation."""
+        """Row of the workload's kind; an unknown name, which `problems` reports, has the row of an evaluation."""
         return KINDS.get(self.kind, KINDS["eval"])
 
     @property
@@ -78,7 +78,7 @@ class Workload:
 
     @property
     def is_scoring(self) -> bool:
-        """Whether the step computes the scores of tokens, not their losses alone."""
+        """Whether the step computes scores of tokens rather than only their losses."""
         return self.kind_row.is_scoring
 
     @property
@@ -160,7 +160,7 @@ class Workload:
         yield from self.score_problems()
 
     def score_problems(self) -> Iterator[str]:
-        """Yield an error for every value that no scoring step can have, and for scoring settings of other kinds."""
+        """Yield an error for every value that a scoring step cannot have, and for scoring settings in other steps."""
         if self.window is not None and not self.is_scoring:
             yield f"workload.window is for workload.kind score, and the kind is {self.kind}; leave it out"
         if self.logit_blocks is not None and not self.has_logit_blocks:
@@ -191,7 +191,7 @@ class Workload:
 
 
 def temperature_problem(key: str, value: float) -> str:
-    """Explain why a temperature is too low, too high or no number; None if it is valid.
+    """Explain why a temperature is too low, too high or not a number; None if it is valid.
 
     >>> temperature_problem("task.temperature", -1.0)
     'task.temperature is -1; it must be 0.01 to 100 (ranks say what greedy decoding produces, the limit of 0)'
@@ -212,7 +212,7 @@ def raise_first(problems: Iterator[str]) -> None:
     shardplan.errors.ConfigError: workload.batch is 0; it must be at least 1
 
     Raises:
-        ConfigError: there is one.
+        ConfigError: there is a problem.
     """
     problem = next(problems, None)
     if problem is not None:

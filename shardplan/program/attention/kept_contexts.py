@@ -23,7 +23,7 @@ FLOAT32_BYTES = 4
 
 
 def log_sums(loop: Operation, arrays: Sequence[TracedArray]) -> dict[int, LiveBuffer]:
-    """Return stack of outputs that a loop over layers writes -> log-sum-exp that kernels write beside it.
+    """Map each stack of attention outputs that a loop over layers writes to the log-sum-exp that kernels write too.
 
     Args:
         arrays: the values of the trace; an output is {..., heads, head size}, maybe with both axes in one dimension.
@@ -44,7 +44,7 @@ def log_sums(loop: Operation, arrays: Sequence[TracedArray]) -> dict[int, LiveBu
 
 
 def _contexts(operations: Sequence[Operation]) -> set[int]:
-    """Return the values that are named as a context by a kernel that names its log-sum-exp, and their copies."""
+    """Return the attention outputs named CONTEXT whose kernel also names its log-sum-exp, and their copies."""
     found, of_blocks = set[int](), set[int]()
     for operation in operations:
         is_copy = operation.kind == OperationKind.HOST_COPY or operation.primitive == "reduce_precision"
@@ -68,7 +68,7 @@ def _outputs_of_blocks(operations: Sequence[Operation]) -> Iterator[tuple[int, O
 
 
 def _log_sum(output: TracedArray) -> TracedArray:
-    """Return the array of an output's log-sum-exp: without head size, in float32."""
+    """Return the array of the log-sum-exp of an attention output: the same axes without head size, in float32."""
     *dims, last = output.dims
     heads = last[:-1]
     return replace(output, dims=(*dims, heads) if heads else tuple(dims), itemsize=FLOAT32_BYTES)

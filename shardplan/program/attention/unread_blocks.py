@@ -12,7 +12,7 @@ from shardplan.program.operations import REMATERIALIZED_SCOPE, Operation
 
 
 def without_unread_blocks(operations: Iterable[Operation]) -> tuple[Operation, ...]:
-    """Remove the selected-blocks result of recomputed calls if nothing reads it; return all operations."""
+    """Drop the unread selected-blocks results of recomputed calls; return all operations, changed or not."""
     operations = tuple(
         replace(each, body=without_unread_blocks(each.body)) if each.body else each for each in operations
     )

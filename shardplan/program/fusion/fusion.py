@@ -26,7 +26,7 @@ NOTHING: frozenset[int] = frozenset()
 
 @dataclass(frozen=True)
 class _Origin:
-    """The matmuls from which a value is computed by elementwise operations alone."""
+    """The matmuls that a value is computed from, with only elementwise operations in between."""
 
     last_matmul: int | None = None
     """Result of the last matmul from which the value is computed; the value itself if a matmul computes it."""
@@ -38,7 +38,7 @@ class _Origin:
 
 @dataclass(frozen=True)
 class _Use:
-    """The use of a value by elementwise operations alone."""
+    """How later operations use a value, directly or after elementwise operations."""
 
     final: int | None = None
     """The value in memory that elementwise operations compute from this one, or `MULTIPLE`; the value itself if other
@@ -112,7 +112,7 @@ class Fusion:
         """Values that stay in memory until the end of the sequence, because outputs are computed from them."""
 
     def base_of(self, value: int) -> int:
-        """Return the value that `value` is a view of; `value` itself if it is no view."""
+        """Return the value that `value` is a view of; `value` itself if it is not a view."""
         return self._base.get(value, value)
 
     def sources(self, value: int) -> frozenset[int]:
@@ -120,7 +120,7 @@ class Fusion:
         return self._sources.get(value, frozenset({value}))
 
     def is_executed(self, operation: Operation) -> bool:
-        """Return whether an operation runs at its place in the sequence, rather than fused into a later one."""
+        """Return whether an operation runs by itself, rather than fused into a later one."""
         if operation.kind == OperationKind.CONTRACTION and is_scores(self.arrays[operation.results[0]]):
             return True  # in a kernel, which writes no scores
         if operation.kind in FUSIBLE:
@@ -132,9 +132,9 @@ class Fusion:
         return set[int]().union(*(self.sources(self.base_of(operand)) for operand in operation.operands))
 
     def moved(self, operation: Operation) -> tuple[set[int], list[int]]:
-        """Return the values that an elementwise operation, with matmuls and all else fused into it, reads and writes.
+        """Return the values that an elementwise operation reads and writes, including everything fused into it.
 
-        Of a value that is sliced, or into which a slice is written, it is the slice.
+        If the operation slices a value, or writes a slice into one, only the slice counts.
         """
         operands = [self.base_of(operand) for operand in operation.operands]
         primitive = find_primitive(operation.primitive)
@@ -146,7 +146,7 @@ class Fusion:
         return set[int]().union(*map(self._parts_of, operands)), writes
 
     def factors_of(self, value: int) -> tuple[int, ...]:
-        """Return the two factors if `value` is an elementwise product, else `value` alone."""
+        """Return the two factors if `value` is an elementwise product; otherwise only `value`."""
         base = self.base_of(value)
         if base not in self._producer:
             return (value,)
@@ -198,7 +198,7 @@ class Fusion:
         return self._origins.get(value) or _Origin()
 
     def _find_origin(self, operation: Operation, result: int) -> _Origin:
-        """Return the matmuls that a result is computed from, given those of the operation's operands."""
+        """Return the matmuls that a result is computed from, given the matmuls that the operands are computed from."""
         if operation.kind == OperationKind.CONTRACTION:
             return _Origin(result, 1, result)
         if operation.kind != OperationKind.ELEMENTWISE:
@@ -217,14 +217,14 @@ class Fusion:
         )
 
     def _find_largest_inputs(self, operation: Operation) -> tuple[tuple[int, int], ...]:
-        """Find the two largest of the values in memory from which the operands are computed."""
+        """Find the two largest values in memory that the operands of an operation are computed from."""
         inputs = set[tuple[int, int]]()
         for operand in map(self.base_of, operation.operands):
             inputs.update(self._largest_inputs.get(operand, ((self.arrays[operand].elements, operand),)))
         return tuple(sorted(inputs, reverse=True)[:2])
 
     def _find_use(self, value: int) -> _Use:
-        """Return how elementwise operations use a value, given how the values computed from it are used."""
+        """Return how later operations use a value, given how they use the values computed from it."""
         consumers = [self.operations[i] for i in self._consumers[value]]
         elementwise = [each for each in consumers if each.kind == OperationKind.ELEMENTWISE]
         others = [each for each in consumers if each.kind != OperationKind.ELEMENTWISE]
@@ -276,7 +276,7 @@ class Fusion:
     def _is_view(self, operation: Operation) -> bool:
         """Return whether an elementwise result is never in memory: a view of its operand, or cheap to recompute.
 
-        That is a cast to a wider type, in which it would take more memory, or a scaled copy of a weight.
+        Cheap to recompute are casts to a wider type, which would take more memory, and scaled copies of a weight.
         """
         if operation.kind != OperationKind.ELEMENTWISE or len(operation.results) != 1 or not operation.operands:
             return False
@@ -301,7 +301,7 @@ class Fusion:
         return True  # grouped matmuls are separate kernels
 
     def _is_needed_in_memory(self, value: int) -> bool:
-        """Return whether an elementwise result is an output, or an operand of an operation of another kind."""
+        """Return whether an elementwise result is an output, or an operand of an operation that is not elementwise."""
         return value in self._must_write or any(
             self.operations[i].kind != OperationKind.ELEMENTWISE for i in self._consumers[value]
         )

@@ -15,7 +15,7 @@ from shardplan.program.operations import OperationKind
 
 
 class HeldForGradients(NamedTuple):
-    """The values that stay in memory after their last use, and until when."""
+    """The values that a compiler keeps in memory after their last use, and until which operation."""
 
     unfreed_rows: Set[int] = frozenset()
     """Rows that stay after their last use, if the compiler does not free rows."""
@@ -52,7 +52,7 @@ def hold_for_gradients(fusion: Fusion) -> HeldForGradients:
 
 
 def _overwritten(rows: Set[int], fusion: Fusion) -> Set[int]:
-    """Return the values whose memory an operation reuses for its result."""
+    """Return the values whose memory an operation overwrites with its result."""
     overwritten = set[int]()
     for operation in fusion.operations:
         if operation.collective == CollectiveKind.ALL_REDUCE:
@@ -68,7 +68,7 @@ def _overwritten(rows: Set[int], fusion: Fusion) -> Set[int]:
 
 
 def _tokens_of(rows: Set[int], fusion: Fusion) -> set[int]:
-    """Return the values from which rows are looked up."""
+    """Return the values of tokens from which an expert's rows are looked up."""
     lookups = [operation for operation in fusion.operations if operation.kind == OperationKind.LOOKUP]
     return {fusion.base_of(lookup.operands[0]) for lookup in lookups if lookup.results[0] in rows}
 

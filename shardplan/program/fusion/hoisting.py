@@ -10,7 +10,7 @@ from shardplan.program.operations import Operation, OperationKind
 def invariant_copies(loop: Operation, arrays: Sequence[TracedArray]) -> Set[int]:
     """Return the gathered parameters of a loop's `shard_map`s, and copies made from them, such as padded ones.
 
-    They are the same in every iteration, so that the compiler makes them before the loop: those of the output head, in
+    They are equal in every iteration, so that the compiler makes them before the loop. An example is the output head in
     a loop over microbatches.
     """
     varying = {value for _, value in loop.slices} | {start for _, start, _, _ in loop.carried}

@@ -17,8 +17,8 @@ def fuse_with_siblings(
 ) -> Fusion:
     """Fuse a sequence of operations, joining two gradients that read the same rows into one operation.
 
-    It runs in the place of the second one, and what reads the first one's result runs after it. The arguments are
-    those of `Fusion`.
+    The joint operation runs in the place of the second gradient, and operations that read the first gradient move
+    behind it. The arguments are the same as for `Fusion`.
     """
     fusion = Fusion(operations, arrays, outputs, writes_outputs)
     first_of = {second: first for first, second in _siblings(fusion)}

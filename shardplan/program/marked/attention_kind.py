@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # imports Haliax, which whoever only reads verdicts does not 
 
 @dataclass(frozen=True)
 class AttentionKind:
-    """One kind of attention in a model."""
+    """The properties that distinguish one kind of attention in a model from another."""
 
     pattern: Pattern = CAUSAL
     """The part of the mask that is known while tracing."""
@@ -42,7 +42,7 @@ class AttentionKind:
 
     @property
     def can_shard_positions(self) -> bool:
-        """Whether shardplan's attention, which supports no bias, can compute it; Levanter's cannot shard positions."""
+        """Whether positions can be sharded: only shardplan's attention can do so, and it supports no bias."""
         return self.head_size is not None and not self.has_bias
 
     @cached_property

@@ -8,7 +8,7 @@ from shardplan.positions.sequence_order import SequenceOrder
 
 @dataclass(frozen=True)
 class BlockAttentionKind:
-    """The sizes and the method of calls of `attend_to_blocks`, which the model chooses and not the plan."""
+    """The sizes and the method of a call of `attend_to_blocks`, which the model chooses rather than the plan."""
 
     groups: int
     """Number of key and value heads."""

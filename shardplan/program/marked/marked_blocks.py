@@ -39,7 +39,7 @@ def mark_block_attention() -> Iterator[None]:
 
 
 def kind_of_block_call(call: BlockCall) -> BlockAttentionKind:
-    """Return the kind of a call."""
+    """Return the kind of a call of `attend_to_blocks`."""
     *_, groups, heads_per_group, key_size = call.queries.shape
     return BlockAttentionKind(
         groups,
@@ -60,7 +60,7 @@ def _mark(call: BlockCall) -> Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _compute(kind: BlockAttentionKind, *operands: Array) -> Array:
-    """Bind the primitive of a call."""
+    """Bind the primitive that stands for a call of `attend_to_blocks`."""
     output: Array = _attention_p.bind(*operands, kind=kind)
     return output
 

@@ -47,7 +47,7 @@ def mark_sparse_attention() -> Iterator[None]:
 
 
 def kind_of_sparse_call(call: SparseCall) -> AttentionKind:
-    """Return the kind of attention of a call."""
+    """Return the kind of attention of a call of Native Sparse Attention."""
     sizes = call.config
     return AttentionKind(CAUSAL, sizes.key_size, sizes.value_size, sparse=sizes, uses_own_kernel=True)
 

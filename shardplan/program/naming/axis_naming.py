@@ -13,7 +13,7 @@ from shardplan.program.operations import OperationKind
 
 @dataclass
 class AxisNaming:
-    """The facts about a program's axes that rules collect."""
+    """What rules find out about the axes of a program while they name them."""
 
     merged_axes: dict[str, Dim] = field(default_factory=dict)
     """Logical axis -> the axes into which other parts of the program split it."""

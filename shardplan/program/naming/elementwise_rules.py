@@ -16,7 +16,7 @@ from shardplan.program.operations import OperationKind
 
 
 def elementwise(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) -> RuleResult:
-    """Name the axes of results like those of operands of equal rank; without such operands, results are unnamed."""
+    """Name the axes of results like the axes of operands of equal rank; without such operands, results are unnamed."""
     for v in equation.outvars:
         rank = len(v.aval.shape)
         if rank and arrays and not any(len(array.dims) == rank for array in arrays):
@@ -25,9 +25,10 @@ def elementwise(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) ->
 
 
 def source(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) -> RuleResult:
-    """Name each dimension of the results like the best-named operand dimension at its place, of equal rank and size.
+    """Name each dimension of a result like the same dimension of an operand with equal rank and equal size there.
 
-    As a rule of its own it is for primitives that make arrays, such as `iota`, whose results need no names.
+    If operands differ, the one with the most names counts. Primitives that make arrays, such as `iota`, have this rule,
+    because their results need no names.
     """
     results = []
     for v in equation.outvars:
@@ -125,5 +126,5 @@ def top_k(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) -> RuleR
 
 
 def _resized_dim(naming: AxisNaming, new: Dim, old: Dim) -> Dim:
-    """Return a dimension `new` that is a slice or a padding of `old`; it keeps a name only in a shard_map."""
+    """Return `new`, the dimension of a slice or padding of `old`; inside a shard_map, with the name of `old`."""
     return ((old[0][0], size_of(new)),) if naming.is_local and len(old) == 1 else new

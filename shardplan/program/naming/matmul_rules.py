@@ -48,9 +48,9 @@ def ragged_dot(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) -> 
 def convolve(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) -> RuleResult:
     """Name the axes of a convolution's result; it counts as a matmul, or as elementwise if channels are separate.
 
-    It sums over the channels of the second operand and its window. Groups of channels, or of rows in the gradient, are
-    independent matmuls. If a mesh axis shards positions along which the window moves, the exchange of neighbours is
-    not counted; other axes along which it moves are not sharded.
+    The convolution sums over the window and the channels of the second operand. Groups of channels (or of rows, in the
+    gradient) are independent matmuls. If a mesh axis shards positions along which the window moves, the halo exchange
+    is not counted; other axes along which the window moves are never sharded.
     """
     p, v = equation.params, equation.outvars[0]
     numbers, (left, right) = p["dimension_numbers"], arrays

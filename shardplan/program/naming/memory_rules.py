@@ -11,7 +11,7 @@ from shardplan.program.operations import OperationKind
 
 
 def copy_between_memories(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) -> RuleResult:
-    """Copy arrays to the memory that the equation requests; a view if all are there already."""
+    """Copy arrays to the memory that the equation requests; if all are there already, the copy is a view."""
     results = []
     for array, variable in zip(arrays, equation.outvars, strict=True):
         results.append(replace(array, is_on_host=variable.aval.memory_space == jax.memory.Space.Host))

@@ -39,7 +39,7 @@ from shardplan.program.naming.sparse_rules import block_attention, block_gradien
 
 @dataclass(frozen=True)
 class Primitive:
-    """A row of the table: JAX primitives that have the same rules."""
+    """A row of the table: JAX primitives that are treated alike."""
 
     names: tuple[str, ...]
     rule: Rule | None = elementwise
@@ -166,14 +166,15 @@ def name_results(naming: AxisNaming, name: str, equation: Any, arrays: list[Trac
 
 
 def has_result_of_operands_shape(name: str) -> bool:
-    """Return whether results of the primitive `name` have the logical axes of operands of their shape."""
+    """Return whether a primitive's results have the logical axes of operands with the same shape."""
     return find_primitive(name).rule in (None, elementwise, source)
 
 
 def moved_axes(equation: Any, arrays: list[TracedArray]) -> Iterator[tuple[str, TracedArray]]:
     """Yield each logical axis along which an equation moves elements, with the operand that has the axis.
 
-    Devices that have shards of such an axis exchange elements. A single element, as the last position, does not count.
+    If such an axis is sharded, devices exchange elements. A slice of a single element, such as the last position, does
+    not count.
     """
     primitive = find_primitive(equation.primitive.name)
     for array in arrays:

@@ -20,7 +20,7 @@ def constrain(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) -> R
 
 
 def name_activation(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) -> RuleResult:
-    """Record the name of an activation (`checkpoint_name`); some names say that one of its axes is never sharded."""
+    """Record the name of an activation (`checkpoint_name`); some names mark an axis as never sharded."""
     kind, results, fields = elementwise(naming, equation, arrays)
     name = equation.params["name"]
     fields["activation"] = name
@@ -31,7 +31,7 @@ def name_activation(naming: AxisNaming, equation: Any, arrays: list[TracedArray]
 
 
 def _unsharded(dim: Dim, axis: str) -> Dim:
-    """Return a dimension in which a logical axis is replaced by one that no mapping shards."""
+    """Replace a logical axis in a dimension by an axis that no mapping shards."""
     return tuple((UnshardedAxis(name) if name == axis else name, size) for name, size in dim)
 
 
@@ -39,7 +39,7 @@ def collective(kind: CollectiveKind) -> Rule:
     """Return the rule for a shard_map's collective that is compiled to a collective of `kind`."""
 
     def name_result(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) -> RuleResult:
-        """Name the axes of a collective's result; a collective over logical axes alone counts as elementwise."""
+        """Name the axes of a collective's result; a collective over only logical axes counts as elementwise."""
         if all(shape_of(array) == v.aval.shape for array, v in zip(arrays, equation.outvars, strict=True)):
             pairs = zip(arrays, equation.outvars, strict=True)
             results = [replace(array, itemsize=itemsize_of(v)) for array, v in pairs]

@@ -13,7 +13,7 @@ from shardplan.program.operations import OperationKind
 
 
 def sparse_attention(naming: AxisNaming, equation: Any, arrays: list[TracedArray]) -> RuleResult:
-    """Name a call's results: the sum has the queries' axes and the values' channels, the blocks have the keys' axes."""
+    """Name a call's results: the sum has axes of queries and channels of values; the blocks have axes of keys."""
     del naming
     (mixed, outputs, blocks), queries, values = equation.outvars, arrays[0], arrays[VALUES]
     *_, branches, _ = unnamed_dims(outputs)

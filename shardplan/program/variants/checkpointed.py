@@ -30,8 +30,8 @@ def with_policy(trace: Trace, policy: CheckpointPolicy) -> Trace:
     """Return the trace of a step under `policy`, given its trace under the default policy.
 
     Args:
-        trace: one that selects blocks again, too.
-        policy: one of which `is_rewritable` is true; names that the trace does not have are ignored.
+        trace: trace of the default policy, made with `selects_again`.
+        policy: a policy for which `is_rewritable` is true; names that the trace does not have are ignored.
     """
     always = always_kept(trace.operations)
     if policy == CheckpointPolicy() and not always:
@@ -44,16 +44,16 @@ def with_policy(trace: Trace, policy: CheckpointPolicy) -> Trace:
 
 
 def always_kept(operations: Iterable[Operation]) -> tuple[str, ...]:
-    """Return the activations that every policy keeps: blocks of Native Sparse Attention.
+    """Return the activations that every policy keeps: the selected blocks of Native Sparse Attention.
 
-    Layers see to that themselves (`shardplan.model.gradient_checkpointing.kept_selection`).
+    The layers themselves keep them (`shardplan.model.gradient_checkpointing.kept_selection`).
     """
     is_sparse = any(operation.primitive == SPARSE_ATTENTION for operation in all_operations(operations))
     return (SELECTED_BLOCKS,) if is_sparse else ()
 
 
 def is_rewritable(trace: Trace, policy: CheckpointPolicy) -> bool:
-    """Return whether `with_policy` supports a policy: everything that gradients recompute must be in pairs of loops.
+    """Return whether `with_policy` supports a policy: all recomputed activations must be in pairs of loops.
 
     Layers that are not stacked, but called one after the other, have no loops.
     """
@@ -62,7 +62,7 @@ def is_rewritable(trace: Trace, policy: CheckpointPolicy) -> bool:
 
 
 def _count_names(operations: Sequence[Operation]) -> tuple[int, int]:
-    """Count the recomputed activations with a name, and the ones among them that are in pairs of loops."""
+    """Count the recomputed activations that have a name, and how many of these are in pairs of loops."""
     gradient_loops = {_gradient_loop(operations, i) for i in range(len(operations))}
     names = in_pairs = 0
     for i, operation in enumerate(operations):
@@ -74,14 +74,14 @@ def _count_names(operations: Sequence[Operation]) -> tuple[int, int]:
 
 
 class _Rewriter:
-    """Rewrites pairs of loops such that the second loop reads activations that the first one keeps."""
+    """Rewrites pairs of loops, so that the second loop reads activations that the first one keeps."""
 
     def __init__(self, arrays: list[TracedArray], on_host: Mapping[str, bool], carries_on_host: bool) -> None:
         """Prepare to rewrite the loops of a trace.
 
         Args:
             arrays: the values of the trace; new ones are appended.
-            on_host: name of an activation that is kept -> whether in the memory of the host.
+            on_host: name of a kept activation -> whether it is kept in host memory.
         """
         self.arrays, self.on_host, self.carries_on_host = arrays, on_host, carries_on_host
 
@@ -99,7 +99,7 @@ class _Rewriter:
         return tuple(rewritten)
 
     def _rewrite_pair(self, forward: Operation, backward: Operation) -> tuple[Operation, Operation]:
-        """Return a pair, the loop over layers and the loop of its gradients, with activations kept between them."""
+        """Change a loop over layers and the loop of its gradients, so that the second reads kept activations."""
         forward = self._name_selections(forward, backward)
         shared = {stack for stack, _ in forward.slices} & {stack for stack, _ in backward.slices}
         carry_stack = next(stack for stack in shared if stack in forward.results)
@@ -111,7 +111,7 @@ class _Rewriter:
         return self._write_stacks(forward, kept, carry_stack), backward
 
     def _name_selections(self, forward: Operation, backward: Operation) -> Operation:
-        """Return the forward loop with names for its selected blocks, the same names as in the loop of gradients.
+        """Return the forward loop with its selected blocks named as in the loop of gradients.
 
         JAX leaves out the names in the forward loop, because nothing reads these blocks by themselves.
         """
@@ -138,7 +138,7 @@ class _Rewriter:
         """Return the loop over layers, extended to write activations into stacks.
 
         Args:
-            stacks: of the activations in the order of the loop; None for one that is not kept.
+            stacks: the stack of each activation, in the order of the loop; None for an activation that is not kept.
         """
         slices = [each for each in loop.slices if each[0] != carry_stack]
         results = [*loop.results]
@@ -173,7 +173,7 @@ class _Rewriter:
         """Return the loop of gradients, changed to read the needed activations from stacks.
 
         Args:
-            stacks: of the activations in the order of the forward loop.
+            stacks: the stack of each activation, in the order of the forward loop.
         """
         slices = [each for each in loop.slices if each[0] != carry_stack]
         body: list[Operation] = []
@@ -238,7 +238,7 @@ def _is_of_gradients(loop: Operation) -> bool:
 
 
 def _needed(operations: Iterable[Operation], needed: Set[int]) -> tuple[Operation, ...]:
-    """Return the operations by which the values `needed` are computed."""
+    """Return the operations that are needed to compute the values `needed`."""
     wanted, kept = set(needed), list[Operation]()
     for operation in reversed([*operations]):
         if wanted.intersection(operation.results):
@@ -248,5 +248,5 @@ def _needed(operations: Iterable[Operation], needed: Set[int]) -> tuple[Operatio
 
 
 def _used(operations: Iterable[Operation]) -> set[int]:
-    """Return all operands of operations."""
+    """Return all values that some operations read."""
     return {operand for operation in operations for operand in operation.operands}

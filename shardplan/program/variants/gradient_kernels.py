@@ -16,7 +16,7 @@ from shardplan.program.tasks import Task, TaskKind
 
 
 def mark_gradient_kernels(tasks: Iterable[Task]) -> list[Task]:
-    """Return the tasks, with a mark on recomputed scores whose context (attention output) is not recomputed."""
+    """Mark recomputed scores whose context (attention output) is not recomputed; return all tasks."""
     tasks = [*tasks]
     contexts = Counter(_call(task) for task in tasks if _is_computed_again(task) and not is_scores(task.results[0]))
     marked = []

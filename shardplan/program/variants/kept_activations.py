@@ -36,7 +36,7 @@ Buffers = Mapping[LiveBuffer, int]
 
 
 class HostCopies(NamedTuple):
-    """The copies to or from the host that one loop makes for an activation."""
+    """The copies between device and host that one loop makes for an activation."""
 
     window: int
     """Index in `KeptActivations.windows`."""
@@ -47,7 +47,7 @@ class HostCopies(NamedTuple):
 
 @dataclass(frozen=True)
 class Option:
-    """One option for an activation, relative to the default policy."""
+    """How a step changes if one activation is kept or offloaded, in place of being recomputed for the gradients."""
 
     policy: CheckpointPolicy
     """The policy that differs from the default in this option only."""
@@ -63,7 +63,7 @@ class Option:
 
 @dataclass(frozen=True)
 class KeptActivations:
-    """The options for all activations of a step."""
+    """For each activation of a step, the options to keep or offload it, and the program points that they change."""
 
     points: tuple[ProgramPoint, ...]
     """Live buffers under the default policy, at every point that the program has under any single option."""
@@ -73,7 +73,7 @@ class KeptActivations:
     """Windows of the copies under any option; windows of one loop are adjacent, with ascending FLOPs."""
 
     def policy(self, chosen: Iterable[Option]) -> CheckpointPolicy:
-        """Return the policy with the given options, of different activations."""
+        """Return the checkpointing policy that combines the chosen options, which are for different activations."""
         kind, kept, offloaded = "default", list[str](), list[str]()
         for option in chosen:
             kept += option.policy.kept
@@ -86,12 +86,12 @@ class KeptActivations:
 def kept_activations(
     trace: Trace, with_host: bool, finish: Callable[[Iterable[Task]], tuple[Task, ...]]
 ) -> KeptActivations:
-    """Find the options of all activations of a step.
+    """Find the options (keep or offload) of all activations of a step.
 
     Args:
-        trace: under the default policy.
+        trace: trace of the step under the default policy.
         with_host: whether activations can be copied to the host.
-        finish: completes the tasks of a step, after the walk.
+        finish: function that completes the tasks of a step after the walk.
     """
     base = _Walked(walk(with_policy(trace, CheckpointPolicy())), finish)
     variants: list[list[_Variant]] = []
@@ -135,12 +135,12 @@ def kept_activations(
 
 
 def _window(base: "_Walked", loop: int, flops: float | None) -> CopyWindow:
-    """Return the window of a loop's copies with the given FLOPs; None for all FLOPs of the loop."""
+    """Return the window of copies in a loop that hide behind the given FLOPs; None means all FLOPs of the loop."""
     return CopyWindow(loop, base.flops[loop] if flops is None else flops)
 
 
 class _Walked:
-    """The live buffers, tasks and copies of a step by place and loop, for a comparison of policies."""
+    """The live buffers of a step by place, and its tasks and copies by loop, to compare policies."""
 
     def __init__(self, walked: Walk, finish: Callable[[Iterable[Task]], tuple[Task, ...]]) -> None:
         self.points = {point.place: point.buffers for point in walked.points}
@@ -162,7 +162,7 @@ class _Walked:
                 self.flops[loop] += task.executions * task.flops
 
     def at(self, places: Sequence[Place]) -> list[Counter[LiveBuffer]]:
-        """Return the live buffers at each place; if the program lacks the place, those at its next point."""
+        """Return the live buffers at each place; a place that the program lacks has the buffers of the next point."""
         found: list[Counter[LiveBuffer]] = []
         following = self.points[self.places[-1]]
         for place in reversed(places):
@@ -172,16 +172,16 @@ class _Walked:
 
 
 class _Variant(NamedTuple):
-    """A step under another policy."""
+    """A step under another checkpointing policy than the default."""
 
     policy: CheckpointPolicy
     walked: _Walked
 
 
 def _most_saving(variants: list[list[_Variant]], base: _Walked) -> list[list[_Variant]]:
-    """Return the carries, and at most `MAX_ACTIVATIONS` activations whose computation takes the most FLOPs.
+    """Select the carries, and at most `MAX_ACTIVATIONS` activations whose computation takes the most FLOPs.
 
-    The search considers all their combinations. The models of shardplan and of Levanter have no more.
+    The limit exists because the search tries all combinations. Models of shardplan and of Levanter stay below it.
     """
 
     def saved_flops(of_activation: list[_Variant]) -> float:

@@ -29,11 +29,11 @@ class TracedBatch(NamedTuple):
 
 
 def traced_batch(sizes: Iterable[int], has_microbatches: bool) -> TracedBatch:
-    """Return batch numbers with which to trace a step.
+    """Choose a batch to trace a step with: numbers that divide no other size, so that they can be replaced afterwards.
 
     Args:
-        sizes: all other sizes of the step: of the model's axes, and positions.
-        has_microbatches: whether the step has a loop over microbatches; without, there is one.
+        sizes: all other sizes in the step: sizes of the model's axes, and the number of positions.
+        has_microbatches: whether the step has a loop over microbatches; otherwise it has one microbatch.
     """
     sizes = set(sizes)
 
@@ -44,7 +44,7 @@ def traced_batch(sizes: Iterable[int], has_microbatches: bool) -> TracedBatch:
 
 
 class Resizer:
-    """Changes the number of sequences and microbatches of a step, and of its options for activations."""
+    """Changes the number of sequences and microbatches in a traced step, and in the options for its activations."""
 
     def __init__(self, traced: TracedBatch, wanted: TracedBatch) -> None:
         self.traced, self.wanted = traced, wanted

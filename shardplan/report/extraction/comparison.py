@@ -18,13 +18,13 @@ def print_comparison(
     labels: Sequence[str], texts: Mapping[str, Sequence[Mapping[str, Any]]], total: Sequence[Mapping[str, Any]],
     other_tokenizers: Sequence[str], out: Console,
 ) -> None:  # fmt: skip
-    """Print the coverage of every text at each threshold, one row per model; then of all texts together.
+    """Print the coverage of every text at each threshold, one row per model; then the coverage of all texts together.
 
     Args:
         labels: names of the models.
         texts: text -> its summary for each model.
         total: the summary of all texts for each model.
-        other_tokenizers: names of the models whose windows are not those of the first.
+        other_tokenizers: names of the models with another tokenizer than the first model, and therefore other windows.
     """
     thresholds = list(total[0]["coverage"])
     columns = ("windows", "greedy", *(f">={threshold_text(float(t))}" for t in thresholds))
@@ -48,8 +48,8 @@ def print_left_out(left_out: Sequence[str], differing: Sequence[str], out: Conso
     """Print which texts are not compared.
 
     Args:
-        left_out: ids of all of them.
-        differing: those that all runs have, with other contents.
+        left_out: ids of all texts that are not compared.
+        differing: ids of texts that all runs have, but with different contents.
     """
     if left_out:
         print_wrapped(f"left out, because not all runs have these texts: {_names(left_out)}", out)

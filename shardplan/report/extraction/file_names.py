@@ -11,8 +11,8 @@ LONGEST = 80
 def file_names(ids: Iterable[str], taken: Iterable[str] = ()) -> dict[str, str]:
     """Map each id to a unique file name without suffix that is valid on every system.
 
-    An id that is not safe as it is, such as one with slashes or one that another differs from in case only, has a part
-    of its SHA-256 at the end of its file name.
+    If an id is not safe as a file name, for example because it has slashes or differs from another id only in case, the
+    file name ends with a part of the id's SHA-256.
 
     Args:
         ids: different from each other.

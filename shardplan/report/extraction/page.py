@@ -41,9 +41,9 @@ def page_parts(
     """Yield the parts of the page of a text, in UTF-8.
 
     Args:
-        id_: of the text.
+        id_: id of the text.
         model: name of the model.
-        task, summary, strip: as in summary.json, of this text.
+        task, summary, strip: the text's entries in summary.json.
     """
     # the parts of the strip lead to places in the text that are not so close that they split words
     step = max(1, -(-len(strip) * ANCHOR_CHARACTERS // max(text.characters, 1)))
@@ -61,8 +61,8 @@ def index_page(
     """Return a page with a row for each text, in UTF-8.
 
     Args:
-        names: of the texts that have pictures, the names of their files without endings.
-        without_page: ids of those that have a plot alone.
+        names: file names without endings, for the texts that have pictures.
+        without_page: ids of the texts that have only a plot.
         has_plots: whether plots are among the pictures.
     """
     rows = [
@@ -97,7 +97,7 @@ def _environment() -> Environment:
 
 
 def _body(text: ShadedText, anchors: Mapping[int, int]) -> Iterator[Markup]:
-    """Yield the text with its shades."""
+    """Yield the HTML of the text, shaded by probability."""
     reader, places = _Reader(text.read), iter([*anchors.items(), (-1, text.characters + 1)])
     number, place = next(places)
     for start, end, label in _spans(text):
@@ -118,7 +118,7 @@ def _body(text: ShadedText, anchors: Mapping[int, int]) -> Iterator[Markup]:
 def _spans(text: ShadedText) -> Iterator[tuple[int, int, tuple[int, str] | None]]:
     """Yield (start, end, (shade, text)) for each run of characters whose values have the same shade and text.
 
-    Values that look the same are one.
+    Neighbouring runs that look the same are merged.
     """
     last: tuple[int, int, tuple[int, str] | None] | None = None
     for bounds, values in text.runs:

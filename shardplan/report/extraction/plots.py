@@ -27,12 +27,12 @@ COMPARED_THRESHOLD = "0.1"
 
 
 def draw_text(title: str, plots: Mapping[str, Any], thresholds: Sequence[float], characters: int) -> Figure:
-    """Draw a text's histogram of log p_z, its coverage over thresholds, and its strip if it has one.
+    """Draw a text's histogram of log p_z, its coverage at each threshold, and its strip if it has one.
 
     Args:
-        plots: `histogram`, `curve`, `suffix_curve` and, of one text, `strip`, as in summary.json.
-        thresholds: those of the curves.
-        characters: of the text.
+        plots: `histogram`, `curve`, `suffix_curve` and, for a single text, `strip`, as in summary.json.
+        thresholds: thresholds of the curves.
+        characters: number of characters of the text.
     """
     has_strip = "strip" in plots
     figure = Figure(figsize=(10, 5.4 if has_strip else 3.9), dpi=110, layout="constrained")
@@ -54,9 +54,9 @@ def draw_comparison(labels: Sequence[str], curves: Sequence[Sequence[float]], th
     """Draw the coverage of several models: of all texts over thresholds, and of each text at one threshold.
 
     Args:
-        labels: of the models.
-        curves: of each model, the covered part of all characters at each of `thresholds`.
-        texts: text -> of each model, the covered part at `COMPARED_THRESHOLD`.
+        labels: names of the models.
+        curves: for each model, the covered fraction of all characters at each of `thresholds`.
+        texts: text -> for each model, the covered fraction at `COMPARED_THRESHOLD`.
     """
     shown = dict(list(texts.items())[:MAX_COMPARED_TEXTS])
     height = max(4.2, 1.6 + 0.24 * len(shown), 1.6 + 0.24 * len(labels))
@@ -96,7 +96,7 @@ def save_figure(figure: Figure, file: Any, format_: str) -> None:
 
 
 def _draw_histogram(axes: Axes, histogram: np.ndarray) -> None:
-    """Draw the number of windows by log p_z; element i of the histogram counts those from -(i + 1) to -i nats."""
+    """Draw the number of windows by log p_z; element i of the histogram counts windows from -(i + 1) to -i nats."""
     used = np.flatnonzero(histogram)
     most = int(used[-1]) + 1 if len(used) else 1
     width = max(1, -(-most // 60))

@@ -21,8 +21,8 @@ def draw_numbers(numbers: Sequence[int], slice_name: str, mesh: dict[str, int], 
     """Return the variables of `drawing_short.html` that draw a number on every device.
 
     Args:
-        numbers: of every device of the mesh, in row-major order.
-        meaning: what the number is.
+        numbers: the number of every device of the mesh, in row-major order.
+        meaning: description of the numbers.
     """
     return {
         "drawing": draw_slice(slice_name, mesh, MAX_DEVICES),

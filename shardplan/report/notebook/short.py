@@ -99,9 +99,9 @@ def _render(
     """Render the template of a plan or a verdict.
 
     Args:
-        drawing: of the slice.
+        drawing: the drawing of the slice.
         parts: name -> field and bytes per device.
-        available: bytes of a device; 0 if no memory is known.
+        available: bytes of a device's memory; 0 if unknown.
     """
     full = max(available, sum(size for _, size in parts.values()), 1)
     return (

@@ -29,7 +29,7 @@ class Estimate:
 class Judgement:
     """The verdict on one program, reason and omissions as text, and the estimate of its plan.
 
-    It is made of a verdict of this process, or read from a file that another one has written.
+    It comes from a verdict of this process, or from a file that another process has written.
     """
 
     label: str
@@ -50,7 +50,7 @@ class Judgement:
     """The estimate; None in files of older versions."""
 
     def is_of(self, plan: Plan) -> bool:
-        """Return whether the program is the step of `plan` with its compiler options, as far as its file tells."""
+        """Return whether the verdict's program is the step of `plan` with its compiler options, as far as is known."""
         own = plan.hardware.slice, plan.mesh, plan.compiler_options, plan.workload.kind
         is_same = (self.slice, self.mesh, self.options, self.program) == own
         return is_same and self.estimate in (None, estimate_of(plan))
@@ -91,7 +91,7 @@ def load_judgements(path: str) -> list[Judgement]:
     """Read the verdicts that `verify --json` wrote.
 
     Raises:
-        ConfigError: no such file, or not verdicts.
+        ConfigError: the file does not exist, or has no verdicts.
     """
     try:
         values = json.loads(Path(path).read_text(encoding="utf-8"))

@@ -43,7 +43,7 @@ def kind_text(kind: str) -> str:
 
 
 def distinct_labels(labels: Sequence[str]) -> list[str]:
-    """Return the short labels; where two are equal, the full paths."""
+    """Return the short labels; if two short labels are equal, both are replaced by full paths."""
     count = Counter(map(short_label, labels))
     return [short_label(label) if count[short_label(label)] == 1 else label for label in labels]
 
@@ -68,7 +68,7 @@ def task_label(task: TimedTask) -> str:
 
 
 def repeated_runs(executions: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Return (first, last, executions) of each run of operations that are executed equally often, more than once."""
+    """Return (first, last, executions) of each run of operations with the same number of executions, if above 1."""
     runs, first = [], 0
     for times, group in groupby(executions):
         last = first + len(list(group)) - 1

@@ -44,9 +44,9 @@ def plan_page(
 
     Args:
         judgements: verdicts of the compiler, on the plan and on others that it is compared with.
-        repair: of a hand-written layout, of which `plan` is the prediction.
-        experts: of an evaluation that has measured how tokens were routed.
-        selection: of a training that has measured which blocks sparse attention selected.
+        repair: review of a hand-written layout, for which `plan` is the prediction.
+        experts: the section `experts` of an evaluation that measured how tokens were routed.
+        selection: the section `selection` of a training that measured which blocks sparse attention selected.
     """
     judgement = own_judgement(plan, judgements)
     tilings, timeline, roofline = tilings_of(plan), timeline_panel(plan, judgement), roofline_panel(plan)

@@ -76,7 +76,7 @@ class LogAxis:
         """Return ticks at powers of ten; on a short axis also at their multiples, or at other round numbers.
 
         Args:
-            unit: what the texts count in.
+            unit: unit of the texts.
         """
         first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
         for factors in ((1,), (1, 2, 5), (1, 1.5, 2, 2.5, 3, 4, 5, 7)):

@@ -36,7 +36,7 @@ class AttentionRow:
 def attention_rows(plan: Plan) -> list[AttentionRow]:
     """Return a row for each kind of attention, most work first; no rows if all layers have the same kind.
 
-    A Plan of an older version, or without details, has no rows either.
+    There are also no rows for a Plan of an older version, or without details.
     """
     costs = plan.details.attention if plan.details is not None else []
     if len(costs) < 2:
@@ -76,7 +76,7 @@ def method_text(method: AttentionPlan) -> str:
 
 
 def attention_tables(plan: Plan) -> Iterator[Table]:
-    """Yield tables of the kinds of attention, the widest first; no tables if all layers have the same kind."""
+    """Yield tables of the kinds of attention, the widest first; nothing if all layers have the same kind."""
     rows = attention_rows(plan)
     if not rows:
         return
@@ -94,7 +94,7 @@ def attention_tables(plan: Plan) -> Iterator[Table]:
 
 
 def _numbers(row: AttentionRow) -> list[str]:
-    """Format the numbers of a row."""
+    """Format the numbers in a row of the table."""
     return [
         f"{row.seconds:.3g}",
         f"{row.cost.model_flops / 1e15:,.4g}",

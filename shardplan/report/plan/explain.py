@@ -20,7 +20,7 @@ WHAT_IF_COLUMNS = (("mesh", "GiB of available", "step s", "tokens/s"), ("GiB", "
 
 
 def print_why(answers: Sequence[WhyNot], out: Console) -> None:
-    """Print, for each choice, the obstacle to it, or the extra time by cause, and memory, of the best plan with it."""
+    """Print what prevents each choice, or what the best plan with it costs: more time by cause, and memory."""
     for answer in answers:
         out.print()
         print_wrapped("", out, Text(f"why not {answer.choice}?", "bold"))

@@ -99,7 +99,7 @@ def _print_outcome(review: Review, out: Console) -> None:
 def review_json(review: Review) -> dict[str, Any]:
     """Return the review as JSON values; memory in bytes per device, time in seconds.
 
-    `repair` and `best` are those of `Review`; null where there is none.
+    `repair` and `best` are the fields of `Review`; null if there is none.
     """
     best = review.best
     return {

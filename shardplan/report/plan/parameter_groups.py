@@ -56,7 +56,7 @@ def merge_equal_rows(rows: Sequence[tuple[str, object]]) -> list[tuple[str, list
     """Merge rows whose texts differ in one index only; return the text and the row numbers of each merged row.
 
     Args:
-        rows: text with indices in brackets, and what else is shown.
+        rows: for each row, its text with indices in brackets, and all other content.
 
     >>> merge_equal_rows([("a[0].x", 7), ("a[1].x", 7), ("a[2].x", 5), ("b", 7)])
     [('a[0-1].x', [0, 1]), ('a[2].x', [2]), ('b', [3])]
@@ -78,7 +78,7 @@ def _merge(
     """Merge groups of rows that are equal in all but one index.
 
     Args:
-        keys: what each row has besides its indices.
+        keys: content of each row without its indices.
     """
     merged: dict[object, tuple[Indices, list[int]]] = {}
     for indices, numbers in groups:

@@ -94,7 +94,7 @@ def _print_headline(ranking: SliceRanking, out: Console) -> None:
 def _cost_column(ranked: Sequence[RankedSlice]) -> str | None:
     """Return the column of costs by which slices are compared: per run, per training step, or per tokens.
 
-    Steps are compared where they have equally many tokens. None if the best slice has no price.
+    Steps are compared if they have the same number of tokens. None if the best slice has no price.
     """
     first = ranked[0]
     if first.price is None:
@@ -138,7 +138,7 @@ def _join(names: Iterable[str], word: str = "and") -> str:
 
 
 def _tables(ranked: Sequence[RankedSlice]) -> Iterator[Table]:
-    """Yield tables of the ranked slices, from the fullest to the narrowest."""
+    """Yield tables of the ranked slices, first with all columns, then with fewer."""
     workload = ranked[0].plan.workload
     parts = ["microbatches"] if workload.is_training else []
     cost = _cost_column(ranked)
@@ -187,7 +187,7 @@ def _is_guess(each: RankedSlice) -> bool:
 
 
 def _significant(number: float | None) -> str:
-    """Format a number with three significant digits, without an exponent down to six decimals."""
+    """Format a number with about three significant digits, or as "-" if it is None."""
     if number is None:
         return "-"
     if number >= MANY:

@@ -22,7 +22,7 @@ def print_fit(memory: MemoryVerdict, slice_name: str, out: Console, label: str =
     """Print on one line whether a step fits, and the memory that is free or missing.
 
     Args:
-        label: what the line begins with.
+        label: text at the beginning of the line.
     """
     verdict = Text("fits", "bold green") if memory.fits else Text("does not fit", "bold red")
     gib, limit_gib = f"{memory.bytes / GIB:.2f}", f"{memory.limit / GIB:.2f}"

@@ -47,7 +47,7 @@ def workload_text(workload: Workload) -> str:
 
 
 def _dtypes_text(workload: Workload) -> str:
-    """Describe the dtypes of parameters and of compute, at once if they are the same."""
+    """Describe the dtypes of parameters and of compute, only once if they are equal."""
     if workload.param_dtype == workload.compute_dtype:
         return workload.param_dtype
     return f"{workload.param_dtype} parameters, {workload.compute_dtype} compute"
@@ -56,11 +56,11 @@ def _dtypes_text(workload: Workload) -> str:
 def print_plan(plan: Plan, out: Console, with_parameters: bool = True) -> None:
     """Print the verdict, mesh, both mappings, memory by part, and the reasons.
 
-    Where layers differ in their attention, a table says which layers have which, and what it costs.
+    If layers differ in their attention, a table lists the layers and the cost of each kind.
 
     Args:
-        with_parameters: whether every parameter with its PartitionSpec is printed as well, what the search rejected,
-            and the YAML for Levanter.
+        with_parameters: whether to print also every parameter with its PartitionSpec, what the search rejected, and the
+            YAML for Levanter.
     """
     print_estimate(plan, out)
     model, devices = plan.model, f"{plan.hardware.devices} devices of {plan.hardware.slice}"
@@ -94,12 +94,12 @@ def _print_levanter_section(plan: Plan, out: Console) -> None:
 
 
 def _parameter_tables(plan: Plan, width: int) -> Iterator[Table]:
-    """Yield tables of the sharding and the bytes per device of every parameter, from the fullest to the narrowest.
+    """Yield tables with the sharding and the bytes per device of every parameter, each narrower than the one before.
 
-    Equal parameters are one row, with their number and the bytes of all of them.
+    Equal parameters share a row, which has their number and the bytes of all of them.
 
-    The narrowest, for `width` columns, have path and PartitionSpec flush left and right in one column: few parameters
-    with long paths have long specs too.
+    The last tables fit `width` columns: they have the path and the PartitionSpec in one column, at its left and right
+    end.
     """
     groups = group_parameters(plan.parameters)
     paths, specs = [group.path for group in groups], [spec_text(group.first.spec) for group in groups]
@@ -149,7 +149,7 @@ def spec_text(spec: Spec) -> str:
 
 
 def _memory_text(plan: Plan) -> str:
-    """Describe a device's memory at the peak of a step by its parts, without those that would be shown as 0.00."""
+    """Describe a device's memory at the peak of a step by parts, without parts that would be shown as 0.00."""
     memory = plan.memory
     sizes = {label: f"{getattr(memory, part) / GIB:.2f}" for part, label in MEMORY_PARTS.items()}
     parts = " + ".join(f"{label} {size}" for label, size in sizes.items() if float(size))

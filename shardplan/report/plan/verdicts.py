@@ -178,7 +178,7 @@ def print_ranking(rows: Sequence[tuple[str, Plan, Verdict]], out: Console) -> No
 
 
 def _ranking_tables(rows: Sequence[tuple[str, Plan, Verdict]]) -> Iterator[Table]:
-    """Yield tables of the verdicts, from the fullest to the narrowest."""
+    """Yield tables of the verdicts, first with all columns, then with fewer."""
     per_token = [v.time.step_seconds / plan.workload.tokens if v.time is not None else None for _, plan, v in rows]
     fastest = min((seconds for seconds in per_token if seconds is not None), default=0.0)
     for texts, numbers in RANKING_COLUMNS:
@@ -197,8 +197,8 @@ def _ranking_cells(plan: Plan, verdict: Verdict, seconds: float | None, fastest:
     """Return the cells of a verdict by column.
 
     Args:
-        seconds: per token; None if the time is unknown.
-        fastest: the fewest seconds per token of all verdicts.
+        seconds: seconds per token; None if unknown.
+        fastest: the smallest seconds per token of all verdicts.
     """
     time, memory = verdict.time, verdict.memory
     return {
@@ -222,7 +222,7 @@ def _seconds_text(seconds: float, step_seconds: float) -> str:
 
 
 def _buffer_tables(buffers: Sequence[Buffer]) -> Iterator[Table]:
-    """Yield tables of the largest buffers at the peak, from the fullest to the narrowest."""
+    """Yield tables of the largest buffers at the peak, first with all columns, then with fewer."""
 
     def build(ops: list[str]) -> Table:
         table = make_table("Largest buffers at the peak", ("operation", "shape"), ("GiB",))

@@ -29,7 +29,7 @@ class Advance(Protocol):
     """Reports the progress of a phase."""
 
     def __call__(self, done: float, doing: str = "") -> None:
-        """Report how much is done, in any unit, and what begins next."""
+        """Report how much is done, in any unit, and what is done next."""
 
 
 _groups_opened = 0
@@ -50,8 +50,8 @@ class ProcessGroup:
         """Make the group of all processes.
 
         Args:
-            name: separates the values of this group from those of others.
-            watch: a `Link` to the others if there are any.
+            name: name that separates the values of this group from the values of other groups.
+            watch: a `Link` to the hub if there are other processes.
         """
         self.process_index, self.process_count = jax.process_index(), jax.process_count()
         self._name, self.watch = name, watch
@@ -61,10 +61,11 @@ class ProcessGroup:
     def phase(self, phase: str, deadline_s: float = DEADLINE_S) -> Iterator[Advance]:
         """Name the activity of this process within the context, such as `loading`.
 
-        All processes have the same phases, in one order. One without progress for `deadline_s` seconds is stuck.
+        All processes have the same phases in the same order. A process without progress for `deadline_s` seconds counts
+        as stuck.
 
         Yields:
-            A function to call with how much is done, and with what is begun next.
+            A function to call with the amount of work done, and a description of what is done next.
         """
         global _phases_begun
         _phases_begun += 1
@@ -83,7 +84,7 @@ class ProcessGroup:
             self.watch.set_activity(dataclasses.replace(before, number=_phases_begun))
 
     def progress(self) -> PhaseProgress | None:
-        """Return how much all processes have done in this phase; None if it is not known."""
+        """Return how much all processes have done in this phase; None if unknown."""
         return None if self._link is None else self._link.progress
 
     def agree[T](
@@ -93,16 +94,18 @@ class ProcessGroup:
         describe: Callable[[T], Mapping[str, str]],
         disagreement: Disagreement = _other_checkpoint,
     ) -> T:
-        """Compute a value in every process, and return it after all processes' values have been found equal.
+        """Compute a value in every process, check that all processes have equal values, and return it.
 
         Args:
             name: key of the exchange; it must be new in this group.
-            compute: makes the value of this process.
-            describe: value -> name of each part and a digest of it, or its text; these must be equal in all processes.
-            disagreement: makes the error if they are not.
+            compute: function that computes the value of this process.
+            describe: maps a value to the name and the digest (or text) of each of its parts, which must be equal in all
+                processes.
+            disagreement: function that makes the error if they are not equal.
 
         Raises:
-            ShardplanError: that of `disagreement`, or whatever `compute` raised, in this process or in another.
+            ShardplanError: the error of `disagreement`, or an error that `compute` raised in this process or in
+                another.
         """
         if self._link is None:
             return compute()
@@ -145,7 +148,7 @@ class ProcessGroup:
     def gather(self, name: str, value: Any) -> dict[int, Any]:
         """Send a JSON value to all processes, and return process -> value after all have sent theirs.
 
-        All values are sent to every process: in a fleet that is the square of the number of processes.
+        All values are sent to every process, so that the traffic grows with the square of the number of processes.
         """
         if self._link is None:
             return {self.process_index: value}
@@ -158,7 +161,7 @@ class ProcessGroup:
             name: key of the exchange; it must be new in this group.
 
         Raises:
-            ShardplanError: whatever `compute` raised, in all processes.
+            ShardplanError: `compute` raised this error; it is raised in all processes.
         """
         if self._link is None:
             return compute()
@@ -178,7 +181,7 @@ class ProcessGroup:
         return answer["value"]
 
     def exchange(self, name: str, messages: Mapping[int, Any]) -> dict[int, Any]:
-        """Send messages to some processes, and return process -> message that it sent to this process, if any.
+        """Send messages to some processes, and return sending process -> message for each message to this process.
 
         Args:
             name: key of the exchange; it must be new in this group.
@@ -204,7 +207,7 @@ def short_text(text: str) -> str:
 
 
 def _shared(error: ShardplanError) -> ShardplanError:
-    """Mark an error as one that all processes raise, so that the others need not be told of it."""
+    """Mark an error as one that all processes raise, so that it is not reported to the others."""
     error.is_shared = True
     return error
 
@@ -213,7 +216,7 @@ def _shared(error: ShardplanError) -> ShardplanError:
 def open_process_group() -> Iterator[ProcessGroup]:
     """Open the group of all processes; within the context, each learns at once if another is lost or fails.
 
-    Every process must enter the block, and equally often.
+    Every process must enter the block the same number of times.
 
     Raises:
         PeerError: another process was lost, failed, or is stuck, now or before.
@@ -241,17 +244,17 @@ def watch(
 ) -> Iterator[Advance]:
     """Watch the processes of a run while they do work that needs all of them, such as the steps of a training.
 
-    Every process must enter the block, and equally often; they begin together. In another thread, because the main one
-    may be in a collective that never returns, each process learns if another one is lost, fails, or is stuck, and which
-    it is.
+    Every process must enter the block the same number of times; all processes begin it together. If a process is lost,
+    fails, or is stuck, every process is informed in a separate thread, because its main thread may be in a collective
+    that never returns.
 
     Args:
-        phase: what they do, such as `training`.
+        phase: what the processes do, such as `training`.
         deadline_s: most seconds without progress.
-        on_problem: called with the problem in that thread; default: it is logged as an error.
+        on_problem: called with the problem in the separate thread; default: the problem is logged as an error.
 
     Yields:
-        A function to call with the number of steps that are done, and optionally with what is begun next.
+        A function to call with the number of finished steps, and optionally with a description of what is done next.
 
     Raises:
         PeerError: another process was lost or failed, and the main thread noticed.

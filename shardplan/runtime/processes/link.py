@@ -103,7 +103,7 @@ class Link(Watch):
             self._problem = PeerError(f"this process failed before ({problem}), and the others know; {AGAIN}")
 
     def _report(self) -> None:
-        """Send a heartbeat, by which the hub sees whether this process is stuck."""
+        """Send a heartbeat with the process's activity, from which the hub detects that it is stuck."""
         self.send(MessageKind.BEAT, activity=self.activity.report())
         is_silent = time.monotonic() - self._heard > self.timing.hub_silence_s
         if is_silent and self._was_silent:  # at the first time this process may not have run for a while
@@ -152,11 +152,12 @@ def open_link(
 
     Args:
         address: host:port of the hub.
-        report: called with a line that says who is missing, every few seconds.
+        report: called every few seconds with a line that names the missing processes.
 
     Raises:
         PeerError: a process is missing after `limit_s` seconds.
-        ConfigError: two processes have one id, were started for other numbers of processes, or have other facts.
+        ConfigError: two processes have the same id, were started for different numbers of processes, or have different
+            facts.
     """
     host, port = host_and_port(address)
     started = next_line = time.monotonic()
@@ -184,9 +185,9 @@ def start_hub(host: str, port: int, count: int, limit_s: float = TIMING.start_li
     """Start the hub's process, which survives if this process is stuck or killed; return its address.
 
     Args:
-        host: name of this host, by which the others reach it.
-        port: 0 for any free one.
-        has_service: whether it starts JAX's coordination service.
+        host: name by which other hosts reach this host.
+        port: port at which the hub listens; 0 for any free port.
+        has_service: whether the hub starts JAX's coordination service.
 
     Raises:
         ConfigError: another program listens at the port, or this host allows too few open files.
@@ -258,7 +259,7 @@ def _meet(connection: socket.socket, report: Report, timing: ProcessTiming) -> L
 
 
 def error_of(message: Mapping[str, Any] | None) -> ShardplanError:
-    """Return the error that a message reports; for None, that another program listens at the run's port."""
+    """Return the error that a message reports; for None, an error that another program listens at the run's port."""
     if message is None:
         return ConfigError(f"another program listens at the port of {ADDRESS}; set another port")
     kind: type[ShardplanError] = getattr(errors, message["error"])
@@ -275,10 +276,10 @@ def has_peers() -> bool:
 
 
 def end_together() -> None:
-    """Wait until all processes of the run have come to their end, where each calls this.
+    """Wait until all processes of the run have called this function at their end.
 
     Raises:
-        PeerError: another process will never come to its end.
+        PeerError: another process will never reach its end.
     """
     global _has_ended
     if _current is None or _has_ended:

@@ -47,11 +47,12 @@ def connect_processes(variables: ProcessVariables, facts: Mapping[str, str]) -> 
     """Connect the processes of a run at the address in the environment, and start their devices.
 
     Args:
-        facts: what must be the same in all processes besides the versions of packages: name -> value.
+        facts: name -> value of everything that must be equal in all processes, besides package versions.
 
     Raises:
         PeerError: a process is missing, or was lost meanwhile.
-        ConfigError: two processes have one id, were started for other numbers of processes, or have other facts.
+        ConfigError: two processes have the same id, were started for different numbers of processes, or have different
+            facts.
     """
     global _link
     assert variables.address is not None
@@ -86,7 +87,8 @@ def current_watch() -> Watch:
 def _end() -> None:
     """Leave the run when the program ends, whether it has failed or not.
 
-    JAX would wait for the others, and after 100 s end this process by SIGABRT if one of them was lost or is stuck.
+    Otherwise JAX would wait for the other processes, and end this one by SIGABRT after 100 s if another one was lost or
+    is stuck.
     """
     if hasattr(sys, "last_value"):  # it has failed: the others learn of it when the connection ends
         abandon_coordination()
@@ -122,8 +124,8 @@ def _hub_address(store: Any, timing: ProcessTiming = TIMING) -> str:
     """Wait for the address of the hub that process 0 starts.
 
     Raises:
-        PeerError: process 0 has not started one in time.
-        ConfigError: it could not.
+        PeerError: process 0 has not started the hub in time.
+        ConfigError: process 0 could not start the hub.
     """
     started = time.monotonic()
     while True:

@@ -18,7 +18,7 @@ def interrupts_after_imports() -> Iterator[None]:
     """Raise KeyboardInterrupt after the current import, rather than within it.
 
     Extension modules in C++, jaxlib among them, abort the process when an exception is raised in their initialization.
-    Without effect outside the main thread, and where Ctrl-C is ignored or has a handler already.
+    This has no effect outside of the main thread, or if Ctrl-C is ignored or has a handler already.
     """
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:

@@ -10,7 +10,7 @@ _sync_points = itertools.count()
 def is_preempted() -> bool:
     """Return whether JAX has received SIGTERM, which announces a preemption, in any process.
 
-    All processes must call this equally often, and get the same answer. Where a command handles SIGTERM by itself, JAX
-    does not receive it.
+    All processes must call this the same number of times, and get the same answer. If a command handles SIGTERM itself,
+    JAX does not receive the signal.
     """
     return reached_preemption_sync_point(next(_sync_points))

@@ -11,7 +11,7 @@ from types import FrameType
 def set_on_sigterm(stops: threading.Event) -> Iterator[None]:
     """Set an event on SIGTERM within the context, and call the previous handler, if Python had one.
 
-    Without effect outside the main thread.
+    This has no effect outside of the main thread.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

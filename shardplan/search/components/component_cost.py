@@ -43,7 +43,7 @@ STORED_ROLES = (BufferRole.PARAMETER, BufferRole.OPTIMIZER_STATE)
 
 
 class TaskGroup(NamedTuple):
-    """Tasks whose costs depend on the same mesh axes."""
+    """Tasks of a component whose costs depend on the mesh axes of the same logical axes."""
 
     indices: np.ndarray
     """Indices of the group's tasks in `ComponentCost.tasks`."""
@@ -58,7 +58,7 @@ class TaskGroup(NamedTuple):
 
 
 class BufferGroup(NamedTuple):
-    """Live buffers whose sizes depend on the same mesh axes."""
+    """Live buffers of a component whose sizes depend on the mesh axes of the same logical axes."""
 
     indices: np.ndarray
     """Indices of the group's buffers in `ComponentCost.buffers`."""
@@ -124,7 +124,7 @@ class ComponentCost:
         return total
 
     def has_negative_counts(self, keeping: Keeping) -> np.ndarray:
-        """Return whether options together may remove more buffers that depend on storage than there are, [row]."""
+        """Return [row]: whether the options could remove more storage-dependent buffers from a row than it has."""
         options = self.option_counts[:, :, self.depends_on_params]
         counts = self.counts[:, self.depends_on_params]
         added = keeping.least(options.reshape(len(options), counts.size)).reshape(counts.shape)
@@ -141,7 +141,7 @@ class ComponentCost:
         return Step(self.tasks, (), {}, {}).expert_blocks
 
     def compute_choices(self, compute: ComputeSharding) -> tuple[Choice, ...]:
-        """Return the methods of attention and of experts, and the mesh axes of each of `open_axes` in computations."""
+        """Return the methods of attention and experts, and the mesh axes of each of `open_axes` in computations."""
         return compute.methods, compute.experts, *map(compute.mapping.get, self.open_axes)
 
     def all_choices(self, compute: ComputeSharding, params: AxisMapping) -> tuple[Choice, ...]:
@@ -169,7 +169,7 @@ class ProgramCosts:
 def component_cost(program: ProgramCosts, component: tuple[str, ...]) -> ComponentCost:
     """Collect the tasks and buffers of a component, each with the axes on which its cost depends.
 
-    The empty component has those without any axis that is in a component.
+    The empty component has the tasks and buffers without any axis of a component.
     """
     own, step = set(component), program.step
 
@@ -191,7 +191,7 @@ def component_cost(program: ProgramCosts, component: tuple[str, ...]) -> Compone
         return belongs(buffer.array, *buffer.related_arrays)
 
     def rows(points: Sequence[Iterable[tuple[LiveBuffer, int]]]) -> list[dict[LiveBuffer, int]]:
-        """Return the component's buffers at every point, then those in host memory at each of `host_rows`."""
+        """Return the component's buffers at every point, then its buffers in host memory at each of `host_rows`."""
         here = [[(buffer, n) for buffer, n in point if is_here(buffer)] for point in points]
         on_device = [{buffer: n for buffer, n in point if not buffer.array.is_on_host} for point in here]
         return on_device + [dict(on_host(here[i])) for i in program.host_rows]

@@ -22,7 +22,7 @@ CHUNK = 256
 
 
 class Amount(NamedTuple):
-    """Time and memory of chosen shardings, and the changes that each option for activations makes."""
+    """The time and memory of chosen shardings, and how each option for activations changes them."""
 
     seconds: float
     """Seconds without host copies in loops."""
@@ -34,7 +34,7 @@ class Amount(NamedTuple):
     """Seconds, seconds of copies, and bytes that each option adds, [option, 1 + windows + rows]."""
 
     def plus(self, other: "Amount") -> "Amount":
-        """Add another amount."""
+        """Add another amount to this one."""
         return Amount(
             self.seconds + other.seconds,
             self.bytes + other.bytes,
@@ -79,7 +79,7 @@ class Keeping:
         """Make all combinations of options, given the number of options of each activation.
 
         Args:
-            copies: [option]: whether it copies an activation to the host.
+            copies: [option], whether the option copies an activation to the host.
         """
         ends = [*itertools.accumulate(sizes)]
         activations = tuple(tuple(range(end - size, end)) for end, size in zip(ends, sizes, strict=True))
@@ -101,12 +101,12 @@ class Keeping:
 
     @cached_property
     def _is_before(self) -> np.ndarray:
-        """Return whether a window's copies run before those of another window have ended, [window, other window]."""
+        """Return [window, other window]: whether a window's copies run before the other window's copies have ended."""
         loops = np.array(self.loops)
         return np.triu(loops[:, None] == loops[None, :])
 
     def least(self, options: np.ndarray) -> np.ndarray:
-        """Return a lower bound, at most 0, of the change by any combination of options, from each option's change.
+        """Return a lower bound (at most 0) of the change by any combination, given the change by each option.
 
         Args:
             options: [..., option, row]; the result is [..., row].
@@ -117,7 +117,7 @@ class Keeping:
         return total
 
     def by_combination(self, seconds: np.ndarray, options: np.ndarray) -> np.ndarray:
-        """Return the seconds of each choice with each combination's options, [choice, combination].
+        """Return [choice, combination]: the seconds of each choice with the options of each combination.
 
         Args:
             seconds: [choice].
@@ -126,16 +126,16 @@ class Keeping:
         return seconds[:, None] + options @ self.combinations.T
 
     def select(self, combinations: np.ndarray) -> "Keeping":
-        """Return a subset of the combinations."""
+        """Return the same object with only some of the combinations."""
         return replace(self, combinations=self.combinations[combinations], copies=self.copies[combinations])
 
     def fastest(self, amount: Amount, limit: float, handicapped_limit: float, available: np.ndarray) -> Iterator[Kept]:
         """Yield the combinations that fit and tie with the fastest of them.
 
         Args:
-            limit: seconds above which none is returned.
-            handicapped_limit: the same for handicapped seconds.
-            available: [row]: bytes that may be used.
+            limit: seconds that no result may exceed.
+            handicapped_limit: the limit for seconds with the handicap of combinations that copy to the host.
+            available: [row], bytes that may be used.
         """
         seconds, handicapped = self._seconds(amount)
         possible = np.flatnonzero((seconds <= limit) & (handicapped <= handicapped_limit))
@@ -156,7 +156,7 @@ class Keeping:
         """Return the combination with the smallest peak memory of a device.
 
         Args:
-            device_points: number of rows that are not of the host.
+            device_points: number of rows of device memory; the rows after them are of host memory.
         """
         seconds, handicapped = self._seconds(amount)
         chunks = np.array_split(np.arange(len(self.combinations)), -(-len(self.combinations) // CHUNK))
@@ -166,7 +166,7 @@ class Keeping:
         return Kept(self._options(i), float(seconds[i]), float(handicapped[i]), int(self.copies[i]), size)
 
     def _seconds(self, amount: Amount) -> tuple[np.ndarray, np.ndarray]:
-        """Return the seconds of every combination, and its handicapped seconds."""
+        """Return every combination's seconds, and the same with a handicap if it copies to the host."""
         copies = amount.copy_seconds + self.combinations @ amount.options[:, 1 : 1 + self.windows]
         late = np.maximum(0.0, copies @ self._is_before - self._hiding_of_combinations)
         seconds = amount.seconds + self.combinations @ amount.options[:, 0]

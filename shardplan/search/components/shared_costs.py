@@ -24,9 +24,10 @@ class LowerBounds(NamedTuple):
 
 
 class SharedCosts:
-    """The costs in a space that do not depend on the mapping of stored parameters; `MeshCosts` fills them in.
+    """Cached costs of a search space that do not depend on the mapping of stored parameters.
 
-    The keys are ids of groups, then the choices and the part of the mesh that the costs depend on.
+    `MeshCosts` fills the cache. Keys are ids of groups, then the choices and the part of the mesh that the costs depend
+    on.
     """
 
     def __init__(self) -> None:

@@ -75,8 +75,8 @@ def build_plan(
     """Build the Plan of `assignment`, without the details that reports draw.
 
     Args:
-        config: model, hardware and workload, with nothing left open.
-        cost: of `assignment`, see `estimate_cost`.
+        config: model, hardware and workload, without open choices.
+        cost: the cost of `assignment`, see `estimate_cost`.
     """
     hardware, axes, workload = parse_slice(config.hardware.slice), inspect_model(model), config.workload.resolve()
     params, dtypes = assignment.params, parameter_dtypes(model.template, workload.param_dtype)

@@ -21,10 +21,10 @@ from shardplan.program.tasks import Step, Task, TaskKind
 def attention_costs(
     model: Model, workload: Workload, step: Step, assignment: ShardingAssignment, hardware: Slice
 ) -> list[AttentionCost]:
-    """Return the kinds of attention in `step`, the one with the most work first, with their layers and costs.
+    """Return the kinds of attention in `step` with their layers and costs, the kind with the most work first.
 
     Args:
-        step: of the workload.
+        step: the step of the workload.
     """
     compute, exposed, received = (defaultdict[AttentionKind, float](float) for _ in range(3))
     tasks: defaultdict[AttentionKind, list[Task]] = defaultdict(list)
@@ -57,7 +57,7 @@ def attention_costs(
 
 
 def _local_bytes(tasks: Sequence[Task], assignment: ShardingAssignment) -> float:
-    """Return the bytes that a layer of one kind reads and writes for a device's positions, in the larger pass.
+    """Return the bytes that a layer of one kind reads and writes for a device's own positions, in the larger pass.
 
     In the forward pass these are queries, keys, values and the output; in the backward pass their gradients too. Scores
     are left out: a kernel has few of them in memory at a time.
@@ -73,7 +73,7 @@ def _local_bytes(tasks: Sequence[Task], assignment: ShardingAssignment) -> float
 
 
 def _extra_bytes(step: Step, assignment: ShardingAssignment) -> defaultdict[AttentionKind, float]:
-    """Return kind of attention -> the most bytes that it has at one point for other devices' positions."""
+    """Return kind of attention -> the most bytes that a device has at once for positions of other devices."""
     most: defaultdict[AttentionKind, float] = defaultdict(float)
     for point in step.points:
         here: defaultdict[AttentionKind, float] = defaultdict(float)

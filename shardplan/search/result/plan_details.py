@@ -78,7 +78,7 @@ def _live_points(step: Step, assignment: ShardingAssignment) -> list[LivePoint]:
 
 
 def _largest_at_peak(step: Step, assignment: ShardingAssignment) -> list[LiveArray]:
-    """Return the largest arrays that are live at the peak, with one row for equal axes and role."""
+    """Return the largest arrays that are live at the peak; arrays with the same axes and role are one entry."""
     sizes: defaultdict[LiveBuffer, float] = defaultdict(float)
     counts: defaultdict[LiveBuffer, int] = defaultdict(int)
     peak = max(step.points, key=lambda point: point_bytes(point, assignment))

@@ -16,7 +16,7 @@ from shardplan.search.subproblem.mesh_costs import ComponentTimes
 
 
 class ChoiceTable(NamedTuple):
-    """All choices of one component, as arrays."""
+    """All choices of one component, with their seconds and bytes as arrays."""
 
     seconds: np.ndarray
     """Time, or a lower bound of it, of each choice under each combination of options, without host copies in loops:
@@ -30,13 +30,13 @@ class ChoiceTable(NamedTuple):
     def of(
         keeping: Keeping, times: Sequence[ComponentTimes], size: np.ndarray, option_bytes: np.ndarray
     ) -> "ChoiceTable":
-        """Make the table of choices from their times; `size` and `option_bytes` are taken unchanged."""
+        """Make the table of choices from their times; `size` and `option_bytes` become fields unchanged."""
         seconds, options = np.array([each.seconds for each in times]), np.array([each.options[:, 0] for each in times])
         return ChoiceTable(keeping.by_combination(seconds, options), size, option_bytes)
 
 
 class Possible(NamedTuple):
-    """The choices that the bounds do not exclude."""
+    """The choices and combinations that the bounds do not exclude."""
 
     choices: list[np.ndarray]
     """Indices of the possible choices in each table, [table]."""
@@ -50,9 +50,10 @@ def find_possible(
     """Return the choices that may be part of a plan, or the reason why there are none.
 
     A plan has one choice of every table and one combination of options. Its time is the sum of the times of its choices
-    under this combination, plus copies; its bytes are the sums of bytes of its choices and of its options. So it takes
-    at least the sum of the least time of every table under its combination, and likewise of bytes. With a given choice,
-    the least of this choice's own table is replaced by what the choice itself takes.
+    under this combination, plus copies; its bytes are the sums of bytes of its choices and of its options. So its time
+    is at least the sum of every table's least time under its combination, and its bytes are at least the sum of every
+    table's least bytes. The bound for plans with a given choice has this choice's time and bytes in place of the least
+    of its own table.
 
     >>> keeping = Keeping.of([], (), np.zeros(0), np.zeros((0, 0)), np.zeros(0, bool))
     >>> attention = ChoiceTable(np.array([[1.0], [2.0]]), np.array([[8.0], [2.0]]), np.zeros((2, 0, 1)))
@@ -62,7 +63,7 @@ def find_possible(
 
     Args:
         limit: step time in seconds above which a plan is of no interest.
-        available_bytes: [row]: bytes that a plan may use.
+        available_bytes: [row], bytes that a plan may use.
     """
     # no combination adds less than the least option of every activation does
     smallest = [table.bytes + keeping.least(table.option_bytes) for table in tables]

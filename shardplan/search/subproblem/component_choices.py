@@ -32,7 +32,7 @@ class ComponentChoice:
 
 
 class Choices(NamedTuple):
-    """The cost that depends on no component, and the choices of every component."""
+    """The cost outside of all components, and the choices of every component."""
 
     base: ComponentChoice
     components: list[list[ComponentChoice]]
@@ -45,7 +45,7 @@ class Choices(NamedTuple):
     """Mesh axes that at least one component must use in its computations."""
 
     def peak(self, size: np.ndarray) -> float:
-        """Return the peak memory of a device, given the bytes at every point."""
+        """Return a device's peak memory, the maximum of its bytes over all program points."""
         return float(size[: self.device_points].max())
 
     def is_allowed(self, chosen: Iterable[ComponentChoice]) -> bool:
@@ -53,7 +53,7 @@ class Choices(NamedTuple):
         return all(any(choice.uses(mesh_axis) for choice in chosen) for mesh_axis in self.required)
 
     def least_left(self) -> list[Amount]:
-        """Return, for every n, lower bounds of the cost of all components but the first n."""
+        """Return a list whose entry n has lower bounds of the cost of all components after the first n."""
         base = self.base.amount
         left = [Amount(0.0, *(np.zeros_like(each) for each in base[1:]))]
         for component in reversed(self.components):
@@ -85,7 +85,7 @@ class Combination:
 
 
 def pareto_optimal(choices: list[ComponentChoice], required: MeshAxes = ()) -> list[ComponentChoice]:
-    """Return the choices that no faster choice equals or beats in memory under any options, fastest first.
+    """Return the Pareto-optimal choices, fastest first: no faster choice has as little memory under any options.
 
     >>> def choice(seconds, size):
     ...     amount = Amount(seconds, np.array([size]), np.zeros(0), np.zeros((0, 2)))
@@ -153,7 +153,7 @@ def fastest_combinations(choices: Choices, limit: float, available_bytes: np.nda
 def smallest_combination(choices: Choices, limit_bytes: float) -> Combination | None:
     """Return the combination with the smallest peak memory; None if none is below `limit_bytes` per device.
 
-    How much memory of hosts it takes does not matter.
+    Host memory is not limited.
 
     >>> def choice(seconds, size):
     ...     amount = Amount(seconds, np.array([size]), np.zeros(0), np.zeros((0, 2)))

@@ -87,7 +87,7 @@ class MeshCosts:
         return seconds
 
     def bytes(self, component: ComponentCost, choices: Sequence[Choice]) -> tuple[np.ndarray, np.ndarray]:
-        """Return bytes per device of a component's buffers, at every point of the program and then of host memory.
+        """Return bytes per device of a component's buffers, at every program point and then in host memory.
 
         Returns:
             [choice, row], and [choice, option, row] of what every option about activations adds.
@@ -114,7 +114,7 @@ class MeshCosts:
         return sizes
 
     def _compute_sizes(self, component: ComponentCost, compute: ComputeSharding) -> np.ndarray:
-        """Return `_sizes` of buffers that depend on the compute mapping alone, 0 for others, [buffer]."""
+        """Return the bytes per device of each buffer: [buffer]; 0 if they depend on the mapping of parameters."""
         choices = component.compute_choices(compute)
         own_key = id(component), choices
         if own_key not in self._known_compute_sizes:
@@ -155,7 +155,7 @@ class MeshCosts:
     ) -> list[KindMethods | None]:
         """Return the Pareto-optimal methods of attention (time, memory); None for a component without attention.
 
-        If the space requires a kernel, only methods under which a kernel can run the attention.
+        If the space requires a kernel, the result has only methods under which a kernel can run the attention.
         """
         if not component.has_attention:
             return [None]
@@ -228,16 +228,16 @@ class MeshCosts:
         return known[key]
 
     def _visible_mesh(self, axes: Sequence[str], compute: ComputeSharding, whole: bool = False) -> object:
-        """Return the properties of the mesh, except the links of the torus, that costs of computations depend on.
+        """Return the properties of the mesh that costs of computations depend on, except the links of the torus.
 
-        Arrays have as many shards, and collectives as many devices and bytes, on all meshes with an equal result. What
-        a collective takes depends on the links of its mesh axes as well, so that its seconds are those of one mesh
-        alone. Mesh axes that the mapping does not use shard nothing. Those that shard the batch and nothing else count
-        as one, of the product of their sizes: every array has both of them or none.
+        On all meshes with an equal result, arrays have the same number of shards, and collectives have the same number
+        of devices and bytes. The seconds of a collective also depend on the links of its mesh axes, so they are not
+        shared between meshes. Mesh axes that the mapping does not use are left out. Mesh axes that shard only the batch
+        count as one axis, with the product of their sizes, because every array is sharded by all of them or by none.
 
         Args:
             axes: the logical axes that the costs depend on, beside batch, positions and the residual axis.
-            whole: whether they depend on mesh axes that the mapping does not use, too.
+            whole: whether the costs also depend on mesh axes that the mapping does not use.
         """
         base, batch_axis = self.base.mapping, self.space.batch
         batch = base.get(batch_axis, ())
@@ -276,7 +276,7 @@ def _times(component: ComponentCost, seconds: np.ndarray) -> ComponentTimes:
 def _bytes(component: ComponentCost, sizes: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """Return a component's bytes per device, [choice, row], and what each option adds to them, [choice, option, row].
 
-    Rows are those of `MeshCosts.bytes`.
+    Rows are the same as in `MeshCosts.bytes`.
 
     Args:
         sizes: for each choice, the bytes of each buffer.

@@ -80,7 +80,7 @@ def _divides(space: Space, mesh: dict[str, int], axis: str, mesh_axes: MeshAxes,
 def _count_divided_blocks(
     space: Space, mesh: dict[str, int], mesh_axes: MeshAxes, statistics: SearchStatistics
 ) -> None:
-    """Record the rejection of mesh axes over which sharded positions would cut blocks that queries attend to."""
+    """Record the rejection of mesh axes that would divide a block that queries attend to between devices."""
     statistics.rejected[Rejection.INDIVISIBLE] += 1
     kinds: list[BlockSizes] = [kind.sparse for kind in space.step.attention_kinds if kind.sparse is not None]
     for sizes in (*kinds, *space.block_kinds):
@@ -93,7 +93,7 @@ class MeshSubproblem:
     """One mesh with the compute mapping of batch, positions and residual axis.
 
     Args:
-        token_mapping: that compute mapping, without axes that it leaves unsharded.
+        token_mapping: the compute mapping of batch, positions and residual axis, without unsharded axes.
         methods: possible methods of each kind of attention; one choice, unless the component with attention chooses it.
     """
 
@@ -123,7 +123,7 @@ class MeshSubproblem:
 
     @cached_property
     def leaves_idle(self) -> bool:
-        """Whether some axis of `required` is used by no choice of any component."""
+        """Whether some mesh axis of `required` is unused by every choice of every component."""
         used = {
             mesh_axis
             for shardings in self.compute_shardings
@@ -135,16 +135,16 @@ class MeshSubproblem:
 
     @cached_property
     def compute_shardings(self) -> list[list[ComputeSharding]]:
-        """Every valid compute mapping of each component's axes, with its best methods, [component][choice]."""
+        """The valid compute mappings of each component's axes, with their best methods: [component][choice]."""
         return [list(self._compute_shardings(component)) for component in self.space.component_costs]
 
     @cached_property
     def min_times(self) -> list[list[ComponentTimes]]:
-        """Lower bounds of the times under `compute_shardings`, [component][choice]."""
+        """Lower bounds of the time of each choice of `compute_shardings`: [component][choice]."""
         return list(map(self._component_min_times, range(len(self.space.component_costs))))
 
     def _component_min_times(self, i: int) -> list[ComponentTimes]:
-        """Return lower bounds of the times of component `i` under `compute_shardings`, [choice]."""
+        """Return lower bounds of the times of component `i` under `compute_shardings`: [choice]."""
         if i not in self._known_min_times:
             component = self.space.component_costs[i]
             times = [self.costs.min_times(component, compute) for compute in self.compute_shardings[i]]
@@ -158,7 +158,7 @@ class MeshSubproblem:
 
     @cached_property
     def min_seconds(self) -> list[list[float]]:
-        """Lower bounds of the seconds under `compute_shardings`, for any options, [component][choice]."""
+        """Lower bounds of the seconds of each choice, whatever options are added: [component][choice]."""
         return [[self._least_seconds(times) for times in each] for each in self.min_times]
 
     def _least_seconds(self, times: ComponentTimes) -> float:
@@ -223,7 +223,7 @@ class MeshSubproblem:
 
     @cached_property
     def least_base_bytes(self) -> np.ndarray:
-        """Lower bound, at most 0, of the bytes that options add outside of all components."""
+        """Lower bound (at most 0) of the bytes that options change outside of all components."""
         _, options = self.costs.bytes(self.space.base_cost, [(UNSHARDED, {})])
         return self.space.keeping.least(options[0])
 
@@ -231,8 +231,8 @@ class MeshSubproblem:
     def compute_tables(self) -> list[ChoiceTable]:
         """Tables of the base and of every component, with a choice for each of `compute_shardings`.
 
-        Times are lower bounds for any mapping of stored parameters. Bytes are those of buffers that do not depend on
-        it: a plan may have `Space.compute_limits` of them.
+        Times are lower bounds over all mappings of stored parameters. Bytes are the bytes of buffers that do not depend
+        on this mapping; `Space.compute_limits` limits them.
         """
         components = (self.space.base_cost, *self.space.component_costs)
         return [
@@ -317,27 +317,27 @@ class MeshSubproblem:
     def _param_mappings(
         self, component: ComponentCost, compute: AxisMapping, residual: dict[str, MeshAxes]
     ) -> Iterator[dict[str, MeshAxes]]:
-        """Yield the mappings of stored parameters, each of which extends the compute sharding by other mesh axes."""
+        """Yield the mappings of stored parameters; each extends the compute sharding by other mesh axes."""
         for mapped in itertools.product(*(self._storage_choices(axis, compute) for axis in component.axes)):
             params = {**residual, **{axis: axes for axis, axes in zip(component.axes, mapped, strict=True) if axes}}
             if _is_distinct(params, component.stored_together):
                 yield params
 
     def _storage_choices(self, axis: str, compute: AxisMapping) -> list[MeshAxes]:
-        """Return the choices of mesh axes for a logical axis of stored parameters: its compute sharding, and more."""
+        """Return the choices of mesh axes for a stored logical axis; each begins with the axis' compute sharding."""
         computed = compute.get(axis, ())
         further_storage = [()] if axis in self.space.minor_axes else self.further_storage
         choices = self.space.rules.options(axis, True, [(*computed, *further) for further in further_storage])
         return [axes for axes in choices if self._can_shard(axis, axes)]
 
     def _can_shard(self, axis: str, mesh_axes: MeshAxes) -> bool:
-        """Return whether mesh axes, each used once and larger than 1, shard a logical axis evenly."""
+        """Return whether mesh axes can shard a logical axis evenly, if each has size > 1 and occurs once."""
         if len(set(mesh_axes)) < len(mesh_axes) or any(self.mesh[mesh_axis] == 1 for mesh_axis in mesh_axes):
             return False
         return _divides(self.space, self.mesh, axis, mesh_axes, self.statistics)
 
     def _possible_computations(self, limit: float, available_bytes: np.ndarray) -> Possible | Rejection:
-        """Return the choices of `compute_tables` that may be in a plan for some mapping of parameters, or a rejection.
+        """Return the choices of `compute_tables` that may be in some plan, or the reason why there are none.
 
         Args:
             limit: step time in seconds above which a plan is of no interest.
@@ -360,9 +360,9 @@ class MeshSubproblem:
     ) -> Choices | Rejection:
         """Return the Pareto-optimal choices of every component, or why a component has none.
 
-        Left out are choices that exceed `limit` (seconds) or `available_bytes` (at every point), whatever the other
-        components choose. Most of them exceed one of both even by the lower bounds of their times, so that the times
-        are computed for the others alone.
+        A choice is excluded if it exceeds `limit` (seconds) or `available_bytes` (at some point), whatever the other
+        components choose. Lower bounds of times exclude most choices, so that exact times are computed only for the
+        others.
 
         Args:
             computations: the result of `_possible_computations`, for no smaller limits.

@@ -11,7 +11,7 @@ INSTALL_LIBTPU = f"pip install 'libtpu=={LIBTPU_RELEASE}.*'"
 
 
 def libtpu_environment(hardware: Slice) -> dict[str, str]:
-    """Return the environment variables by which libtpu, if set before its first use, prints nothing and stays offline.
+    """Return environment variables that, set before libtpu is first used, make it print nothing and stay offline.
 
     >>> from shardplan.hardware import parse_slice
     >>> libtpu_environment(parse_slice("v5e-4"))["JAX_PLATFORMS"]
@@ -48,7 +48,7 @@ def check_is_tpu(hardware: Slice) -> Slice:
     shardplan.errors.ConfigError: hardware.slice cpu-8 has no TPU compiler; plan for a TPU slice, such as v4-8
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: `hardware` is not a TPU slice.
     """
     if hardware.is_cpu:
         raise ConfigError(f"hardware.slice {hardware.name} has no TPU compiler; plan for a TPU slice, such as v4-8")

@@ -37,9 +37,9 @@ def compile_case(case: Case, variables: dict[str, str], compiler: CompilerConfig
     """Compile `case` in a new process.
 
     Args:
-        variables: environment variables of the process, besides those of this one.
-        compiler: the limits.
-        stop: end the process as soon as this is set.
+        variables: environment variables of the new process, in addition to the variables of this process.
+        compiler: limits of time and memory.
+        stop: event that ends the new process as soon as it is set.
 
     Raises:
         CompileStopped: a limit was reached, `stop` was set, or the compiler crashed.

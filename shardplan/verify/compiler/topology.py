@@ -27,7 +27,8 @@ def make_topology_mesh(hardware: Slice, sizes: Mapping[str, int]) -> Mesh:
         sizes: mesh axis -> size, major to minor.
 
     Raises:
-        ConfigError: `sizes` do not match the devices or the slices, `hardware` is no TPU slice, or libtpu is missing.
+        ConfigError: `sizes` do not match the devices or the slices, `hardware` is not a TPU slice, or libtpu is
+            missing.
     """
     check_is_tpu(hardware)
     required = math.prod(sizes.values())

@@ -58,11 +58,11 @@ def _compile_plan(
         choice: the step of the workload, or Levanter's assembly of a loaded model.
         options: compiler options.
         dump: the folder into which XLA writes its reports (`--xla_dump_to`).
-        memory_answer: the file for the result if memory alone is judged; this process then ends as soon as the
-            compiler has assigned buffers, and nothing is returned but an error.
+        memory_answer: file for the result if only memory is judged. This process then ends as soon as the compiler has
+            assigned buffers; the function returns only if compiling fails.
 
     Raises:
-        ConfigError: the plan has another attention than the model, or no mesh fits the slice.
+        ConfigError: the plan's attention does not fit the model, or no mesh fits the slice.
     """
     started = time.perf_counter()
     model = specialize(model, plan)
@@ -126,7 +126,7 @@ def _memory_reports(dump: Path) -> dict[str, Any]:
 
 
 def _program(model: Model, plan: Plan, mesh: Mesh, choice: CompiledProgram) -> Program:
-    """Return the program of the plan to compile: its step, or the assembly of the loaded arrays."""
+    """Return the plan's program to compile: its step, or the program that assembles loaded arrays."""
     match choice:
         case CompiledProgram.STEP:
             return step_program(model, plan, mesh)

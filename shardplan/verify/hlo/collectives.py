@@ -39,11 +39,10 @@ class Network:
         self.placement = place_mesh(hardware, mesh)
 
     def transfer(self, computation: Computation, instruction: Instruction, context: str) -> CollectiveTransfer | None:
-        """Return the transfer of `instruction`, a collective of `computation`; None if its replica groups are not
-        understood.
+        """Return the transfer of the collective `instruction`; None if its replica groups are not understood.
 
         Args:
-            context: the operation to attribute the collective to if the compiler gives none.
+            context: the operation that the collective counts for if the compiler names none.
         """
         kind = CollectiveKind(base_opcode(instruction))
         if kind == CollectiveKind.RAGGED_ALL_TO_ALL:
@@ -108,10 +107,10 @@ class Network:
 
 
 def _received_per_byte(kind: CollectiveKind, n: int) -> float:
-    """Return the bytes that each of n devices in a ring receives per byte of its operand.
+    """Return the bytes that each of n devices in a ring receives per byte of the collective's operand.
 
-    Each receives (n-1)/n of the result of an all-gather and of the operand of an all-to-all or a reduce-scatter, and
-    twice that for an all-reduce (https://jax-ml.github.io/scaling-book/sharding).
+    A device receives (n-1)/n of the result of an all-gather, (n-1)/n of the operand of an all-to-all or a
+    reduce-scatter, and 2(n-1)/n of the operand of an all-reduce (https://jax-ml.github.io/scaling-book/sharding).
     """
     match kind:
         case CollectiveKind.ALL_GATHER:
@@ -127,10 +126,10 @@ def _received_per_byte(kind: CollectiveKind, n: int) -> float:
 
 
 def _ragged_bytes(computation: Computation, instruction: Instruction) -> int:
-    """Return the bytes that a ragged all-to-all sends, assuming equally many rows on every device.
+    """Return the bytes that a ragged all-to-all sends, assuming that all devices have equally many rows.
 
-    Of the array that it sends and the one that receives, the smaller has all rows if devices have equally many; the
-    larger is a buffer with room for more.
+    If all devices have equally many rows, the smaller of the sent and the received array has exactly these rows; the
+    larger one is a buffer with room for more.
     """
     [sent] = computation.instructions[instruction.operands[0]].arrays
     return min(sent.bytes, instruction.arrays[0].bytes)

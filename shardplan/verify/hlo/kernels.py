@@ -27,7 +27,7 @@ PRODUCTS = ("convolution", "dot")
 
 @dataclass(frozen=True)
 class KernelWork:
-    """The work of kernels, which a compiled module does not state."""
+    """The work of kernels, which cannot be read from a compiled module."""
 
     attended_fraction: float = 1.0
     """Fraction of the blocks of position x position that attention kernels compute."""
@@ -76,9 +76,9 @@ def kernels(
 def kernel_seconds(
     instruction: Instruction, computation: Computation, generation: Generation, work: KernelWork
 ) -> float:
-    """Return the seconds of a kernel: the larger of its FLOPs at peak and its arrays at HBM bandwidth; 0 if unknown.
+    """Return max(FLOPs / peak, bytes of arrays / HBM bandwidth) of a kernel, in seconds; 0 if its FLOPs are unknown.
 
-    Of a grouped matmul whose tiles are known these are the FLOPs of its tiles, and each array as often as it is read.
+    For a grouped matmul with known tiles, the FLOPs of complete tiles count, and each array as often as it is read.
 
     >>> from shardplan.hardware.generations import GENERATIONS
     >>> array, v5e = ArrayShape("bf16", (1, 1024, 128)), GENERATIONS["v5e"]
@@ -121,8 +121,8 @@ def memory_traffic(module: Module, computation: Computation, instruction: Instru
 def is_masked_dense(module: Module, computation: Computation, instruction: Instruction) -> bool:
     """Return whether `instruction` is a grouped matmul that the compiler computes as a dense one over all groups.
 
-    It has no kernel for the gradient of the matrices: for each group it multiplies all rows, with zeros in place of
-    those of other groups.
+    The compiler has no kernel for the gradient of the matrices. For each group, it multiplies all rows, with zeros in
+    place of the rows of other groups.
 
     >>> array = ArrayShape("bf16", (8, 64, 64))
     >>> factors = {name: Instruction(name, "select", (array,), (), {}) for name in ("a", "b")}
@@ -151,7 +151,7 @@ def _executed(
 
 
 def _root(module: Module, instruction: Instruction) -> Instruction:
-    """Return the instruction that computes a fusion's result; any other instruction itself."""
+    """Return the instruction that computes a fusion's result; for any other instruction, return itself."""
     while instruction.opcode == "fusion":
         instruction = module.computations[instruction.called[0]].root
     return instruction
@@ -176,7 +176,7 @@ def _grouped_matmul(instruction: Instruction, computation: Computation, work: Ke
 
 
 def _kernel_flops(instruction: Instruction, computation: Computation, work: KernelWork) -> float:
-    """Return the FLOPs of a kernel, for splash attention of unmasked blocks only; 0 for an unknown kernel."""
+    """Return the FLOPs of a kernel (for splash attention, of its unmasked blocks); 0 for an unknown kernel."""
     operands = _operands(instruction, computation)
     matrices = [array.dims for array in operands if array.dtype in FLOATS and len(array.dims) >= 2]
     kernel = next((kernel for kernel in KERNEL_PRODUCTS if f"splash_mha_{kernel}" in instruction.name), None)

@@ -97,14 +97,14 @@ class Instruction:
     def collective_id(self) -> str:
         """Identifier shared by all instructions of one collective, which may be split over several fusions.
 
-        The collectives of a shard_map all have one channel; a chain of fusions has a number of its own besides.
+        All collectives of a shard_map share a channel; a chain of fusions has an additional number of its own.
         """
         chain = self.attributes.get("frontend_attributes", "").partition('chain_id="')[2].partition('"')[0]
         return f"{self.attributes.get('channel_id', self.name)} {chain}"
 
     @property
     def called(self) -> tuple[str, ...]:
-        """Names of the computations that the instruction runs, without reducers, which run once per element."""
+        """Names of the computations that the instruction runs, except reducers, which run once per element."""
         keys = ["calls", "body", "branch_computations", "true_computation", "false_computation", "called_computations"]
         if self.opcode in ("call", "call-start", "async-start"):
             keys.append("to_apply")

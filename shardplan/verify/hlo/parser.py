@@ -99,9 +99,10 @@ def _parse_instruction(line: str) -> Instruction:
 
 
 def _with_elements(instructions: list[Instruction]) -> dict[str, Instruction]:
-    """Return name -> instruction, with one instruction per tuple element that operands name, as `tuple#3`.
+    """Return name -> instruction, with an instruction for each tuple element that an operand names (`tuple#3`).
 
-    The text of a module without cycles has them in place of instructions of their own.
+    In the text of a module without cycles, operands name tuple elements directly, without instructions that extract
+    them.
     """
     by_name: dict[str, Instruction] = {}
     for instruction in instructions:
@@ -148,7 +149,7 @@ def _split(text: str) -> list[str]:
 
 
 def _closing_bracket(text: str, opening: int) -> int:
-    """Return the index of the bracket that closes the one at index `opening`."""
+    """Return the index of the bracket that closes the bracket at index `opening`."""
     depth = 0
     for match in _TOKENS.finditer(text, opening):
         if match[0] in ("(", "[", "{"):

@@ -44,7 +44,7 @@ def parse_source_target_pairs(text: str) -> list[tuple[int, int]]:
 def _mesh_groups(text: str) -> list[tuple[int, ...]] | None:
     """Return the groups of `mesh['a'=2,'b'=4], device_ids=([2,4]T(1,0)) {'b'}`; None for another form.
 
-    Parts of mesh axes are such a form. Without `device_ids` devices are in order.
+    Groups along parts of mesh axes have another form. Without `device_ids`, devices are in order.
     """
     declared, _, rest = text.removeprefix("mesh[").partition("]")
     ids, brace, used = rest.rpartition("{")

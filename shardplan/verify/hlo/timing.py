@@ -50,7 +50,7 @@ MAX_GROUPS_TEXT = 60
 
 @dataclass(frozen=True)
 class CollectiveUse:
-    """A collective, and how often a step executes it."""
+    """A collective of a compiled module, and how often a step executes it."""
 
     transfer: CollectiveTransfer
     form: CollectiveForm
@@ -89,7 +89,7 @@ def model_step(module: Module, network: Network, hardware: Slice, work: KernelWo
     1e-06
 
     Args:
-        work: what the module does not say of its kernels.
+        work: the work of kernels, which the module does not contain.
 
     Raises:
         HloError: the module has a structure that this reader does not know.
@@ -157,7 +157,7 @@ class _Simulator:
         """Return the seconds of one execution of `computation`, which a step executes `count` times.
 
         Args:
-            context: the operation of the traced program to attribute instructions without one to.
+            context: the operation of the traced program for instructions that name none.
         """
         scope = _Scope(computation, parameters, count, _Clock())
         fused = self._fused_collectives(computation)
@@ -175,7 +175,7 @@ class _Simulator:
         return scope.clock.now
 
     def _execute(self, instruction: Instruction, op: str, scope: _Scope, fused: Mapping[str, _FusedCollective]) -> None:
-        """Execute an instruction that is no control flow; `fused` has the collectives inside of it, by identifier."""
+        """Execute an instruction without control flow; `fused` maps identifiers to the collectives fused into it."""
         opcode, clock = instruction.opcode, scope.clock
         if "is_host_transfer" in instruction.attributes:
             self._transfer_between_slices(instruction, op, scope)
@@ -210,8 +210,8 @@ class _Simulator:
     def _loop_seconds(self, loop: Instruction, op: str, scope: _Scope) -> float:
         """Return the seconds of a loop; an unknown number of iterations counts as one.
 
-        The loop over rows that do not fit in the buffers of experts counts as never run: all experts are assumed to get
-        equally many rows, which fit.
+        The loop over rows that overflow the buffers of experts counts as never run, because all experts are assumed to
+        get equally many rows.
         """
         if OVERFLOW_SCOPE in loop.op_name:
             return 0.0
@@ -253,7 +253,7 @@ class _Simulator:
             scope.clock.wait(instruction.name)
 
     def _continue(self, update: Instruction, op: str, scope: _Scope) -> None:
-        """Execute an update: a started transfer continues, and one that waited for its operands starts."""
+        """Execute an update: a transfer continues, or starts now if it waited for its operands."""
         previous, clock = scope.computation.instructions[update.operands[0]], scope.clock
         if previous.opcode in ASYNC_CALLS and not previous.operands:
             self._execute_collective(previous, previous.op_name or op, scope)
@@ -269,7 +269,7 @@ class _Simulator:
             scope.clock.wait(instruction.operands[0])
 
     def _copy_to_or_from_host(self, instruction: Instruction, clock: _Clock) -> None:
-        """Start a copy of an array, or of a slice of one, between the memories of device and host."""
+        """Start a copy of an array, or of a slice of an array, between device and host memory."""
         arrays = instruction.arrays  # of a copy the result is the first one; of a slice the last before a context
         result = arrays[0] if instruction.opcode == "copy-start" else arrays[-2]
         copied = max(array.bytes for array in arrays if not array.on_host)
@@ -324,7 +324,7 @@ class _Simulator:
         return result
 
     def _compute(self, instruction: Instruction, op: str, scope: _Scope) -> float:
-        """Return the compute seconds of one execution of an instruction that is no collective."""
+        """Return the compute seconds of one execution of an instruction that is not a collective."""
         generation = self.hardware.generation
         calls = kernels(self.module, scope.computation, instruction)
         seconds = sum(kernel_seconds(call, computation, generation, self.work) for computation, call in calls)

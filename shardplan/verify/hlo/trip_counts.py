@@ -39,7 +39,10 @@ _MIRRORED = {_EQ: _EQ, _NE: _NE, _LT: _GT, _LE: _GE, _GT: _LT, _GE: _LE}
 
 @dataclass(frozen=True)
 class _LoopCondition:
-    """A loop continues while `variable` compares to `limit` in `direction`; `slot` is the variable's index."""
+    """The condition of a loop: it continues while `variable` compares to `limit` in `direction`.
+
+    `slot` is the variable's index in the loop's tuple.
+    """
 
     slot: int
     delta: int
@@ -98,8 +101,9 @@ def trip_count(
 ) -> tuple[int | None, list[SymbolicValue]]:
     """Return the number of iterations of `loop` (a `while` in `computation`), and the known parameters of its body.
 
-    The loop variable starts at a constant, the body adds a constant, and the condition compares it with a constant;
-    any of them may come from outside through the loop's tuple. For all other loops the number is None.
+    The number is known if the loop variable starts at a constant, the body adds a constant, and the condition compares
+    the variable with a constant; each constant may come from outside through the loop's tuple. For all other loops the
+    number is None.
     """
     start = evaluate_integer(module, computation, loop.operands[0], parameters)
     if not isinstance(start, list):

@@ -16,7 +16,7 @@ SCALES = ("_scale_inv", "_scale")
 
 
 def decode_bytes(parts: StoredParts, quantization: ByteCodes) -> None:
-    """Replace weights and their scales by coded tensors.
+    """Replace weights stored as bytes, and their scales, by `CodedTensor`s.
 
     >>> from types import SimpleNamespace
     >>> from shardplan.checkpoint.format.header import Tensor

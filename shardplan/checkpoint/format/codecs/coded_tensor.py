@@ -41,7 +41,7 @@ class CommonScale:
         """Return the scales multiplied or divided by the number.
 
         Raises:
-            CheckpointError: it is not a positive number.
+            CheckpointError: the common scale is not a positive number.
         """
         value = read_elements(self.tensor, 0, 1).astype(np.float32)
         _check_positive(value, self.name, self.tensor, int)
@@ -61,7 +61,7 @@ class GroupValues:
     common: CommonScale | None = None
 
     def read(self, first: int, groups: Shape) -> np.ndarray:
-        """Read the values of consecutive groups, from row `first` of groups on: float32 of shape `groups`.
+        """Read the values of consecutive groups, starting at row `first` of the groups: float32 of shape `groups`.
 
         Raises:
             CheckpointError: a scale is not a positive number.
@@ -91,11 +91,11 @@ def _check_positive(scales: np.ndarray, name: str, tensor: Tensor, number_of: Ca
 
     Args:
         scales: float32[scales].
-        name: of their tensor, for messages.
+        name: name of the tensor of scales, for messages.
         number_of: index among these scales -> number in the tensor.
 
     Raises:
-        CheckpointError: one is not a positive number.
+        CheckpointError: a scale is not a positive number.
     """
     valid = np.isfinite(scales) & (scales > 0)
     if not valid.all():
@@ -108,7 +108,7 @@ def _check_positive(scales: np.ndarray, name: str, tensor: Tensor, number_of: Ca
 
 @dataclass(frozen=True, slots=True)
 class RowGroups:
-    """The group of every row of a tensor, where rows are not in the order of their groups (GPTQ's act-order)."""
+    """The group of every row of a tensor whose rows are not ordered by group (GPTQ's act-order)."""
 
     name: str
     """Name of the tensor that holds the groups, for messages."""
@@ -118,13 +118,13 @@ class RowGroups:
     """Number of rows per step along the first dimension of the codes; the codes' last dimension indexes them."""
 
     def read(self, first: int, last: int, groups: int) -> np.ndarray:
-        """Read the groups of the rows in the steps `[first, last)`: [steps, rows of a step].
+        """Read the groups of the rows of steps first .. last - 1: int[step, row of the step].
 
         Args:
             groups: number of groups of the tensor.
 
         Raises:
-            CheckpointError: there is no such group.
+            CheckpointError: a row names a group that does not exist.
         """
         found = read_elements(self.tensor, first * self.rows, (last - first) * self.rows)
         wrong = (found < 0) | (found >= groups)
@@ -183,7 +183,7 @@ class CodedTensor(ComputedTensor, frozen=True, gc=False):
         return None if self.layout is None else self.layout.rename(lambda _: name)
 
     def number_slabs(self, stored: np.ndarray, piece: StridedPiece) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
-        """Yield the decoded values of a piece in slabs.
+        """Yield the decoded values of a piece, one slab at a time; see `ComputedTensor.number_slabs`.
 
         Raises:
             CheckpointError: a scale is not a positive number.
@@ -191,7 +191,7 @@ class CodedTensor(ComputedTensor, frozen=True, gc=False):
         return _decoded_slabs(self, stored, piece, self._read_groups(*piece.span))
 
     def _read_groups(self, low: int, high: int) -> "GroupRows":
-        """Read scales and zero points of the codes `[low, high)`."""
+        """Read the scales and zero points of the codes in the box `[low, high)`."""
         if not self.dims:
             return GroupRows(self._read_scales(0, ()), None, 0)
         row = row_major_strides(self.dims)[0]
@@ -221,7 +221,7 @@ class CodedTensor(ComputedTensor, frozen=True, gc=False):
         """Check that every code with one of these scales gives a finite value.
 
         Raises:
-            CheckpointError: they are not.
+            CheckpointError: a code would give an infinite value.
         """
         largest = float(scales.max())
         if largest > LARGEST / _largest_code(self.dtype):
@@ -234,7 +234,7 @@ class CodedTensor(ComputedTensor, frozen=True, gc=False):
 
 @dataclass(frozen=True)
 class GroupRows:
-    """The scales and zero points of some rows of groups."""
+    """The scales and zero points of the groups that a read needs, row by row of groups."""
 
     scales: np.ndarray
     """Scales, float32[rows of groups, groups along the other dimensions]."""
@@ -286,7 +286,7 @@ def unpack(data: np.ndarray, tensor: Tensor, low: int, count: int) -> np.ndarray
 def _decoded_slabs(
     tensor: CodedTensor, codes: np.ndarray, piece: StridedPiece, rows: GroupRows
 ) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
-    """Yield (part, values): the decoded values of a piece of codes in slabs, each with its slices of the piece."""
+    """Decode a piece of codes one slab at a time; yield the slices of each slab in the piece, and its values."""
     if not piece.shape:
         zero = tensor.zero_offset if rows.zeros is None else rows.zeros.reshape(-1)[0]
         yield (), (_numbers(codes) - np.float32(zero)) * rows.scales.reshape(-1)[0]
@@ -305,13 +305,13 @@ def _decoded_slabs(
 
 
 def slabs(piece: StridedPiece, groups: list[np.ndarray]) -> Iterator[tuple[slice, ...]]:
-    """Yield slices that divide a piece into slabs of few elements; where groups are long, a slab is in one group.
+    """Yield slices that divide a piece into slabs of few elements, and also at the borders of long groups.
 
     >>> list(slabs(StridedPiece((0, 0), (4, SLAB_ELEMENTS // 2), "w", 0, (SLAB_ELEMENTS // 2, 1)), []))
     [(slice(0, 2, None),), (slice(2, 4, None),)]
 
     Args:
-        groups: see `_groups`; none for numbers without groups.
+        groups: see `_groups`; empty for values without groups.
     """
     shape, size, d = piece.shape, piece.size, 0
     while d < len(shape) - 1 and size > SLAB_ELEMENTS * shape[d]:  # one index of the dimension is more than a slab
@@ -330,7 +330,7 @@ def slabs(piece: StridedPiece, groups: list[np.ndarray]) -> Iterator[tuple[slice
 
 
 def part_of(groups: np.ndarray, part: tuple[slice, ...]) -> np.ndarray:
-    """Return the part of an array that broadcasts to the shape of a piece.
+    """Slice an array that broadcasts to a piece, so that it broadcasts to the part of the piece.
 
     >>> part_of(np.array([[1, 2, 3]]), (slice(5, 9), slice(1, 3)))
     array([[2, 3]])
@@ -374,7 +374,7 @@ def _apply(
 def _groups(tensor: CodedTensor, piece: StridedPiece, rows: GroupRows) -> list[np.ndarray]:
     """Return the group of every element of a piece along each dimension of the codes, in arrays that broadcast.
 
-    Rows of groups count from those that `rows` has.
+    Along the first dimension, groups are counted from the first one in `rows`.
     """
     coordinates = element_coordinates(tensor.dims, piece)
     groups = [_reduce(coordinate // size) for coordinate, size in zip(coordinates, tensor.group, strict=True)]

@@ -13,7 +13,7 @@ from shardplan.checkpoint.mapping.views import Shape, View
 
 
 class ComputedTensor(Tensor, frozen=True, gc=False):
-    """A tensor whose values are computed from stored elements; `dtype` is the elements' type, `shape` the values'."""
+    """A tensor whose values are computed from stored elements; `dtype` is for the elements, `shape` for the values."""
 
     @property
     @abstractmethod
@@ -36,11 +36,11 @@ class ComputedTensor(Tensor, frozen=True, gc=False):
 
     @abstractmethod
     def number_slabs(self, stored: np.ndarray, piece: StridedPiece) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
-        """Yield (part, values): the values of a piece in slabs of float32, each with its slices of the piece.
+        """Yield the values of a piece in float32, a few elements (a slab) at a time, to bound memory.
 
         Args:
             stored: the stored elements of the piece.
 
-        Returns:
-            Of each slab the part of the piece that it is, and its numbers, which the caller may change.
+        Yields:
+            The slices of the slab in the piece, and its values, which the caller may overwrite.
         """

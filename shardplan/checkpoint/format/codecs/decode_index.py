@@ -47,7 +47,7 @@ def quantization_of(folder: Folder) -> Quantization | None:
     'mxfp4'
 
     Raises:
-        ConfigError: they are stored in a way that is not supported.
+        ConfigError: weights are stored in a way that is not supported.
     """
     text = read_bytes(folder, "config.json")
     config = json.loads(text) if text is not None else {}
@@ -63,7 +63,7 @@ def quantization_of(folder: Folder) -> Quantization | None:
 def decode_index(
     index: TensorIndex, quantization: Quantization | None, where: str
 ) -> tuple[TensorIndex, tuple[str, ...]]:
-    """Return the index with coded tensors in place of codes and scales, and the names of the tensors that are not read.
+    """Replace codes and scales in an index by `CodedTensor`s; also return the names of the tensors that are not read.
 
     >>> import numpy as np
     >>> from types import SimpleNamespace
@@ -94,7 +94,7 @@ def decode_index(
 
 
 def _decode(tensors: Mapping[str, Tensor], quantization: Quantization, where: str) -> dict[str, Tensor]:
-    """Return the tensors with coded tensors in place of codes, and without scales."""
+    """Return the tensors with `CodedTensor`s in place of codes, and without scales."""
     read = {name: tensor for name, tensor in tensors.items() if not name.endswith(ACTIVATION_SCALES)}
     parts = StoredParts(read, where)
     DECODERS[type(quantization)](parts, quantization)

@@ -20,7 +20,7 @@ HALVES = 2
 
 
 def decode_mxfp4(parts: StoredParts, _: Mxfp4) -> None:
-    """Replace `_blocks` [..., outputs, groups, 16] and `_scales` by coded tensors [..., inputs, outputs].
+    """Replace `_blocks` [..., outputs, groups, 16] and `_scales` by `CodedTensor`s [..., inputs, outputs].
 
     >>> from types import SimpleNamespace
     >>> from shardplan.checkpoint.format.header import Tensor
@@ -51,7 +51,7 @@ def decode_mxfp4(parts: StoredParts, _: Mxfp4) -> None:
 
 
 def decode_nvfp4(parts: StoredParts, quantization: Nvfp4) -> None:
-    """Replace codes, scales of groups and the scale of the tensor by coded tensors [outputs, inputs].
+    """Replace the codes, group scales and tensor scale of each weight by one `CodedTensor` [outputs, inputs].
 
     >>> from types import SimpleNamespace
     >>> from shardplan.checkpoint.format.header import Tensor

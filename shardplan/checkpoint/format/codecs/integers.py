@@ -23,7 +23,7 @@ AWQ_HALVES, AWQ_COLUMNS = 2, 4
 
 
 def decode_packed(parts: StoredParts, quantization: PackedIntegers) -> None:
-    """Replace words (packed along inputs) and scales [outputs, groups] by coded tensors [outputs, inputs].
+    """Replace words (packed along inputs) and scales [outputs, groups] by `CodedTensor`s [outputs, inputs].
 
     >>> from types import SimpleNamespace
     >>> file = SimpleNamespace(name="model.safetensors", size=0, version="", tuning=None, is_shared=True)
@@ -66,7 +66,7 @@ def decode_packed(parts: StoredParts, quantization: PackedIntegers) -> None:
 
 
 def decode_awq(parts: StoredParts, quantization: Awq) -> None:
-    """Replace words [inputs, outputs / 8], scales and zero points by coded tensors [outputs, inputs].
+    """Replace words [inputs, outputs / 8], scales and zero points by `CodedTensor`s [outputs, inputs].
 
     >>> from types import SimpleNamespace
     >>> file = SimpleNamespace(name="model.safetensors", size=0, version="", tuning=None, is_shared=True)
@@ -95,9 +95,9 @@ def decode_awq(parts: StoredParts, quantization: Awq) -> None:
 
 
 def decode_gptq(parts: StoredParts, quantization: Gptq) -> None:
-    """Replace words [inputs / 8, outputs], scales, zero points and groups by coded tensors [outputs, inputs].
+    """Replace words [inputs / 8, outputs], scales, zero points and groups by `CodedTensor`s [outputs, inputs].
 
-    The group of an input is what `g_idx` says, in order or not.
+    `g_idx` has the group of each input; groups may be in any order.
 
     >>> from types import SimpleNamespace
     >>> file = SimpleNamespace(name="model.safetensors", size=0, version="", tuning=None, is_shared=True)

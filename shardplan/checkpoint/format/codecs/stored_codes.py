@@ -14,7 +14,7 @@ from shardplan.model.dtypes.kept_weights import CODES, owner_of
 
 
 class StoredScales(ComputedTensor, frozen=True, gc=False):
-    """The scales of a coded tensor as a tensor, which are checked while they are read."""
+    """The scales of a `CodedTensor` as a tensor of their own; they are checked while they are read."""
 
     owner: CodedTensor | None = None
 
@@ -24,10 +24,10 @@ class StoredScales(ComputedTensor, frozen=True, gc=False):
         return self.shape
 
     def number_slabs(self, stored: np.ndarray, piece: StridedPiece) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
-        """Yield the scales of a piece in float32, in slabs.
+        """Yield the scales of a piece in float32, one slab at a time; see `ComputedTensor.number_slabs`.
 
         Raises:
-            CheckpointError: one is not a positive number, or so large that numbers are infinite.
+            CheckpointError: a scale is not a positive number, or so large that decoded values are infinite.
         """
         assert self.owner is not None and self.owner.scale is not None
         for part in slabs(piece, []):
@@ -43,7 +43,7 @@ def _number_in_tensor(piece: StridedPiece, part: tuple[slice, ...], shape: Shape
     Args:
         part: part of the piece.
         shape: shape of the part.
-        index: of the element in the part, in row-major order.
+        index: row-major index of the element in the part.
     """
     number = piece.offset
     firsts = [each.start for each in part] + [0] * (len(shape) - len(part))
@@ -53,9 +53,9 @@ def _number_in_tensor(piece: StridedPiece, part: tuple[slice, ...], shape: Shape
 
 
 class TensorsWithParts(dict[str, Tensor]):
-    """The tensors of a checkpoint by name; the codes and scales of coded tensors are made as tensors on first use.
+    """The tensors of a checkpoint by name; names of codes and of scales are looked up too, and created on first use.
 
-    A process reads the codes of a few of a giant's hundred thousand tensors.
+    They are created late because a process reads only a few of the hundred thousand tensors of a large model.
     """
 
     def __missing__(self, name: str) -> Tensor:

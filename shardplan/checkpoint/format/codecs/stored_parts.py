@@ -17,10 +17,10 @@ FLOATS = (np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat1
 
 
 class StoredParts:
-    """The tensors of a checkpoint; decoders take out parts and put in coded tensors."""
+    """The tensors of a checkpoint during decoding: decoders take out codes and scales, and put in `CodedTensor`s."""
 
     def __init__(self, tensors: Mapping[str, Tensor], where: str) -> None:
-        """Begin with all tensors.
+        """Start with all tensors of the checkpoint.
 
         Args:
             where: name of the checkpoint, for messages.
@@ -36,15 +36,15 @@ class StoredParts:
         return [name.removesuffix(suffix) for name in self.tensors if name.endswith(suffix)]
 
     def take(self, name: str, owner: str, dtypes: tuple[np.dtype, ...], shapes: tuple[Shape, ...] = ()) -> Tensor:
-        """Take out a small part of a coded tensor, such as its scales; reads of neighbouring parts are combined.
+        """Take out a small tensor that belongs to codes, such as scales, from a file that combines neighbouring reads.
 
         Args:
-            owner: name of the other one, for messages.
-            dtypes: types that it may have.
-            shapes: shapes that it may have; any if there are none.
+            owner: name of the coded weight, for messages.
+            dtypes: allowed types.
+            shapes: allowed shapes; empty for any shape.
 
         Raises:
-            CheckpointError: it is missing, or has another type or shape.
+            CheckpointError: the tensor is missing, or has another type or shape.
         """
         tensor = self._pop(name, owner, dtypes)
         if shapes and tensor.shape not in shapes:
@@ -61,7 +61,7 @@ class StoredParts:
         """Take out the codes of a tensor, which must have the given number of dimensions.
 
         Raises:
-            CheckpointError: they are missing, or have another type or number of dimensions, or there are none.
+            CheckpointError: the tensor of codes is missing or empty, or has another type or number of dimensions.
         """
         codes = self._pop(name, owner, dtypes)
         if (rank is not None and len(codes.shape) != rank) or 0 in codes.shape:
@@ -81,10 +81,10 @@ class StoredParts:
         return tensor
 
     def put(self, name: str, codes: Tensor, shape: Shape, dtype: np.dtype, **parts: Any) -> None:
-        """Put in a coded tensor.
+        """Put in a `CodedTensor`.
 
         Args:
-            shape: that of its numbers.
+            shape: shape of the decoded values.
             dtype: type of a code.
             parts: fields of `CodedTensor`.
 

@@ -19,7 +19,7 @@ SLAB_CODES = 2**22
 
 @dataclass(frozen=True)
 class BoxDecoder:
-    """Decodes boxes of an array of codes, whose dimensions are in the order of `View.stored_order`."""
+    """Decodes boxes of an array's codes; the dimensions of a box are in the order of `View.stored_order`."""
 
     code_dtype: np.dtype
     zero_point: float
@@ -36,9 +36,9 @@ class BoxDecoder:
         """Decode a box of codes, inside `jax.shard_map`.
 
         Args:
-            codes: those of four bits one in a byte.
-            scales: those of the shard of the device.
-            start: int32[dimension]: first index of the box in the shard.
+            codes: codes of the box; codes of four bits take one byte each.
+            scales: scales of the device's shard.
+            start: int32[dimension], first index of the box in the shard.
         """
         # or else a compiler moves the reshape of rows behind the product, and writes a scale for every code
         codes = lax.optimization_barrier(codes)
@@ -48,10 +48,10 @@ class BoxDecoder:
         return self._in_slabs(codes, scales)
 
     def _in_slabs(self, codes: Array, scales: Array) -> Array:
-        """Decode codes in slabs: with small blocks, a compiler would write a scale for every code.
+        """Decode codes a slab at a time, because XLA would otherwise write one scale per code if blocks are small.
 
         Args:
-            scales: their dimensions divide those of the codes.
+            scales: array whose dimensions divide the dimensions of `codes`.
         """
         if codes.size <= SLAB_CODES or codes.ndim == 1:
             return self._convert(codes, scales)
@@ -99,10 +99,10 @@ def make_decoder(request: ArrayRequest, sizes: dict[str, int]) -> BoxDecoder:
 
 
 def _scales_along(scales: Array, d: int, n: int, extent: int, start: Array) -> Array:
-    """Return the scales of `n` codes of a shard, along one dimension.
+    """Select, along dimension `d`, the scales of `n` codes of a shard.
 
     Args:
-        scales: those of the shard.
+        scales: scales of the shard.
         extent: codes of the shard along the dimension.
         start: first of the `n` codes.
     """

@@ -41,11 +41,11 @@ def exchange_rows(
 
     Args:
         rows: device index -> the rows that the device has read, of shape (rows per device, *row shape).
-        dtype: type of the elements of rows; those of four bits have a byte each.
-        decoding: for elements that are codes, which become numbers.
+        dtype: type of the elements of rows; elements of four bits take one byte each.
+        decoding: how to decode the elements, if they are codes.
 
     Returns:
-        Device index -> its part of the box, on the device; those of this process.
+        Device index -> the device's part of the box, on the device, for the devices of this process.
     """
     row_sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
     devices = list(mesh.devices.flat)

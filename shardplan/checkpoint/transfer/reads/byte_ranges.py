@@ -111,7 +111,7 @@ def runs_of_box(shape: Shape, strides: Shape, bits: int) -> Runs:
 def find_byte_ranges(
     transfer: Transfer, view: View, sources: Mapping[str, TensorSource], mesh: DeviceMesh, process: int
 ) -> list[ByteRange]:
-    """Find the ranges that a process reads for a transfer, with ranges that touch merged.
+    """Find the byte ranges that a process reads for a transfer; ranges that touch are merged.
 
     >>> from shardplan.checkpoint.mapping.views import tensor_view
     >>> mesh, strategy = DeviceMesh((("data", 4),), (0, 0, 1, 1)), ReadStrategy((("data",), ()))
@@ -182,7 +182,7 @@ def _boxes_from_origin(
 
 
 def _merge_ranges(pieces: Iterable[StridedPiece], sources: Mapping[str, TensorSource]) -> list[ByteRange]:
-    """Return the ranges of all pieces, with ranges that touch merged."""
+    """Return the byte ranges of all pieces; ranges that touch are merged."""
     ranges: list[ByteRange] = []
     for piece in pieces:
         ranges += _piece_ranges(piece, sources[piece.tensor])

@@ -70,10 +70,10 @@ def find_volumes(
     Volumes(bytes=array([64, 64]), ranges=array([1, 1]))
 
     Args:
-        grid: of the view of the array; without one, only processes that read the same bytes are of one kind.
-        shape: that of the array.
-        volume_of: process -> what it reads; called for a process of each kind.
-        max_examples: of more kinds than that, so many stand for all, evenly spread; default: each is looked at.
+        grid: grid of the array's view; if None, only processes that read the same bytes are of one kind.
+        shape: shape of the array.
+        volume_of: process -> its volume; called for one process of each kind.
+        max_examples: most kinds to examine; if there are more, evenly spaced ones stand for the others.
     """
     processes = [*mesh.devices_by_process]
     reads = _find_reads(transfer, grid, shape, mesh)
@@ -133,7 +133,7 @@ def _find_reads(transfer: Transfer, grid: ViewGrid | None, shape: Shape, mesh: D
 def _device_keys(transfer: Transfer, reads: _Reads) -> np.ndarray:
     """Return the integers that determine each device's reads, int[process, device, integer].
 
-    Processes with equal numbers read equally many bytes and ranges.
+    Processes with equal integers read the same number of bytes and ranges.
     """
     row_index, local, ranges = reads.row_index, reads.local, reads.ranges
     if ranges is None:
@@ -220,9 +220,9 @@ def _find_device_ranges(
 
 
 def _first_contiguous_dimension(transfer: Transfer, grid: ViewGrid, shape: Shape) -> int:
-    """Return the first of the last dimensions in which a transfer's box is contiguous in the file, within a piece.
+    """Return the first dimension from which on a transfer's box is contiguous in the file, within a piece.
 
-    If it numbers rows, a device may read several neighbouring ones as one range.
+    If this dimension indexes rows, a device may read several neighbouring rows as one range.
     """
     d, bits = len(shape), grid.bits
     while d > grid.rank and (shape[d - 1] == 1 or grid.strides[d - 1] == bits):

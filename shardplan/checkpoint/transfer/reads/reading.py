@@ -36,7 +36,7 @@ class ReadTarget:
 
 @dataclass(frozen=True)
 class Read:
-    """One read of a range of a tensor, and the pieces of targets that are filled from it."""
+    """One read of a range of a tensor, and the pieces of the target boxes that it fills."""
 
     tensor: Tensor
     pieces: tuple[tuple[ReadTarget, StridedPiece], ...]

@@ -149,12 +149,12 @@ class _EstimatedRanges:
         self._is_exact = True
 
     def add(self, first: np.ndarray, shape: Shape, strides: Shape, bits: int) -> None:
-        """Add boxes of one shape.
+        """Add the ranges of several boxes of the same shape.
 
         Args:
             first: int64[box]: bit where the box begins, plus `FILE_BITS` times the number of its file.
             strides: elements between neighbours along each dimension.
-            bits: of an element.
+            bits: bits of an element.
         """
         runs = runs_of_box(shape, strides, bits)
         size, count = runs.elements * bits, len(first) * runs.count
@@ -176,16 +176,16 @@ class _EstimatedRanges:
 
 
 def union_of_ranges(low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the size of the union of byte ranges and its number of contiguous ranges, along the last dimension.
+    """Return the number of bytes in the union of ranges, and the number of contiguous ranges, along the last dimension.
 
-    Before the i-th lowest first byte is a gap, if all of the i ranges that begin before it have ended by then.
+    There is a gap before the i-th lowest first byte if the i ranges that begin earlier have all ended before it.
 
     >>> union_of_ranges(np.array([0, 100, 300]), np.array([100, 200, 400]))
     (np.int64(300), np.int64(2))
 
     Args:
-        low: first byte of each range; -1 of one that is empty.
-        high: one past the last byte; -1 of one that is empty.
+        low: first byte of each range; -1 for an empty range.
+        high: one past the last byte of each range; -1 for an empty range.
     """
     low, high = np.sort(low, axis=-1), np.sort(high, axis=-1)
     gaps = np.maximum(low[..., 1:] - high[..., :-1], 0)

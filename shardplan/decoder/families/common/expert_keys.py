@@ -113,8 +113,9 @@ def read_router(
     (64, ExpertGroups(groups=8, chosen=3, best=1))
 
     Args:
-        best_of_group: experts whose scores are the score of their group; None where the family has no groups.
-        is_normalised: whether weights are divided by their sum; None where `norm_topk_prob` says it.
+        best_of_group: number of best experts whose scores sum to the score of a group; None if the family has no
+            groups.
+        is_normalised: whether weights are divided by their sum; None to read `norm_topk_prob`.
     """
     names = ("n_routed_experts", "num_local_experts", "num_experts")
     experts, per_token = read_counts(keys, names, ("num_experts_per_tok",), (defaults.experts, defaults.per_token))
@@ -149,8 +150,8 @@ def _read_groups(
 def read_kinds_of_mlp(keys: ConfigKeys, first: int) -> list[bool]:
     """Read, for every layer, whether it has experts.
 
-    `mlp_layer_types` says it, or else layers have experts from `first_k_dense_replace` on, all or those whose number is
-    a multiple of `moe_layer_freq`.
+    It is read from `mlp_layer_types`. Without this key, layers with an index from `first_k_dense_replace` on have
+    experts if the index is a multiple of `moe_layer_freq`.
 
     >>> read_kinds_of_mlp(ConfigKeys({"num_hidden_layers": 4}, "config.json"), first=1)
     [False, True, True, True]

@@ -85,8 +85,7 @@ def separate_expert_rules(mlp: Mlp, name: str, embed: int, names: ExpertNames = 
 def stacked_expert_rules(mlp: Mlp, name: str, embed: int) -> Rules:
     """Return the loading rules of experts stacked in two tensors, or of the MLP of a layer without experts.
 
-    The tensors are `gate_up_proj` {experts, gates and then projections up, embed}, and `down_proj` {experts, embed,
-    mlp}.
+    The tensors are `gate_up_proj` {experts, gate then up, embed}, and `down_proj` {experts, embed, mlp}.
 
     >>> from shardplan.decoder.parts.mlp.experts import GatedActivation
     >>> from shardplan.decoder.parts.mlp.router import RouterConfig

@@ -96,7 +96,7 @@ def read_windows(keys: ConfigKeys, is_full: Callable[[int], bool], window: int |
     [128, 128, 128, None]
 
     Args:
-        is_full: number of a layer, from 0 -> whether it has no window; used if `layer_types` is absent.
+        is_full: index of a layer -> whether the layer has no window; used if `layer_types` is absent.
         window: default of `sliding_window`.
     """
     layers, size = keys.integer("num_hidden_layers"), keys.integer_or_null("sliding_window", window)

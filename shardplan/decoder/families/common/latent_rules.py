@@ -46,7 +46,7 @@ def latent_attention_rules(attention: LatentAttention, name: str, embed: int) ->
 
 
 def _rotated_first(name: str, attention: LatentAttention, inputs: int) -> Rule:
-    """Return the rule that makes queries {heads, head_size, inputs} from a tensor, rotated channels first."""
+    """Return the rule for queries {heads, head_size, inputs} that moves rotated channels to the front of each head."""
     heads, size, unrotated = attention.heads, attention.head_size, attention.unrotated_size
     by_head = Reshaped(StoredTensor(name, (heads * size, inputs)), (heads, size, inputs))
     rotated = pairs_to_halves(Sliced(by_head, 1, unrotated, size), (heads, attention.rotated_size, inputs))

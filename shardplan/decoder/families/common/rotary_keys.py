@@ -54,8 +54,8 @@ def read_rotary(
         theta: default base of the frequencies.
         partial: default fraction of a head's channels that is rotated; None if the family always rotates all.
         layer_type: kind of layers to read, if `rope_parameters` has values for each kind.
-        theta_keys: keys of the base at the top level of the file; empty if they do not hold for these layers.
-        is_scaled: whether these layers are scaled by a file that has one scaling for all kinds of layers.
+        theta_keys: names of the base at the top level of the file; empty if that base is for other layers.
+        is_scaled: whether a scaling that the file has only once holds for these layers too.
         has_temperature: whether the family reads `llama_4_scaling_beta` (`read_temperature`).
         has_alpha: whether the family reads `alpha`, by which the base becomes base * alpha ** (d / (d - 2)), for d
             channels.
@@ -110,7 +110,7 @@ def read_rotated_layers(keys: ConfigKeys) -> list[bool]:
     [True, True, True, False, True]
 
     Raises:
-        ConfigError: `no_rope_layers` does not have a 1, for rotary embeddings, or a 0 for each layer.
+        ConfigError: `no_rope_layers` is not a list with a 1 (rotary embeddings) or a 0 (none) for each layer.
     """
     count, period = keys.integer("num_hidden_layers"), keys.integer("no_rope_layer_interval", default=4)
     default = [int((i + 1) % period != 0) for i in range(count)]

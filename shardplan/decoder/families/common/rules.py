@@ -215,7 +215,7 @@ def norm_rules(path: str, name: str, norm: NormConfig, size: int) -> Rules:
 
 
 def in_halves(rules: Rules, attention: GroupedAttention, embed: int) -> Rules:
-    """Return the rules of queries, keys and their norms, changed to reorder rotated channels from pairs to halves.
+    """Change the rules of queries, keys and their norms to reorder rotated channels from pairs to halves.
 
     The checkpoint rotates pairs of neighbouring channels. The rules put the first channels of all pairs before the
     second channels, as `shardplan.decoder.parts.attention.rotary` rotates them. Scores do not depend on the order of
@@ -265,8 +265,8 @@ def pairs_to_halves(rule: Rule, shape: Shape) -> Rule:
     ((0, 2, 1), (2, 2, 2))
 
     Args:
-        rule: an array of `shape`.
-        shape: {heads, channels, inputs}; of a bias, without inputs.
+        rule: makes an array of `shape`.
+        shape: {heads, channels, inputs}; a bias has no inputs.
     """
     heads, channels, *inputs = shape
     pairs = Reshaped(rule, (heads, channels // 2, 2, *inputs))

@@ -252,7 +252,7 @@ class AttentionLayer(eqx.Module):
 
     @named_call  # for profiles and reports
     def __call__(self, x: NamedArray, mask: AttentionMask, positions: Positions, kernel: Kernel) -> NamedArray:
-        """Compute the output {batch, position, embed} of attention from the same axes."""
+        """Compute the output {batch, position, embed} of attention from inputs with the same axes."""
         config = self.config
         queries = ActivationName.QUERIES(self.q_proj(x))
         keys, values = ActivationName.KEYS(self.k_proj(x)), ActivationName.VALUES(self.v_proj(x))

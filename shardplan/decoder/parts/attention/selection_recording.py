@@ -13,7 +13,7 @@ from shardplan.decoder.parts.attention.sparse.statistics import SelectionSums
 
 @dataclass
 class SelectionRecording:
-    """The records of one forward pass."""
+    """The blocks that layers with Native Sparse Attention selected in one forward pass, as sums for statistics."""
 
     segments: list[tuple[SelectionSums, ...]] = field(default_factory=list)
     """Sums [repetition, ...] of each loop over layers, one per layer of its block with Native Sparse Attention."""
@@ -25,7 +25,7 @@ class SelectionRecording:
         return record_selection()
 
     def layers(self) -> tuple[SelectionSums, ...]:
-        """Return the sums of the layers outside of loops, or of one repetition."""
+        """Return the recorded sums of each layer in `sums`."""
         return tuple(self.sums)
 
 

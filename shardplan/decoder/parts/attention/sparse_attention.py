@@ -21,7 +21,7 @@ from shardplan.positions.sequence_order import SequenceOrder
 
 @dataclass(frozen=True)
 class SparseAttention:
-    """Native Sparse Attention of a layer, and how it is computed."""
+    """The Native Sparse Attention of a layer: its sizes, and the method that computes it."""
 
     sizes: NativeSparseConfig
     method: SelectedMethod = SelectedMethod.DENSE_MASK
@@ -68,10 +68,10 @@ class SparseAttentionLayer(eqx.Module):
     def __call__(self, x: NamedArray, mask: AttentionMask, positions: Positions, kernel: Kernel) -> NamedArray:
         """Attend within {batch, position, embed} or {position, embed}, and return the same axes.
 
-        Positions are those of one text, in the order of the plan's layout.
+        The sequence is one text, in the order of positions that `layout` names.
 
         Raises:
-            ConfigError: the mask has documents, or is another one than the causal one.
+            ConfigError: the mask has documents, or is not causal.
         """
         del positions, kernel  # both follow from the layout and the method
         _check_mask(mask)
@@ -97,10 +97,10 @@ class SparseAttentionLayer(eqx.Module):
 
 
 def _check_mask(mask: AttentionMask) -> None:
-    """Check that a mask is only causal, for sequences of one document.
+    """Check that a mask is causal, with one document per sequence and no window.
 
     Raises:
-        ConfigError: it is another one.
+        ConfigError: the mask is of another kind.
     """
     if mask.segment_ids is not None:
         raise ConfigError(

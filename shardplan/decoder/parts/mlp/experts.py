@@ -38,7 +38,7 @@ class GatedActivation:
 
 @dataclass(frozen=True)
 class ClampedSwish:
-    """The hidden state of gpt-oss's experts: `(up + 1) * gate * sigmoid(alpha * gate)`, of clamped values.
+    """The activation of gpt-oss's experts: `(up + 1) * gate * sigmoid(alpha * gate)`, of clamped gate and up.
 
     Source: https://github.com/openai/gpt-oss, `swiglu`.
     """
@@ -125,7 +125,7 @@ class ExpertsLayer(eqx.Module):
 
     @named_call  # for profiles and reports
     def __call__(self, x: NamedArray) -> NamedArray:
-        """Compute {batch, position, embed} from the same axes."""
+        """Compute the output {batch, position, embed} from an input with the same axes."""
         config = self.config
         function = ExpertFunction(config.activation, config.weighs_inputs)
         chosen, weights = self.router(x)

@@ -97,7 +97,7 @@ class Xielu(eqx.Module):
 
 
 class MlpLayer(eqx.Module):
-    """An MLP: its projections, and their use."""
+    """The MLP of a layer: two or three projections and an activation."""
 
     gate_proj: Linear | None
     up_proj: Linear

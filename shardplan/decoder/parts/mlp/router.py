@@ -82,7 +82,7 @@ class RouterConfig:
 
 
 class Routing(NamedTuple):
-    """The experts of each token."""
+    """The experts that a router chose for each token, and the weights of their outputs."""
 
     chosen: NamedArray
     """Indices of the chosen experts, int32{..., expert_choice}."""
@@ -135,7 +135,7 @@ class Router(Float32Module):
         return hax.nn.softmax(products, axis)
 
     def _choose(self, scores: NamedArray) -> Routing:
-        """Return the experts with the best scores among the best groups, and their scores.
+        """Choose the experts with the best scores from the best groups, and return them with their scores.
 
         Args:
             scores: float32{..., expert_score}.

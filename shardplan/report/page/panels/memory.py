@@ -56,7 +56,7 @@ class LoopRepeat:
 
     @classmethod
     def over(cls, start: float, end: float, times: int) -> "LoopRepeat":
-        """Make the repeat of the points from `start` to `end`, in percent of the width; a narrow one has no text."""
+        """Make the repeat of the points from `start` to `end`, in percent of the width; if narrow, it has no text."""
         return cls(start, end - start, f"{times} times" if end - start >= MIN_WIDTH else "")
 
 
@@ -131,7 +131,7 @@ def _limits(memory: MemoryPlan, top: float) -> Iterator[tuple[float, str, str]]:
 
 
 def _estimated_chart(title: str, live: list[LivePoint], top: float, limits: list[tuple[float, str, str]]) -> LiveChart:
-    """Draw the estimate by part of memory; all points are equally wide."""
+    """Draw the estimate by part of memory; all points have the same width."""
     totals = [sum(point.bytes.values()) for point in live]
     peak = max(range(len(live)), key=totals.__getitem__)
     below = [0.0] * len(live)

@@ -71,7 +71,7 @@ class RepairPanel:
 
 
 def repair_panel(review: Review) -> tuple[Plan, RepairPanel] | None:
-    """Lay out a review of a file; the page's plan is the file's, else its repair's, else the best.
+    """Lay out a review of a file; the page's plan is the plan of the file, else of its repair, else the best plan.
 
     None if there is no plan at all.
     """
@@ -110,7 +110,7 @@ def _best_section(review: Review) -> str:
 
 
 def _layouts(review: Review) -> Iterator[tuple[str, Repair | None, Plan | None]]:
-    """Yield the file, its repairs and the best plan, each with its name, its edits and its plan."""
+    """Yield (name, edits, plan) of each layout: of the file itself, of its smallest edit, and of the best plan."""
     yield AS_IT_IS, None, review.lint.plan
     if review.repair is not None:
         yield "the smallest edit without errors", review.repair, review.repair.lint.plan

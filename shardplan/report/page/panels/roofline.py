@@ -31,7 +31,7 @@ class Contraction:
 
 @dataclass(frozen=True)
 class RooflinePoint:
-    """Contractions at one place of the chart; x and y in percent."""
+    """Contractions at one point of the chart; x and y in percent."""
 
     x: float
     y: float

@@ -18,7 +18,7 @@ MOVING = ("lookup", "scatter-add", "reshard", "collective")
 
 @dataclass(frozen=True)
 class Block:
-    """A stretch of the timeline."""
+    """A stretch of the timeline with one kind of work."""
 
     kind: str
     """Kind of the task or of the collective."""
@@ -124,7 +124,7 @@ def timeline_panel(plan: Plan, judgement: Judgement | None) -> TimelinePanel:
 def costs_of_step(plan: Plan) -> list[TimelineCost]:
     """Return the costs of a step, the largest first; their exposed seconds add up to the step's.
 
-    A Plan of an older version says of its collectives only how long they take, not how much of that is exposed.
+    A Plan of an older version records how long its collectives take, but not how much of this time is exposed.
     """
     step = plan.cost.step_seconds
     tasks = plan.details.tasks if plan.details is not None else []
@@ -150,7 +150,7 @@ def _task_costs(tasks: list[TimedTask], step: float) -> Iterator[TimelineCost]:
 
 
 def _summed_costs(plan: Plan, step: float) -> Iterator[TimelineCost]:
-    """Yield all compute and all waiting as one cost each, then collectives by cause, without exposed seconds."""
+    """Yield all compute as one cost, all waiting as one cost, then collectives by cause, without exposed seconds."""
     computing = plan.cost.compute_seconds
     waiting = plan.cost.step_seconds - computing
     yield TimelineCost("all operations", COMPUTE, False, "", 0, computing, computing, 100 * computing / step)

@@ -104,12 +104,12 @@ def tilings_of(plan: Plan) -> list[Tiling]:
 
 
 def default_tiling(tilings: list[Tiling]) -> int:
-    """Return the index of the largest sharded array; of the largest array if none is sharded."""
+    """Return the index of the largest sharded array; if none is sharded, of the largest array."""
     return max(range(len(tilings)), key=lambda i: (tilings[i].tiles > 1, math.prod(tilings[i].axes.values())))
 
 
 def largest_on_device(plan: Plan) -> int:
-    """Return the index of the tiling of the parameter with the most bytes on a device."""
+    """Return the index of the parameter tiling with the most bytes on a device."""
     groups = group_parameters(plan.parameters)
     return max(range(len(groups)), key=lambda i: groups[i].first.bytes_per_device)
 

@@ -9,17 +9,17 @@ Answer = tuple[MessageKind, Mapping[str, Any]]
 
 
 class Exchanges:
-    """The exchanges of a run that are not complete."""
+    """The exchanges of a run in which some processes have not sent their message yet."""
 
     def __init__(self, count: int):
-        """Prepare for exchanges among `count` processes, each of which sends one message per exchange."""
+        """Prepare for exchanges among `count` processes; in an exchange, every process sends one message."""
         self._count = count
         self._messages: dict[str, dict[int, Message]] = {}
         self._waiting = set[int]()
 
     @property
     def waiting(self) -> Set[int]:
-        """Return the processes that have sent their message and wait for the others'."""
+        """Return the processes that have sent their message and wait for the messages of others."""
         return self._waiting
 
     def add(self, process: int, message: Message) -> Mapping[int, Answer]:

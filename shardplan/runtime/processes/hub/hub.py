@@ -27,7 +27,7 @@ SHOWN = 3
 
 @dataclass(frozen=True)
 class Member:
-    """A process, as it introduces itself."""
+    """The identity of a process, as it sends it when it joins."""
 
     index: int
     count: int
@@ -38,7 +38,7 @@ class Member:
     """Name -> value of each setting that must be equal in all processes."""
 
     def __str__(self) -> str:
-        """Format the process with its host."""
+        """Format the index of the process with its host and its pid."""
         return f"process {self.index} on {self.host} (pid {self.pid})"
 
 
@@ -59,7 +59,7 @@ class _State(Enum):
 
 @dataclass
 class _Peer:
-    """A process that is connected."""
+    """The hub's state of a connected process."""
 
     member: Member
     activity: Activity
@@ -77,7 +77,7 @@ class _Peer:
 
 @dataclass
 class _Entry:
-    """The first process that entered a block of work."""
+    """Which process was the first to enter a block of joint work, and how many have entered it."""
 
     process: int
     is_end: bool
@@ -87,7 +87,7 @@ class _Entry:
 
 
 class Hub:
-    """The hub of one run."""
+    """The state of a run's hub: which processes have joined, what they do, and what they exchange."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class Hub:
         """Wait for `count` processes for at most `limit_s` seconds.
 
         Args:
-            start_service: called once all are there; returns the address that JAX connects them at.
+            start_service: called when all processes have joined; returns the address at which JAX connects them.
         """
         self._count, self._limit_s, self._start_service = count, limit_s, start_service
         self.timing = timing
@@ -130,7 +130,7 @@ class Hub:
 
     @property
     def is_meeting(self) -> bool:
-        """Whether processes have yet to join."""
+        """Whether some processes have not joined yet."""
         return self._state is _State.MEETING
 
     @property
@@ -139,7 +139,7 @@ class Hub:
         return self._state is _State.RUNNING
 
     def is_over(self, now: float) -> bool:
-        """Return whether the run will not start, and late processes have had the time to be told."""
+        """Return whether the run cannot start, and late processes have had time to receive the reason."""
         return now >= self._ends
 
     def receive(self, connection: int, message: Message, now: float) -> list[Reply]:
@@ -196,7 +196,7 @@ class Hub:
         return []
 
     def _tell_of_end(self, peer: _Peer, to: int) -> list[Reply]:
-        """Tell all processes (only `to`, if a problem is known already) that a process ended before joint work."""
+        """Inform all processes (only `to`, if a problem is known already) that a process ended before joint work."""
         problem = problem_values(
             PeerError(f"{peer.member} of {self._count} has ended, and does not take part; {AGAIN}")
         )
@@ -221,7 +221,7 @@ class Hub:
         return [index for index in range(self._count) if index not in self._peers]
 
     def _greet(self, connection: int, member: Member, now: float) -> list[Reply]:
-        """Take a process into the run, or tell it why it does not belong there."""
+        """Admit a process to the run, or send it the reason why it does not belong to the run."""
         if self._state is _State.REFUSED:
             assert self._problem is not None
             return [Reply(connection, MessageKind.PROBLEM, problem_values(self._problem))]
@@ -246,7 +246,7 @@ class Hub:
         return self._to_all(MessageKind.GO, {"address": self._start_service()})
 
     def _find_problem(self, member: Member, present: Member | None) -> ShardplanError | None:
-        """Return the reason why a process cannot take part; None if it can."""
+        """Return the reason why a process cannot join the run; None if it can."""
         if member.count != self._count:
             return ConfigError(
                 f"{member} was started for {member.count} processes, and process 0 for {self._count}; set "
@@ -273,7 +273,7 @@ class Hub:
         return self._to_all(MessageKind.PROBLEM, problem_values(problem))
 
     def _remind(self, now: float) -> list[Reply]:
-        """Tell all processes that have joined, from time to time, which ones are missing."""
+        """Inform all joined processes from time to time which processes are missing."""
         seconds = now - self._started
         if seconds < self._next_line:
             return []
@@ -299,7 +299,7 @@ class Hub:
         )
 
     def _enter(self, connection: int, peer: _Peer, is_end: bool, now: float) -> list[Reply]:
-        """Record that a process begins work that needs all processes, or waits for the others at its end."""
+        """Record that a process enters joint work, or that it waits for the others at its end."""
         peer.depth, peer.entered = peer.depth + 1, peer.entered + 1
         if peer.entered > self._most_entered:
             self._most_entered, self._ahead_at = peer.entered, now
@@ -337,7 +337,7 @@ class Hub:
         )
 
     def _watch(self, now: float) -> list[Reply]:
-        """Tell all processes about a silent process, or about a stall."""
+        """Inform all processes about a silent process, or about a stall."""
         if self._has_failed:
             return []
         working = {index: peer for index, peer in self._peers.items() if peer.depth > 0}
@@ -364,9 +364,10 @@ class Hub:
         return self._to_all(MessageKind.PROBLEM, problem_values(PeerError(f"{stall}; {AGAIN}")))
 
     def _expected(self, working: Mapping[int, _Peer]) -> dict[int, Activity]:
-        """Return the activities of processes that have not begun the joint work in which others wait for them.
+        """Return the activities of processes that have not begun joint work in which others wait for them.
 
-        They do something of their own, and may have done so for hours before the others began.
+        Such a process does work of its own, which it may have begun hours before the others began to wait. Its time
+        without progress counts from when they began.
         """
         if not working:
             return {}
@@ -377,7 +378,7 @@ class Hub:
         }
 
     def _tell_others(self, index: int, text: str) -> list[Reply]:
-        """Tell all processes but one about a problem."""
+        """Inform all processes but one about a problem."""
         self._has_failed = True
         values = problem_values(PeerError(f"{text}; {AGAIN}"))
         return [Reply(to, MessageKind.PROBLEM, values) for to, process in self._connections.items() if process != index]
@@ -387,7 +388,7 @@ class Hub:
 
 
 def _line_times(limit_s: float, timing: ProcessTiming) -> Iterator[float]:
-    """Yield the seconds after which lines are due, and finally the limit."""
+    """Yield the seconds after which progress lines are due, and finally the limit."""
     seconds = 0.0
     for seconds in timing.lines_at_s:
         if seconds < limit_s:

@@ -113,7 +113,7 @@ class HubServer:
         self._listener.close()
 
     def fail(self, error: Exception) -> None:
-        """Tell all processes that the hub cannot continue."""
+        """Inform all processes that the hub cannot continue."""
         problem = problem_values(PeerError(f"the hub of the run failed: {type(error).__name__}: {one_line(error)}"))
         for connection in self._connections.values():
             connection.put(encode(MessageKind.PROBLEM, **problem))
@@ -201,7 +201,7 @@ class _Service:
     """JAX's coordination service, imported while the processes of the run join."""
 
     def __init__(self, host: str, count: int):
-        """Begin the import; `host` is empty if JAX has connected the processes already."""
+        """Start the import; `host` is empty if JAX has connected the processes already."""
         self._host, self._count = host, count
         self._thread = threading.Thread(target=self._import, daemon=True)
         if host:

@@ -99,14 +99,14 @@ def host_and_port(address: str) -> tuple[str, int]:
 
 
 def listen(port: int) -> socket.socket:
-    """Return a socket that listens at a port of all interfaces; for 0 at any free port."""
+    """Return a socket that listens at `port` of all interfaces; 0 stands for any free port."""
     has_both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if has_both else socket.AF_INET
     return socket.create_server(("", port), family=family, backlog=4096, dualstack_ipv6=has_both)
 
 
 def set_options(connection: socket.socket, silence_s: float) -> None:
-    """Make the socket send messages at once, and close if the network carries nothing for `silence_s`."""
+    """Make a socket send messages at once, and close if the network carries nothing for `silence_s` seconds."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux; without it nothing closes a connection whose network is broken
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * silence_s))

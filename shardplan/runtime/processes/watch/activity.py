@@ -57,9 +57,10 @@ def is_stalled(activities: Mapping[int, Activity], waiting: Set[int], now: float
     """Return whether a process has made no progress within the deadline of its phase.
 
     Args:
-        activities: process -> what it does.
-        waiting: processes that have given a value, and wait for those of others: these may take as long as they make
-            progress. If all of them wait, they do so for different values, and the deadlines count.
+        activities: process -> its activity.
+        waiting: processes that have sent a value in an exchange, and wait for values of others. They are not stalled
+            while the others make progress. If all processes wait, they wait in different exchanges, and their deadlines
+            count.
     """
     return any(now - each.since > each.deadline_s for each in _busy(activities, waiting).values())
 
@@ -69,13 +70,13 @@ def describe_stall(
 ) -> str:
     """Describe which processes are stuck, in which phase, where and since when, and which ones only wait for them.
 
-    Of the processes that wait for no value, those are stuck that are in the earliest phase: the others wait in a
-    collective that these have not entered. Of several, it is those that are not in JAX, and of these the ones that have
-    done least.
+    Among processes that do not wait in an exchange, the stuck ones are in the earliest phase, because the others wait
+    in a collective that these have not entered. If there are several, processes outside of JAX count first, and among
+    these the ones that have done the least work.
 
     Args:
         activities, waiting: as for `is_stalled`.
-        places: process -> where it is; without those that do not say so, because their Python code does not run.
+        places: process -> where it is in the code; a process whose Python code does not run reports no place.
     """
     busy = _busy(activities, waiting)
     first = min(each.number for each in busy.values())
@@ -97,7 +98,7 @@ def describe_stall(
 
 
 def _busy(activities: Mapping[int, Activity], waiting: Set[int]) -> Mapping[int, Activity]:
-    """Return the activities of processes that wait for no other; all activities if every process waits."""
+    """Return the activities of processes that do not wait for others; all activities if every process waits."""
     return {index: each for index, each in activities.items() if index not in waiting} or activities
 
 

@@ -21,7 +21,7 @@ _is_allowed = False
 def end_if_frozen() -> Iterator[None]:
     """Let a watchdog end this process if it freezes within the context; commands call this.
 
-    `faulthandler` has one timer in a process, so that one of the caller is cancelled.
+    `faulthandler` has only one timer per process, so that a timer of the caller is cancelled.
     """
     global _is_allowed
     _is_allowed = True
@@ -34,7 +34,7 @@ def end_if_frozen() -> Iterator[None]:
 
 
 def expect_python(seconds: float | None) -> None:
-    """End this process unless this is called again within `seconds` and a margin; None for no limit."""
+    """End this process unless this function is called again within `seconds` and a margin; None for no limit."""
     with _lock:
         if not _is_allowed:
             return

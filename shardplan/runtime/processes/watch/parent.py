@@ -10,7 +10,7 @@ POLL_SECONDS = 1.0
 def end_with_parent() -> None:
     """Start a thread that ends this process as soon as its parent has ended.
 
-    The process may be importing, or compile, which nothing within it can interrupt.
+    Python code of the process cannot do this by itself while it imports modules or compiles.
     """
     threading.Thread(target=_wait_and_exit, args=(os.getppid(),), daemon=True).start()
 

@@ -41,7 +41,8 @@ class Stacks:
         """Write the activity of the process, the stacks of all threads, and finally the state of its devices.
 
         Returns:
-            A clause that says where they are, or why they are not: the disk may be full, or not answer.
+            A clause that says where the stacks were written, or why they were not: the disk may be full, or not
+                respond.
         """
         failure = f"it does not answer for {self._write_s:.0f} s"
         path = self._path  # the main thread may leave `in_file` meanwhile
@@ -69,9 +70,9 @@ class Stacks:
     def on_signal(self) -> Iterator[None]:
         """Write activity, stacks and devices whenever SIGUSR1 arrives within the context; for commands.
 
-        The handler writes the stack of the main thread, for which it needs no GIL, and a thread everything. The handler
-        of before is called as well, but for the default one, which would end the process. Without effect outside the
-        main thread.
+        The signal handler writes the stack of the main thread, without the GIL, and a separate thread writes
+        everything. An earlier handler is called too, except for the default handler, which would end the process.
+        Outside of the main thread this has no effect.
         """
         if threading.current_thread() is not threading.main_thread():
             yield

@@ -22,7 +22,7 @@ class Watch:
     """The watch over a process that runs alone; `Link` is its counterpart for several processes."""
 
     def __init__(self, timing: ProcessTiming = TIMING) -> None:
-        """Begin to watch this process."""
+        """Start to watch this process."""
         self.timing = timing
         self.activity = Activity(since=time.monotonic())
         """Activity of this process."""
@@ -104,11 +104,11 @@ class Watch:
         self.activity = replace(self.activity, since=time.monotonic())
 
     def _enter(self, is_end: bool) -> None:
-        """Tell the others that they may wait for this process; a process that runs alone forgets earlier stalls."""
+        """Inform the others that they may wait for this process; a process that runs alone forgets earlier stalls."""
         self._problem = None
 
     def _leave(self, problem: str | None) -> None:
-        """Tell the others that they need not wait for this process any more, and why it failed if it did."""
+        """Inform the others that they need not wait for this process any more, and why it failed, if it did."""
 
     def _report(self) -> None:
         """Check whether this process is stuck."""
@@ -117,13 +117,13 @@ class Watch:
             self._fail(PeerError(f"{describe_stall(activities, set(), {0: find_place()}, now)}; start it again"))
 
     def _expect_python(self) -> None:
-        """End this process if none of its Python code runs within the limit, while others may wait for it."""
+        """End this process if its Python code does not run within the limit, while others may wait for it."""
         with self._changed:
             if self._depth > 0:
                 expect_python(self._seconds_left())
 
     def _seconds_left(self) -> float:
-        """Return the seconds within which Python code of this process must run."""
+        """Return the seconds within which Python code of this process must run again."""
         return self.activity.deadline_s - (time.monotonic() - self.activity.since)
 
     def _activity_lines(self) -> list[str]:
@@ -160,7 +160,7 @@ _on_problem: Callable[[ShardplanError], None] | None = None
 
 @contextlib.contextmanager
 def handle_problem(act: Callable[[ShardplanError], None]) -> Iterator[None]:
-    """Call a function in another thread if the run cannot continue while this process takes part in it."""
+    """Within the context, call `act` from another thread if the run cannot continue with this process."""
     global _on_problem
     before, _on_problem = _on_problem, act
     try:

@@ -18,7 +18,7 @@ from shardplan.model.replaceable import Replaceable
 
 @dataclass(frozen=True)
 class BlockCall:
-    """The inputs of attention to given blocks, and how it is computed."""
+    """One call of attention to given blocks: its inputs and its method."""
 
     block_size: int
     """Number of tokens per block."""

@@ -41,7 +41,7 @@ class CompressedRope(StrEnum):
 
 @dataclass(frozen=True)
 class NativeSparseConfig:
-    """The sizes of a layer with Native Sparse Attention.
+    """The settings of a layer with Native Sparse Attention: its sizes, its blocks, and how keys are compressed.
 
     Example, the layer of the paper:
 
@@ -88,7 +88,7 @@ class NativeSparseConfig:
         """Check the settings, and convert the names of choices.
 
         Raises:
-            ConfigError: a setting is impossible, alone or with another one.
+            ConfigError: a setting is not valid, or contradicts another one.
         """
         for name, kind in (("compression", Compression), ("compressed_rope", CompressedRope)):
             value = getattr(self, name)
@@ -133,7 +133,7 @@ class NativeSparseConfig:
 
     @property
     def strides_per_block(self) -> int:
-        """Return block / stride, the number of compressed blocks that contain a token far from the ends."""
+        """Return block / stride, the number of compressed blocks that contain a token far from the sequence's ends."""
         return self.block // self.stride
 
     @property

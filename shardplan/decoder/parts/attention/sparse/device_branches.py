@@ -55,7 +55,7 @@ class TokenInputs(NamedTuple):
 
 
 class GroupInputs(NamedTuple):
-    """Parameters of each group; their first axis is g."""
+    """The parameters of the branches; the first axis g of each is the group (key head)."""
 
     gate_biases: jax.Array
     """Biases of the gates, [g, r, 3]."""
@@ -65,7 +65,7 @@ class GroupInputs(NamedTuple):
 
 
 class TokenResults(NamedTuple):
-    """The results for a device's queries."""
+    """What one device computed for its queries: the mixed output of the branches, and the selected blocks."""
 
     mixed: jax.Array
     """Sum of the branches, float32[b, t, g, r, d]."""
@@ -75,7 +75,7 @@ class TokenResults(NamedTuple):
 
 @dataclass(frozen=True)
 class DeviceBranches:
-    """The branches of a layer on one device, as static settings."""
+    """Computes the three branches of one layer (compressed, selected, window) for one device's queries."""
 
     config: NativeSparseConfig
     shards: PositionShards
@@ -87,7 +87,7 @@ class DeviceBranches:
     """Number of queries per tile; statistics count the union of the blocks of a tile. None for no statistics."""
 
     def run(self, inputs: TokenInputs, parameters: GroupInputs) -> tuple[TokenResults, SelectionSums | None]:
-        """Compute the results of this device's queries, and if requested the sums over the rows of all devices."""
+        """Compute the branches for this device's queries; with `query_tile`, also sum statistics over devices."""
         config, shards, chunk = self.config, self.shards, self.queries_per_chunk
         positions = shards.positions()
         queries = self._rotate(inputs.queries, positions)
@@ -140,8 +140,8 @@ class DeviceBranches:
     ) -> tuple[jax.Array, jax.Array]:
         """Return the rotated keys, and the values, of all complete blocks of the sequence: float32[b, c, g, d].
 
-        They are float32, as those of the other branches, so that gradients of all queries and chunks are added in
-        float32.
+        They are float32, like the keys and values of the other branches, so that gradients of all queries and chunks
+        are added in float32.
         """
         config, shards = self.config, self.shards
 

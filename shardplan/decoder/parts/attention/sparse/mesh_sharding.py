@@ -22,7 +22,7 @@ from shardplan.model.axis_sharding import mesh_axes_of
 
 @dataclass(frozen=True)
 class MeshSharding:
-    """The mesh axes of several devices that shard the axes of attention, major to minor."""
+    """For each axis of attention, the mesh axes that shard it, major to minor, without mesh axes of size 1."""
 
     batch: tuple[str, ...]
     position: tuple[str, ...]

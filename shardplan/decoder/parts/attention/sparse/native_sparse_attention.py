@@ -119,7 +119,7 @@ class NativeSparseAttention(eqx.Module):
         queries_per_chunk: int = QUERIES_PER_CHUNK,
         query_tile: int = QUERY_TILE,
     ) -> NamedArray | DetailedOutput:
-        """Compute the output {batch, position, embed} of attention from the same axes.
+        """Compute the output {batch, position, embed} of attention from inputs with the same axes.
 
         It is sharded as the current `hax.axis_mapping` shards batch, position and kv_head over the mesh of
         `jax.set_mesh`. All arguments but `x` are static.
@@ -135,7 +135,7 @@ class NativeSparseAttention(eqx.Module):
             query_tile: queries whose union of blocks the statistics count.
 
         Raises:
-            ConfigError: the axis mapping shards heads within a group, sizes cannot be divided as it says, a tile of
+            ConfigError: the axis mapping shards heads within a group or does not divide a size evenly, a tile of
                 queries is on two devices, or there is no kernel for the sizes.
         """
         config, Batch, Pos = self.config, x.resolve_axis(BATCH), x.resolve_axis(POSITION)

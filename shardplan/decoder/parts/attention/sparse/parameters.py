@@ -30,7 +30,7 @@ class SparseParameter:
 
 
 def parameter_table(config: NativeSparseConfig) -> dict[str, SparseParameter]:
-    """Return the parameters of a layer by name.
+    """Return name -> parameter, for all parameters of a layer.
 
     `q` and `o` project queries and the output; `k_cmp`, `v_cmp`, `k_slc`, `v_slc`, `k_win` and `v_win` project keys and
     values of the compressed, selected and window branch; `gate_w` and `gate_b` make gates; `phi_k_...` and `phi_v_...`
@@ -83,7 +83,7 @@ def init_parameters(config: NativeSparseConfig, key: jax.Array) -> dict[str, Nam
 
 
 def name_arrays(config: NativeSparseConfig, arrays: Mapping[str, Any]) -> dict[str, NamedArray]:
-    """Return given arrays as the parameters of a layer.
+    """Check given arrays, and return them with their axes as the parameters of a layer.
 
     >>> import numpy as np
     >>> sizes = {"embed": 8, "groups": 2, "heads_per_group": 4, "key_size": 4, "value_size": 4, "window": 4}

@@ -22,7 +22,7 @@ ORDERS = (SequenceOrder.CONTIGUOUS, SequenceOrder.ZIGZAG)
 
 @dataclass(frozen=True)
 class PartTransfer:
-    """The transfer of one part of each sending device to a device that needs it."""
+    """A permute of parts between devices: each sender sends one of its parts to one receiver."""
 
     source_part: int
     """Index of the part among the parts of the sending device."""
@@ -36,7 +36,7 @@ class PartTransfer:
 
 @dataclass(frozen=True)
 class PositionParts:
-    """The division of a sequence into parts.
+    """Divides a sequence into equal parts, and assigns one part or two to each device.
 
     >>> PositionParts(24, devices=3, order=SequenceOrder.ZIGZAG).by_device
     ((0, 5), (1, 4), (2, 3))
@@ -58,7 +58,8 @@ class PositionParts:
             query_tile: queries whose blocks the statistics count together.
 
         Raises:
-            ConfigError: another order, or a border of parts within a selection block or a tile of queries.
+            ConfigError: the order is not in `ORDERS`, or a part would end within a selection block or a tile of
+                queries.
         """
         if self.order not in ORDERS:
             raise ConfigError(
@@ -92,17 +93,18 @@ class PositionParts:
 
     @cached_property
     def by_device(self) -> tuple[tuple[int, ...], ...]:
-        """Indices of each device's parts, in the order of its array."""
+        """For each device, the indices of its parts, in the order of its array."""
         if self.devices == 1:
             return ((0,),)
         positions = SequenceLayout(self.length, self.devices, kind=self.order).positions_by_ring_index()
         return tuple(tuple(row) for row in (positions[:, :: self.part_length] // self.part_length).tolist())
 
     def transfers(self, distance: int) -> tuple[PartTransfer, ...]:
-        """Return how every device receives, for each of its parts, the part `distance` parts before it.
+        """Return the transfers that give every device, for each of its parts, the part `distance` parts earlier.
 
         Args:
-            distance: negative for parts after its own. Where the sequence has no such part, nothing is received.
+            distance: number of parts; negative for later parts. A device receives nothing for parts beyond the ends of
+                the sequence.
         """
         owners = {part: (device, i) for device, row in enumerate(self.by_device) for i, part in enumerate(row)}
         moved: dict[tuple[int, int], list[tuple[int, int]]] = {}
@@ -118,6 +120,6 @@ class PositionParts:
         return tuple(result)
 
     def halo_hops(self, rows: int) -> tuple[int, ...]:
-        """Return the number of rows that a halo of `rows` takes from the part at distance 1, 2, ... before a part."""
+        """Return how many of the `rows` rows before a part are in the part 1 before it, 2 before it, and so on."""
         hops = -(-rows // self.part_length)
         return tuple(min(self.part_length, rows - hop * self.part_length) for hop in range(hops))

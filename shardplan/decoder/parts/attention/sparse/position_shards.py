@@ -19,9 +19,10 @@ from shardplan.runtime.permute import permute
 
 @dataclass(frozen=True)
 class PositionShards:
-    """The parts of a sequence on the devices along mesh axes.
+    """The parts of a sequence that this device has, and the collectives that give it rows of other parts.
 
-    Arrays are those of one device, [b, t, ...], whose positions are its parts one after the other.
+    With mesh axes, methods run inside `jax.shard_map`. Their arrays [b, t, ...] belong to one device, and t runs
+    through its parts in order.
     """
 
     parts: PositionParts
@@ -37,7 +38,7 @@ class PositionShards:
         return (self.firsts()[:, None] + jnp.arange(self.parts.part_length)).reshape(-1)
 
     def split(self, x: jax.Array) -> list[jax.Array]:
-        """Return the parts of an array."""
+        """Split an array of this device into its parts of the sequence."""
         return jnp.split(x, self.parts.parts_per_device, axis=1)
 
     def with_previous(self, x: jax.Array, rows: int) -> list[jax.Array]:
@@ -51,7 +52,7 @@ class PositionShards:
         return [jnp.concatenate(pieces, axis=1) for pieces in extended]
 
     def with_next(self, x: jax.Array, rows: int) -> list[jax.Array]:
-        """Return each part of `x` with the `rows` rows after it, at most as many as a part has; zeros after the end."""
+        """Return each part of `x` with `rows` rows of the next part; zeros after the end of the sequence."""
         parts = self.split(x)
         if rows == 0:
             return parts
@@ -59,9 +60,9 @@ class PositionShards:
         return [jnp.concatenate(pieces, axis=1) for pieces in zip(parts, received, strict=True)]
 
     def with_next_rows(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return this device's positions and rows, int32[t] and [b, t, ...], each part with the row after it.
+        """Return the positions int32[.] and rows [b, ., ...] of this device, each part extended by the row after it.
 
-        At the end of the sequence, the position of the row after it is -1.
+        The row after the end of the sequence has the position -1.
         """
         after = self.firsts() + self.parts.part_length
         after = jnp.where(after < self.parts.length, after, -1)
@@ -72,8 +73,8 @@ class PositionShards:
     def gather(self, x: jax.Array) -> jax.Array:
         """Return the rows of all devices in the order of the sequence, in float32.
 
-        They travel in the dtype of `x`, and their gradients in float32, because the error of a bfloat16 sum grows with
-        the number of its terms.
+        The all-gather is in the dtype of `x`, and the reduce-scatter of gradients in float32, because the error of a
+        bfloat16 sum grows with the number of its terms.
         """
         if not self.mesh_axes:
             return x.astype(jnp.float32)
@@ -107,7 +108,7 @@ def _gather_float32(x: jax.Array, axes: tuple[str, ...], dtype: Any) -> jax.Arra
     """Concatenate [b, t, ...] of all devices along t, converted to float32.
 
     Args:
-        dtype: that of `x`, and of its gradient.
+        dtype: the dtype of `x`, to which its gradient is converted.
     """
     return jax.lax.all_gather(x, axes, axis=1, tiled=True).astype(jnp.float32)
 

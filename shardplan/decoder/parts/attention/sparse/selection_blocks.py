@@ -7,7 +7,7 @@ import jax
 
 @dataclass(frozen=True)
 class SelectionBlocks:
-    """Blocks of tokens, adjacent from the start of the sequence."""
+    """The division of a sequence into adjacent blocks of tokens, and which of them every query must select."""
 
     size: int
     """Number of tokens per block."""

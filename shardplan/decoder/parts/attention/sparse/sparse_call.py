@@ -32,7 +32,7 @@ SUBJECT = "native sparse attention"
 
 @dataclass(frozen=True)
 class SparseCall:
-    """The inputs of a layer's branches, and how the branches are computed."""
+    """One call of a layer's branches: their inputs, and how they are computed."""
 
     config: NativeSparseConfig
     Pos: Axis
@@ -52,8 +52,8 @@ class SparseCall:
             query_tile: queries whose union of blocks the statistics count; None for no statistics.
 
         Raises:
-            ConfigError: positions cannot be divided as the mesh shards them, a tile of queries is on two devices, or
-                there is no kernel for the sizes.
+            ConfigError: the mesh axes do not divide the positions, a tile of queries is on two devices, or there is no
+                kernel for the sizes.
         """
         parts = PositionParts(self.Pos.size, device_count(self.sharding.position), self.layout)
         parts.check(SUBJECT, self.config.selection_block, query_tile or 1)

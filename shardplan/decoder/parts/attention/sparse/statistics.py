@@ -24,7 +24,7 @@ BRANCHES = ("cmp", "slc", "win")
 
 
 class SelectionSums(NamedTuple):
-    """Sums over the rows of a layer, scalars unless a shape is given.
+    """Sums over the rows of a layer, from which statistics are computed; scalars unless a shape is given.
 
     int32 holds the sums of 256 sequences of 65536 tokens, for 4 groups and selection blocks of 64 tokens.
     """
@@ -80,16 +80,16 @@ def selection_sums(
     query_tile: int,
     neighbours: Neighbours,
 ) -> SelectionSums:
-    """Return the sums of a layer, or of the queries of one device.
+    """Sum the statistics of selected blocks over the rows of a layer, or over one device's rows.
 
     Args:
         positions: int[t], of the queries.
         blocks: int32[b, t, g, n], the selected blocks.
         importance: float32[b, t, g, j].
-        free_mass: float32[b, t, g], of the selected branch.
+        free_mass: float32[b, t, g], attention weight of the selected branch outside forced blocks.
         gates: float32[b, t, g, r, 3].
-        query_tile: queries of a tile, which a kernel computes together.
-        neighbours: the queries with those that follow on other devices.
+        query_tile: number of queries per tile, which a kernel computes together.
+        neighbours: the positions and blocks of the queries, each part extended by the first query of the next part.
     """
     importance, free_mass, gates = jax.lax.stop_gradient((importance, free_mass, gates))
     by_row = positions[:, None, None]
@@ -120,7 +120,7 @@ def selection_sums(
 
 
 def _jaccard(config: NativeSparseConfig, positions: jax.Array, blocks: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the sum of the Jaccard indices of neighbouring rows' free choices, and the number of pairs."""
+    """Return the sum of the Jaccard indices of adjacent queries' unforced blocks, and the number of pairs."""
     is_free = (blocks != UNUSED) & ~config.selection.is_forced(blocks, positions[:, None, None])
     one, other = blocks[:, :-1, :, :, None], blocks[:, 1:, :, None, :]
     is_shared = (one == other) & is_free[:, :-1, :, :, None] & is_free[:, 1:, :, None, :]
@@ -132,7 +132,7 @@ def _jaccard(config: NativeSparseConfig, positions: jax.Array, blocks: jax.Array
 
 
 def _tile_unions(blocks: jax.Array, numbers: jax.Array, query_tile: int) -> tuple[jax.Array, jax.Array]:
-    """Return the sum of the sizes of the tiles' unions, and the number of tiles; the last tile may be shorter."""
+    """Return how many blocks the queries of a tile select together, summed over tiles, and the number of tiles."""
     batch, positions, groups, selected = blocks.shape
     tiles = -(-positions // query_tile)
     missing = tiles * query_tile - positions
@@ -151,18 +151,18 @@ def reduce_sums(sums: SelectionSums, mesh_axes: tuple[str, ...]) -> SelectionSum
 
 
 def figures(config: NativeSparseConfig, sums: SelectionSums) -> dict[str, Any]:
-    """Return the figures by name, computed on the host; a fraction or mean of nothing is 0.
+    """Compute statistics of selected blocks on the host, by name; a fraction or mean of nothing is 0.
 
     | name | figure |
     |---|---|
     | rows | number of rows |
     | k_mean, k_max | mean and largest number of keys of a row in the selected branch |
-    | pct_at_max | share of rows whose k is k_max, a fraction |
+    | pct_at_max | fraction of rows that have k_max keys |
     | gate_mean_cmp, _slc, _win | mean of the gates of a branch |
     | gate_entropy_cmp, _slc, _win | mean entropy of the gates of a branch, each taken as a probability, in nats |
     | free_importance | share of the importance outside forced blocks |
     | free_attention | share of the selected branch's attention outside forced blocks |
-    | jaccard_next_query | share of the free choices of two neighbouring queries that both have, mean over pairs |
+    | jaccard_next_query | mean Jaccard index of the unforced blocks of two neighbouring queries |
     | tile_union | mean number of different blocks that a tile of queries selects |
     | load | float[j], share of rows that select each block |
 
@@ -185,12 +185,12 @@ def figures(config: NativeSparseConfig, sums: SelectionSums) -> dict[str, Any]:
 
 
 def traced_figures(config: NativeSparseConfig, sums: SelectionSums) -> dict[str, jax.Array]:
-    """Compute `figures` within a program, in int32 and float32."""
+    """Compute the statistics of `figures` within a traced program, in int32 and float32."""
     return _figures(config, sums, jnp)
 
 
 def _figures(config: NativeSparseConfig, sums: SelectionSums, xp: ModuleType) -> dict[str, Any]:
-    """Compute the figures with the array module `xp`, `numpy` or `jax.numpy`."""
+    """Compute the statistics of `figures` with the array module `xp`, `numpy` or `jax.numpy`."""
     rows, head_rows = sums.rows, sums.rows * config.heads_per_group
 
     def ratio(part: Any, whole: Any) -> Any:
@@ -216,7 +216,7 @@ def _figures(config: NativeSparseConfig, sums: SelectionSums, xp: ModuleType) ->
 
 
 def closed_form(config: NativeSparseConfig, positions: int) -> dict[str, float]:
-    """Return k_mean, k_max and pct_at_max of a sequence, which depend on no weights.
+    """Compute k_mean, k_max and pct_at_max of `figures` from the length of the sequence, without weights.
 
     k(t) = min(selected - 1, t // selection_block) * selection_block + t % selection_block + 1
 

@@ -23,7 +23,7 @@ FLOAT32_BYTES = 4
 
 
 class SparseTraffic(NamedTuple):
-    """Bytes received by the device that receives the most, per sequence and layer."""
+    """Bytes per sequence and layer that a device receives, on the device that receives the most."""
 
     compression_halo: float
     compressed: float
@@ -42,7 +42,7 @@ class SparseTraffic(NamedTuple):
 
 
 def forward_traffic(config: NativeSparseConfig, parts: PositionParts, groups: int, itemsize: int) -> SparseTraffic:
-    """Return the bytes of a forward pass.
+    """Return the bytes that a device receives in a forward pass.
 
     >>> paper = NativeSparseConfig(
     ...     embed=2560, groups=4, heads_per_group=16, key_size=128, value_size=128,
@@ -60,9 +60,10 @@ def forward_traffic(config: NativeSparseConfig, parts: PositionParts, groups: in
 
 
 def backward_traffic(config: NativeSparseConfig, parts: PositionParts, groups: int, itemsize: int) -> SparseTraffic:
-    """Return the bytes of a backward pass: each transfer reversed, with float32 gradients of gathered rows.
+    """Return the bytes that a device receives in a backward pass.
 
-    A forward pass that is computed again is not included.
+    Each transfer of the forward pass is reversed; gradients of gathered rows are float32. The recomputation of the
+    forward pass is not included.
 
     >>> paper = NativeSparseConfig(
     ...     embed=2560, groups=4, heads_per_group=16, key_size=128, value_size=128,
@@ -98,7 +99,13 @@ def _channels(config: NativeSparseConfig, groups: int) -> int:
 def _traffic(
     config: NativeSparseConfig, parts: PositionParts, halo_row: int, gathered_row: int, is_backward: bool
 ) -> SparseTraffic:
-    """Return the bytes of a pass, given the bytes per key and value in halos and in gathered arrays."""
+    """Return the bytes that a device receives in one pass.
+
+    Args:
+        halo_row: bytes of a row's keys and values in a halo.
+        gathered_row: bytes of a row's keys and values in an all-gather.
+        is_backward: whether transfers are reversed.
+    """
     others = (parts.devices - 1) / parts.devices
     window_hops = dict(enumerate(parts.halo_hops(min(config.window, parts.length) - 1), start=1))
     return SparseTraffic(
@@ -110,11 +117,11 @@ def _traffic(
 
 
 def _received_rows(parts: PositionParts, rows_at: dict[int, int], is_backward: bool) -> int:
-    """Return the largest number of rows that a device receives.
+    """Return the number of rows that the device with the most received rows receives.
 
     Args:
-        rows_at: distance of parts, as `PositionParts.transfers` takes it -> rows of a part that are sent.
-        is_backward: whether receivers send gradients back.
+        rows_at: distance of parts (see `PositionParts.transfers`) -> rows of a part that are sent.
+        is_backward: whether transfers are reversed, for gradients.
     """
     received = [0] * parts.devices
     for distance, rows in rows_at.items():

@@ -47,7 +47,7 @@ def attend_to_selected(
     values: jax.Array,
     with_free_mass: bool = False,
 ) -> SelectedAttention:
-    """Attend to tokens of the selected blocks that are not after the query; d ** -0.5 scales the scores.
+    """Attend causally to the tokens of each query's selected blocks; d ** -0.5 scales the scores.
 
     Args:
         queries_per_chunk: queries whose scores or gathered keys are in memory at a time; kernels need no such bound.
@@ -119,7 +119,7 @@ def _attend_to_gathered_blocks(
 def _gather_blocks(selection: SelectionBlocks, x: jax.Array, blocks: jax.Array) -> jax.Array:
     """Return the tokens of selected blocks: [b, s, g, d], int32[b, t, g, n] -> [b, t, g, n * size, d].
 
-    In place of `UNUSED` block 0 is read, which callers mask.
+    Block 0 is read in place of `UNUSED`, and callers mask it.
     """
     batch, positions, groups, size = x.shape
     count = selection.count(positions)

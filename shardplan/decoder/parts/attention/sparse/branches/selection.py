@@ -14,7 +14,7 @@ UNUSED = -1
 
 
 def select(config: NativeSparseConfig, importance: jax.Array, positions: jax.Array) -> jax.Array:
-    """Return the blocks that each query selects: the forced blocks, then those of greatest importance.
+    """Return the blocks that each query selects: the forced blocks, then the blocks of greatest importance.
 
     >>> config = NativeSparseConfig(8, 1, 1, 2, 2, block=4, stride=4, selection_block=4, selected=3, window=4, local=1)
     >>> select(config, jnp.array([[[[0.0, 0.5, 0.5, 0.0]], [[9.0, 9.0, 9.0, 9.0]]]]), jnp.array([15, 4])).tolist()

@@ -55,8 +55,8 @@ def attend_to_windows(
     Args:
         first: int[], the position of the first query.
         queries: [b, t, g, r, d], in order.
-        keys: [b, halo + t, g, d], of the tokens before the first query, as many as windows have, and of the queries.
-            Those before the start of the sequence are padding.
+        keys: [b, halo + t, g, d]: first the halo, the tokens before the first query that windows reach, then the tokens
+            of the queries. Tokens before the start of the sequence are padding.
         values: [b, halo + t, g, d].
 
     Returns:

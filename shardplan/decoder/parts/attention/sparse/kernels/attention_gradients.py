@@ -50,7 +50,7 @@ def key_ranges(vmem: int, length: int, block: int, channels: int, itemsize: int)
     Args:
         vmem: bytes of VMEM of a core.
         length: keys of a sequence.
-        block: keys of a block, which a range has complete.
+        block: keys of a block; a range consists of complete blocks.
         channels: channels of a key and a value.
         itemsize: bytes of an element of keys and values.
     """
@@ -69,14 +69,14 @@ def attention_gradients(
     gradients: jax.Array,
     row_sums: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return dq, [tile, row, d], and dk and dv, float32[b * g, s, d].
+    """Compute the gradients dq [tile, row, d] of queries, and dk and dv float32[b * g, s, d] of keys and values.
 
     Args:
         first_positions: int32[tiles of a sequence].
         tables: the blocks of each tile; None for all blocks.
         queries: [tile, row, d].
-        keys: [b * g, s, d], of complete blocks; values are alike.
-        gradients: [tile, row, d], of the output.
+        keys: [b * g, s, d], of complete blocks; values have the same layout.
+        gradients: [tile, row, d], gradients of the output.
         row_sums: float32[tile, 2, row], the log-sum-exp of scores and delta.
     """
     heads, length, size = keys.shape
@@ -97,7 +97,7 @@ def attention_gradients(
     dq, of_ranges = jax.lax.scan(add_range, zeros, jnp.arange(ranges, dtype=jnp.int32))
 
     def join(x: jax.Array) -> jax.Array:
-        """Join ranges and parts: [range, part, token, d] -> [b * g, s, d]."""
+        """Concatenate key ranges, and add the parts of a head: [range, part, token, d] -> [b * g, s, d]."""
         by_head = x.reshape(ranges, heads, parts // heads, *x.shape[2:]).sum(axis=2).swapaxes(0, 1)
         return by_head.reshape(heads, -1, x.shape[-1])[:, :length]
 
@@ -119,12 +119,13 @@ def _add_gradients(
     row_sums: jax.Array,
     before: jax.Array,
 ) -> list[jax.Array]:
-    """Add a range's part of dq to `before`, in place; return it with dk / scale and dv, [part, token, d].
+    """Add the gradients from one range of keys to dq; return dq, and the range's dk / scale and dv, [part, token, d].
 
     Args:
-        parts: parts of the tiles, which cores compute at the same time.
+        parts: number of parts of the tiles; cores compute parts at the same time.
         range_blocks: blocks of a range.
         range_number: int32[1].
+        before: dq from earlier ranges, which the result replaces in memory.
     """
     tiles, block, unit = sizes.tiles, sizes.block, sizes.unit
     per_part, length = len(queries) // parts, range_blocks * block
@@ -175,7 +176,7 @@ def _add_gradients(
         log_sums, delta = sums[0, 0:1] * LOG2_E, sums[0, 1:2]
 
         def read_entry(entry: jax.Array) -> tuple[Any, jax.Array]:
-            """Return the tokens of an entry's block in the range, and bool[key, row]: which of them each row sees."""
+            """Return the range's slice of tokens for a table entry, and bool[key, row]: whether a row sees a key."""
             is_entry = entry < end
             if tables is None:
                 number, is_member = entry, is_entry

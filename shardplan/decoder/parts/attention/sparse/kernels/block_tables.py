@@ -12,7 +12,7 @@ from shardplan.decoder.parts.attention.sparse.kernels.query_tiles import QueryTi
 
 
 class BlockTables(NamedTuple):
-    """The blocks of every tile of queries."""
+    """For every tile of queries, the blocks that its queries selected."""
 
     blocks: jax.Array
     """Blocks of each tile, int32[tile, 1, u], ascending; 0 after the last one."""
@@ -21,12 +21,12 @@ class BlockTables(NamedTuple):
 
 
 def make_block_tables(tiles: QueryTiles, blocks: jax.Array, count: int, multiple: int) -> BlockTables:
-    """Return the tables of selected blocks.
+    """Make the table of every tile from the blocks that each query selected.
 
     Args:
         blocks: int32[b, t, g, n], negative where unused.
         count: blocks of the sequence, J.
-        multiple: the size u of the tables is a multiple of it.
+        multiple: number that divides the size u of the tables.
     """
     b, _, g, n = blocks.shape
     padded = jnp.pad(blocks, [(0, 0), (0, tiles.padding), (0, 0), (0, 0)], constant_values=-1)

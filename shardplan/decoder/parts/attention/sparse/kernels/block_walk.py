@@ -33,7 +33,7 @@ CORES = 2
 
 @dataclass(frozen=True)
 class WalkSizes:
-    """Static sizes of a walk."""
+    """Static sizes of a forward kernel that visits the blocks of each tile's table, a few blocks per step."""
 
     tiles: QueryTiles
     selection: SelectionBlocks
@@ -87,7 +87,7 @@ class TileStep(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockWalk:
-    """The walk of one tile, inside a kernel."""
+    """Visits the blocks in the table of one tile, a few per step, inside a kernel."""
 
     sizes: WalkSizes
     step: TileStep
@@ -106,7 +106,7 @@ class BlockWalk:
     slot: Any
 
     def run(self, compute: Callable[[jax.Array, jax.Array], None]) -> None:
-        """Call `compute(step, slot of the buffers)` for all steps of the tile, at least one."""
+        """Call `compute(step, buffer slot)` for each step of the tile, when its keys and values are in the buffers."""
         unit, size = self.sizes.unit, self.members.shape[-1]
         # members are 0 after the last block
         used = [(self.members[0, 0, i] != 0).astype(jnp.int32) for i in range(unit, size, unit)]
@@ -143,7 +143,7 @@ class BlockWalk:
         return indices((sizes.block, 1), 0) <= jnp.where(is_member, position, -1)
 
     def is_free(self, step: jax.Array, i: int) -> jax.Array:
-        """Return float32: 1 if block i of a step is not forced for the tile's queries, else 0."""
+        """Return 1.0 if block i of a step is free (not forced) for the tile's queries, else 0.0."""
         block = self.blocks[0, 0, step * self.sizes.unit + i]
         own = quotient(self._first_position(), self.sizes.block)
         return ((block >= self.sizes.selection.initial) & (block <= own - self.sizes.selection.local)).astype(
@@ -155,7 +155,11 @@ class BlockWalk:
         return position
 
     def _start_next(self, step: jax.Array, is_last: jax.Array, slot: jax.Array) -> None:
-        """Start the copies of the next step or the next tile; after the last tile, copies that are never read."""
+        """Start copying the next step's blocks to `slot`, or the first blocks of the next tile after the last step.
+
+        After a core's last tile it starts copies that nothing reads: a condition would keep the compiler from
+        overlapping copies and computation.
+        """
         unit, size = self.sizes.unit, self.blocks.shape[-1]
         tile = self.step.tile + (is_last & self.step.has_next).astype(jnp.int32)
         for i in range(unit):
@@ -163,7 +167,7 @@ class BlockWalk:
             self._start(jnp.where(is_last, self.next_blocks[0, 0, i], of_tile), tile, slot, i)
 
     def _start(self, block: jax.Array, tile: jax.Array, slot: jax.Array | int, i: int) -> None:
-        """Start the copies of keys and values of block i of a step."""
+        """Start copying one block's keys and values from HBM to position i of the buffers in `slot`."""
         sizes, head = self.sizes, quotient(tile, self.sizes.tiles.per_sequence)
         source = pl.ds(pl.multiple_of(block * sizes.block, sizes.block), sizes.block)
         target = pl.ds(i * sizes.block, sizes.block)
@@ -179,7 +183,7 @@ class BlockWalk:
 def in_specs(tables: BlockTables) -> list[pl.BlockSpec]:
     """Return the block specs of the tile's blocks, the next tile's blocks, members, keys and values.
 
-    Of 8 tiles, core 1 has the last 4, so that its step 2 reads the tables of tile 6, and the blocks of tile 7:
+    With 8 tiles, core 1 computes tiles 4 to 7. Its step 2 reads the tables of tile 6, and the blocks of tile 7:
 
     >>> specs = in_specs(BlockTables(blocks=jnp.zeros((8, 1, 16)), members=jnp.zeros((8, 1, 16))))
     >>> [spec.index_map(1, 2, None)[0].item() for spec in specs[:3]]
@@ -208,7 +212,7 @@ def arguments(tables: BlockTables, keys: jax.Array, values: jax.Array) -> tuple[
 
 
 def scratch(sizes: WalkSizes, keys: jax.Array, values: jax.Array) -> list[Any]:
-    """Return the scratch shapes: buffers of keys and values, semaphores of their copies, slot of the next step.
+    """Return the scratch shapes: buffers of keys and values, semaphores of their copies, and the slot of the next step.
 
     >>> sizes = WalkSizes(QueryTiles.of(64, 8192, 16), SelectionBlocks(64), scale=0.1, keys_per_step=512)
     >>> keys, values = (jax.ShapeDtypeStruct((4, 8192, size), jnp.bfloat16) for size in (128, 64))
@@ -234,7 +238,7 @@ def rows_spec(rows: int, size: int, tiles: int) -> pl.BlockSpec:
 
 
 def grid(tables: BlockTables) -> tuple[int, int]:
-    """Return the grid of a walk: parts of the tiles, one per core, and the tiles of a part.
+    """Return the kernel's grid: the number of cores, and the number of tiles per core.
 
     >>> grid(BlockTables(blocks=jnp.zeros((8, 1, 16)), members=jnp.zeros((8, 1, 16))))
     (2, 4)

@@ -60,10 +60,11 @@ class CompressedTiles:
         return self.tiles.heads - self.config.heads_per_group
 
     def importance_weights(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the weights of a chunk's compressed blocks in its own selection blocks, and in the block after these.
+        """Return matrices that sum the weights of a chunk's compressed blocks to the importance of selection blocks.
 
-        bfloat16[chunk, 128] and [128, 128]: the tokens that two blocks share, divided by the stride, small integers. Of
-        the second array, rows are the last 128 compressed blocks of the chunk, and only the first column has values.
+        Elements are small integers: the number of tokens that both blocks share, divided by the stride. The first
+        matrix, bfloat16[chunk, 128], is for the selection blocks of the chunk. The second, bfloat16[128, 128], adds the
+        last 128 compressed blocks to the selection block after the chunk; only its first column is not zero.
         """
         config = self.config
         starts = np.arange(self.chunk)[:, None] * config.stride

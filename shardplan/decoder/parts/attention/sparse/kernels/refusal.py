@@ -10,7 +10,7 @@ def kernel_refusal(setting: str, block: int) -> str | None:
     >>> kernel_refusal("block_size", 64)
 
     Args:
-        setting: the name of the size of blocks.
+        setting: name of the setting that has the block size, for the message.
     """
     if block % SUBLANES:
         return (
@@ -30,11 +30,11 @@ def check_kernel(subject: str, setting: str, block: int) -> None:
     shardplan.errors.ConfigError: attend_to_blocks: block_size is 60; kernels copy blocks of a multiple of 8 ...
 
     Args:
-        subject: what attends, for the message.
-        setting: the name of the size of blocks.
+        subject: the kind of attention, for the message.
+        setting: name of the setting that has the block size, for the message.
 
     Raises:
-        ConfigError: they cannot.
+        ConfigError: kernels cannot attend to such blocks.
     """
     reason = kernel_refusal(setting, block)
     if reason is not None:

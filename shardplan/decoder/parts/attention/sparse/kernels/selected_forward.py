@@ -34,7 +34,7 @@ def attend_tiles(
     values: jax.Array,
     with_free_mass: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Attend to the blocks of the tables.
+    """Compute softmax attention of each tile of queries to the blocks in its table.
 
     Args:
         first_positions: int32[tiles of a sequence].

@@ -42,7 +42,7 @@ def attend_by_kernel(
     keys: jax.Array,
     values: jax.Array,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Attend to the tokens of the selected blocks that are not after the query.
+    """Attend causally, by kernels, to the tokens of each query's selected blocks.
 
     Args:
         with_free_mass: whether to return the weights outside forced blocks, through which no gradient flows.

@@ -37,8 +37,8 @@ def window_query_gradients(
     Args:
         first: int32[1], position of the first query.
         queries: [tile, row, d].
-        keys: [b * g, s, d], as `WindowTiles.pad_keys` returns them; values are alike.
-        gradients: [tile, row, d], of the output.
+        keys: [b * g, s, d], as `WindowTiles.pad_keys` returns them; values have the same layout.
+        gradients: [tile, row, d], gradients of the output.
         row_sums: float32[tile, 2, row], the log-sum-exp of scores and delta.
     """
     _, rows, size = queries.shape
@@ -89,7 +89,7 @@ def window_key_value_gradients(
     gradients: jax.Array,
     row_sums: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the gradients of keys and values, float32[b * g, s, d]; arguments as `window_query_gradients`."""
+    """Return the gradients of keys and values, float32[b * g, s, d]; see `window_query_gradients` for arguments."""
     _, rows, size = queries.shape
     heads, length, value_size = values.shape
     unit = sizes.tiles_per_step
@@ -97,7 +97,7 @@ def window_key_value_gradients(
     runs = sizes.query_blocks * runs_per_block
 
     def run_of(block: jax.Array, step: jax.Array) -> jax.Array:
-        """Return the index of a run of tiles that see a block of keys; it may be outside of 0 .. runs - 1."""
+        """Return the run of tiles that a step adds to a key block; a run outside 0 .. runs - 1 is skipped."""
         return (block - (sizes.blocks - 1)) * runs_per_block + step
 
     def kernel(first, k, v, q, do, sums, dk, dv) -> None:  # type: ignore[no-untyped-def]

@@ -15,12 +15,12 @@ GRID = ("parallel", "parallel", "arbitrary")
 def attend_window_tiles(
     sizes: WindowTiles, first: jax.Array, queries: jax.Array, keys: jax.Array, values: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Attend to the windows of a run of queries.
+    """Compute the attention of consecutive queries to their windows, tile by tile.
 
     Args:
         first: int32[1], position of the first query.
         queries: [tile, row, d].
-        keys: [b * g, s, d], as `WindowTiles.pad_keys` returns them; values are alike.
+        keys: [b * g, s, d], as `WindowTiles.pad_keys` returns them; values have the same layout.
 
     Returns:
         The output [tile, row, d], and float32[tile, 1, row], the log-sum-exp of scores.

@@ -64,7 +64,7 @@ class WindowTiles:
 
     @property
     def blocks(self) -> int:
-        """Number of key blocks that the queries of a block see."""
+        """Number of key blocks that one block of queries attends to."""
         return self.halo // BLOCK + 1
 
     @property
@@ -84,7 +84,7 @@ class WindowTiles:
 
     @property
     def tiles_per_step(self) -> int:
-        """Number of query tiles per step of the kernel for gradients of keys and values; divides `tiles_per_block`."""
+        """Number of query tiles per step in the kernel for dk and dv, a divisor of `tiles_per_block`."""
         tiles = self.tiles_per_block
         while tiles > 1 and tiles * self.tiles.rows > MAX_ROWS_PER_STEP:
             tiles //= 2
@@ -110,7 +110,7 @@ class WindowTiles:
         return self.tiles.join(x, batch)[:, : self.count]
 
     def pad_keys(self, x: jax.Array) -> jax.Array:
-        """Pad keys, at most `self.halo` of them in the halo: [b, halo + t, g, d] -> [b * g, key blocks * 128, d]."""
+        """Pad keys to whole blocks: [b, halo + t, g, d] -> [b * g, key blocks * 128, d]."""
         batch, count, groups, size = x.shape
         before = self._missing_keys(count)
         after = self.key_blocks * BLOCK - before - count
@@ -135,7 +135,7 @@ class WindowTiles:
 
         Args:
             keys: [key, d]; queries: [row, d].
-            key_block: number of the block, the first one of the halo is 0.
+            key_block: number of the block; the halo's first block is 0.
             first_query: number of the first query of the tile.
             first: position of query 0: keys before position 0 are padding.
         """
