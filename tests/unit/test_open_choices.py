@@ -115,7 +115,7 @@ def test_checkpointing_can_be_chosen(llama_model, llama_config):
     """With a number of microbatches that is given, or each kind would be planned with every number."""
     settings = {"workload_kind": "train", "workload_gradient_checkpointing": "auto", "workload_microbatches": 1}
     roomy = make_plan(llama_config(hardware_slice="v5p-64", workload_batch=32, **settings), llama_model)
-    tight = make_plan(llama_config(hardware_slice="v5e-16", **settings), llama_model)
+    tight = make_plan(llama_config(hardware_slice="v5e-16", workload_batch=32, **settings), llama_model)
     matmuls = {"query_proj", "key_proj", "value_proj", "context", "attn_out", "gate_proj", "up_proj"}
     assert {*roomy.workload.checkpoint_policy.names} == matmuls  # nothing is computed again but elementwise work
     assert not matmuls <= {*tight.workload.checkpoint_policy.names}
