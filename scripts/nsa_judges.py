@@ -58,14 +58,12 @@ def message_of(record: Records) -> str:
 
 def step_ratio(steps: Records, one: str, other: str) -> float:
     """Ratio of the processor times of two programs, medians over the rounds."""
-    first, second = (statistics.median(steps["programs"][name]["processor"]) for name in (one, other))
-    return float(first / second)
+    return processor_seconds(steps, one) / processor_seconds(steps, other)
 
 
-def added_seconds(steps: Records) -> float:
-    """Processor seconds that a step on 8 devices takes beyond its time on one."""
-    eight, one = (statistics.median(steps["programs"][name]["processor"]) for name in (SHARDED, UNSHARDED))
-    return float(eight - one)
+def processor_seconds(steps: Records, program: str) -> float:
+    """Processor time of a step, median over the rounds."""
+    return float(statistics.median(steps["programs"][program]["processor"]))
 
 
 def judge_stability(runs: Records) -> Judgement:
@@ -93,7 +91,7 @@ def judge_memory(runs: Records) -> Judgement:
 
 def judge_throughput(record: Records, steps: Records) -> Judgement:
     rate, programs = tokens_per_second(record), steps["programs"]
-    seconds = {name: statistics.median(each["processor"]) for name, each in programs.items()}
+    seconds = {name: processor_seconds(steps, name) for name in programs}
     tokens = steps["batch"] * steps["position"]
     return (
         f"{rate:.1f} tokens/s on CPU cores that other work shares; {tokens / seconds['sparse-1']:.1f} for a second of "
@@ -276,8 +274,9 @@ def judge_scaling(steps: Records, *shorter: Records) -> Judgement:
     """Judge the sequences that the model is made for; shorter ones are named beside them."""
     texts = []
     for each in (steps, *shorter):
-        ratio, seconds = step_ratio(each, SHARDED, UNSHARDED), added_seconds(each)
-        texts.append(f"{ratio:.2f} with {each['batch']} x {each['position']} tokens ({seconds:+.1f} s)")
+        ratio = step_ratio(each, SHARDED, UNSHARDED)
+        added = processor_seconds(each, SHARDED) - processor_seconds(each, UNSHARDED)
+        texts.append(f"{ratio:.2f} with {each['batch']} x {each['position']} tokens ({added:+.1f} s)")
     eight, one = (min(steps["programs"][name]["wall"]) for name in (SHARDED, UNSHARDED))
     text = f"processor time: {texts[0]}, {eight / one:.2f} by the clock; shorter sequences {', '.join(texts[1:])}"
     return text, step_ratio(steps, SHARDED, UNSHARDED) <= MAX_RATIO

@@ -96,8 +96,8 @@ def _steps_part(compared: Mapping[str, Any]) -> list[str]:
         "Programs of a training step took turns in one process. Processor time counts all threads and not what else "
         "the machine does; it is the median, and the first round is left out. Dense is the same model with attention "
         "to all tokens. With FSDP all weights are copied to every virtual device, and each reads them for its own "
-        "tokens. This work does not grow with the tokens: a step takes a few seconds more, twice the time of a short "
-        "step and a few hundredths of one with sequences of 2048 tokens, where other differences are larger.\n"
+        "tokens. This work does not grow with the tokens, so that the ratio to one device is large where a step is "
+        "short. With sequences of 2048 tokens other differences are larger; what they are was not measured.\n"
     ]
     for steps in compared.values():
         rows = []

@@ -109,14 +109,14 @@ def load_calibration(generation: str, larger_tiles: bool = True) -> Calibration:
             "no factors are fitted for %s, so that its times are plain rooflines, which are shorter", generation
         )
         return Calibration()
-    factors, training, tiles = entry["factors"], entry.get("training"), entry.get("larger_tiles")
+    factors, training, tiles = entry["factors"], entry["training"], entry.get("larger_tiles")
     if tiles is not None and larger_tiles:
         factors = {**factors, **tiles["factors"], "vmem_kib": tiles["vmem_kib"]}
-        training = tiles.get("training")
+        training = tiles["training"]
     return Calibration(
         **factors,
         quirks=CompilerQuirks(**entry["quirks"]),
-        training=None if training is None else TrainingFactors(**training),
+        training=TrainingFactors(**training),
     )
 
 

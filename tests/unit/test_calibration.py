@@ -66,7 +66,9 @@ def test_times_hold_for_programs_that_are_left_out(entries, generation):
 
 
 def test_an_unknown_factor_raises(monkeypatch, tmp_path):
-    (tmp_path / FILE).write_text('{"v4": {"factors": {"product": 1.2}, "quirks": {}}}', encoding="utf-8")
+    (tmp_path / FILE).write_text(
+        '{"v4": {"factors": {"product": 1.2}, "training": {}, "quirks": {}}}', encoding="utf-8"
+    )
     monkeypatch.setattr(module.resources, "files", lambda package: tmp_path)
     load_calibration.cache_clear()
     with pytest.raises(TypeError, match="product"):

@@ -80,9 +80,11 @@ def test_missing_runs_are_not_tried():
 @pytest.mark.parametrize(("seconds", "passes"), [(12.9, True), (13.1, False)])
 def test_the_sequences_that_the_model_is_made_for_decide_about_scaling(seconds, passes):
     def steps(position, eight):
-        times = {name: {"processor": [value] * 3, "wall": [value]} for name, value in
-                 {nsa_judges.SHARDED: eight, nsa_judges.UNSHARDED: 10.0}.items()}  # fmt: skip
-        return {"batch": 8, "position": position, "programs": times}
+        programs = {
+            nsa_judges.SHARDED: {"processor": [eight] * 3, "wall": [eight]},
+            nsa_judges.UNSHARDED: {"processor": [10.0] * 3, "wall": [10.0]},
+        }
+        return {"batch": 8, "position": position, "programs": programs}
 
     text, judged = nsa_judges.judge_scaling(steps(2048, seconds), steps(64, 20.0))
     assert judged is passes
