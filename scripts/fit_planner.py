@@ -45,7 +45,7 @@ from shardplan.cost.calibration import Calibration, TrainingFactors, compiler_qu
 from shardplan.cost.gspmd import DeviceCost
 from shardplan.cost.memory import estimate_memory
 from shardplan.cost.roofline import TaskSeconds, compute_seconds, step_tasks
-from shardplan.cost.sharding import ShardingAssignment
+from shardplan.cost.sharding import CompilerQuirks, ShardingAssignment
 from shardplan.experts.method import ExpertMethod
 from shardplan.hardware import Slice, parse_slice
 from shardplan.hardware.generations import GENERATIONS
@@ -113,6 +113,9 @@ VMEM_KIB = {"v5e": 65536, "v5p": 65536, "v6e": 98304, "tpu7x": 49152}
 """Generation -> vector memory that one operation may use in programs with larger tiles, KiB. With more, an operation
 holds larger tiles of matmuls there, and reads operands from HBM less often (docs/log.md has what each gained, and what
 else was tried); on v4 more than the compiler's own limit changes nothing."""
+GATHERS_LATE = ("v4", "v5e")
+"""Generations with the quirk `gathers_late`. It is read in compiled programs and not fitted: v6e hides these gathers,
+but two of its calibration programs wait for others, which a fit would take for these (docs/log.md, Time)."""
 DIGITS = 3
 """Number of decimal digits of the written factors."""
 
@@ -368,7 +371,8 @@ class Fitted:
     def of(cls, generation: str, observations: Sequence[Observation]) -> "Fitted":
         """Fit the factors to the programs of the generation."""
         own = [o for o in observations if o.hardware.generation.name == generation]
-        factors, fits = fit([o for o in own if not o.has_larger_tiles], GROUPS, Calibration())
+        start = Calibration(quirks=CompilerQuirks(gathers_late=generation in GATHERS_LATE))
+        factors, fits = fit([o for o in own if not o.has_larger_tiles], GROUPS, start)
         if generation not in VMEM_KIB:
             return cls(factors, fits, None, [])
         tiled = [o for o in own if o.has_larger_tiles]
@@ -383,9 +387,12 @@ class Fitted:
     def entry(self) -> dict[str, Any]:
         """Its entry in the file of factors."""
         entry = {**_values(self.factors, GROUPS), "fits": [vars(each) for each in self.fits]}
-        quirks = entry["factors"].keys() & vars(self.factors.quirks).keys()
-        found = {name: entry["factors"].pop(name) for name in sorted(quirks)}
-        entry["quirks"] = {name: value for name, value in found.items() if value not in (None, False)}
+        quirks = vars(self.factors.quirks)
+        for name in entry["factors"].keys() & quirks.keys():
+            del entry["factors"][name]
+        entry["quirks"] = {
+            name: quirks[name] for name in sorted(quirks) if quirks[name] != getattr(CompilerQuirks, name)
+        }
         if self.tiled is not None:
             fits = [vars(each) for each in self.tiled_fits]
             entry["larger_tiles"] = {"vmem_kib": self.tiled.vmem_kib, **_values(self.tiled, TILE_GROUPS), "fits": fits}

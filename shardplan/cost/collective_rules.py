@@ -132,7 +132,9 @@ def _weight_gather_traffic(task: Task, assignment: ShardingAssignment) -> Iterat
         if gather:
             subject = str(operand.weight)
             overlap = Overlap.INDEPENDENT
-            if task.kind == TaskKind.EXPERTS:
+            if task.has_first_weight and assignment.quirks.gathers_late:
+                overlap = Overlap.NONE
+            elif task.kind == TaskKind.EXPERTS:
                 overlap = Overlap.KERNELS
             elif gather.num_dimensions > 1:
                 overlap = Overlap.REORDERED

@@ -30,6 +30,9 @@ class CompilerQuirks:
     """Whether a reduce-scatter over all devices of a slice stays one; otherwise it becomes an all-reduce."""
     copies_stacks: bool = False
     """Whether stacked parameters are copied into another memory layout before the loop over them."""
+    gathers_late: bool = False
+    """Whether gathers of the first parameters of a loop's layers run before their matmuls, with nothing to hide
+    behind, in steps with gradients."""
     gathers_early: bool = False
     """Whether the parameters of a loop's body are gathered all at once."""
     wide_rows: bool = False

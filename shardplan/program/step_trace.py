@@ -39,6 +39,7 @@ from shardplan.program.tasks import Step, Task, TaskKind
 from shardplan.program.trace import Argument, ArrayClass, Trace, trace_jaxpr
 from shardplan.program.unrolled_blocks import trace_equal_blocks_once
 from shardplan.program.variants.checkpointed import is_rewritable, with_policy
+from shardplan.program.variants.first_weights import mark_first_weights
 from shardplan.program.variants.gradient_kernels import mark_gradient_kernels
 from shardplan.program.variants.kept_activations import KeptActivations, kept_activations
 from shardplan.program.variants.resized import Resizer, TracedBatch, traced_batch
@@ -176,7 +177,9 @@ def _finished_step(model: Model, trace: Trace) -> Step:
 
 
 def _finished_tasks(trace: Trace, tasks: Iterable[Task]) -> tuple[Task, ...]:
-    marked = (_mark_work_on_parameters(task, trace.input_axes) for task in tasks)
+    marked: Iterable[Task] = (_mark_work_on_parameters(task, trace.input_axes) for task in tasks)
+    if any(operation.is_backward for operation in all_operations(trace.operations)):
+        marked = mark_first_weights(marked, trace.operations, trace.arrays)
     return with_layer_flops(mark_gradient_kernels(marked))
 
 

@@ -1,6 +1,7 @@
 """Collectives that mappings cause, against calculations by hand on one traced layer and on models."""
 
 import dataclasses
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import pytest
 from traced_layer import LAYERS, MESH, TOKENS, WEIGHT, B, E, M, P, V, traced_step
 
 from shardplan.cost.calibration import compiler_quirks, load_calibration
-from shardplan.cost.collectives import Purpose
+from shardplan.cost.collectives import Overlap, Purpose
 from shardplan.cost.gspmd import device_cost
 from shardplan.cost.roofline import step_tasks
 from shardplan.cost.sharding import CompilerQuirks, ShardingAssignment
@@ -241,6 +242,35 @@ def test_tied_embeddings_count_once():
 def train_step():
     model = build_model({**read_config("llama-3.1-8b", None, LEVANTER), "num_hidden_layers": 2}, 1024)
     return plan_step(model, Workload("train", 8, 1024, "float32", "bfloat16"))
+
+
+@pytest.mark.slow
+def test_gathers_of_the_first_weights_of_a_layer_run_late_in_trainings():
+    """Queries, keys and values, in the forward pass and in the backward pass; evaluations hide all gathers."""
+    evaluation = plan_step(
+        build_model({**read_config("llama-3.1-8b", None, LEVANTER), "num_hidden_layers": 2}, 1024),
+        Workload("eval", 8, 1024),
+    )
+    assert late_gathers(evaluation, CompilerQuirks(gathers_late=True)) == {}
+    assert late_gathers(train_step(), CompilerQuirks()) == {}
+    layers = 2
+    assert late_gathers(train_step(), CompilerQuirks(gathers_late=True)) == {
+        f"transformer.layers.stacked.self_attn.{name}_proj.weight": 2 * layers for name in "qkv"
+    }
+
+
+def late_gathers(step, quirks):
+    """Name of each parameter whose gathers nothing hides -> number of its gathers in a step."""
+    assignment = ShardingAssignment(
+        {"replica": 1, "data": 8, "model": 1}, {"batch": ("data",)}, {"embed": ("data",)}, step.merged_axes,
+        step.activation_axes, quirks,
+    )  # fmt: skip
+    counts = Counter()
+    for task in step.tasks:
+        for each in device_cost(task, assignment).traffic:
+            if each.purpose is Purpose.WEIGHTS and each.overlap is Overlap.NONE:
+                counts[each.subject] += each.count
+    return dict(counts)
 
 
 @pytest.mark.slow
