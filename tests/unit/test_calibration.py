@@ -5,7 +5,8 @@ from dataclasses import replace
 from importlib import resources
 
 import pytest
-from fit_planner import FITTED, GATHERS_LATE, GROUPS, TILE_GROUPS, TRAINING, VMEM_KIB
+from factor_fits import GATHERS_LATE, GROUPS, TILE_GROUPS, TRAINING
+from fitted_programs import FITTED, VMEM_KIB
 from planner_record import CALIBRATION, read_records
 
 from shardplan.cost import calibration as module
