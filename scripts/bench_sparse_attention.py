@@ -35,7 +35,7 @@ from shardplan.decoder.parts.attention.sparse.branches.selected_branch import at
 from shardplan.decoder.parts.attention.sparse.branches.window_branch import attend_to_windows
 from shardplan.decoder.parts.attention.sparse.kernels.compressed_kernel import attend_to_compressed_by_kernel
 from shardplan.decoder.parts.attention.sparse.kernels.window.kernel import attend_to_windows_by_kernel
-from shardplan.decoder.parts.attention.sparse.parts import PositionParts
+from shardplan.decoder.parts.attention.sparse.sharding.parts import PositionParts
 from shardplan.plan.attention_plan import SparseKernel
 from shardplan.verify.compiler.topology import make_topology_mesh
 from shardplan.verify.hlo.collectives import Network

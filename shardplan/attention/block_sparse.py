@@ -14,8 +14,8 @@ from shardplan.decoder.parts.attention.sparse.block_call import BlockCall, compu
 from shardplan.decoder.parts.attention.sparse.branches.query_chunks import QUERIES_PER_CHUNK
 from shardplan.decoder.parts.attention.sparse.branches.selected_branch import SelectedMethod
 from shardplan.decoder.parts.attention.sparse.kernels.refusal import check_kernel
-from shardplan.decoder.parts.attention.sparse.mesh_sharding import device_count, resolve_mesh_sharding
-from shardplan.decoder.parts.attention.sparse.parts import PositionParts
+from shardplan.decoder.parts.attention.sparse.sharding.mesh_sharding import device_count, resolve_mesh_sharding
+from shardplan.decoder.parts.attention.sparse.sharding.parts import PositionParts
 from shardplan.errors import ConfigError, nearest
 from shardplan.model.gradient_checkpointing.activation_names import ActivationName
 from shardplan.positions.sequence_order import SequenceOrder

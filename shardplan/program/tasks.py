@@ -102,8 +102,7 @@ class Task:
     """For a block of routed experts and its gradient: FLOPs of its layer's other matmuls in one execution, over all
     devices. For a host copy in a loop: FLOPs of the matmuls in the loop's body that hide it."""
     has_first_weight: bool = False
-    """For a matmul of a step with gradients: whether its parameter is among the first that the layers of a loop use
-    (`shardplan.program.variants.first_weights`)."""
+    """For a matmul of a training: whether a layer of a loop uses its parameter first (`variants.first_weights`)."""
     loop: int | None = None
     """For a host copy: identifier of the loop whose body contains it (index of the loop's first result); None outside
     of loops. Copies of one loop run one after the other."""

@@ -9,8 +9,8 @@ import pytest
 from sparse_attention_cases import CASES, DENSE, LONG, MIXED, call, make
 
 from shardplan.decoder import NativeSparseConfig
-from shardplan.decoder.parts.attention.sparse.parts import PositionParts
-from shardplan.decoder.parts.attention.sparse.traffic import backward_traffic, forward_traffic
+from shardplan.decoder.parts.attention.sparse.sharding.parts import PositionParts
+from shardplan.decoder.parts.attention.sparse.sharding.traffic import backward_traffic, forward_traffic
 from shardplan.positions.sequence_order import SequenceOrder
 from shardplan.verify.hlo.collectives import base_opcode, is_collective
 from shardplan.verify.hlo.parser import parse

@@ -11,8 +11,8 @@ import pytest
 from test_native_sparse_attention_traffic import received_by_shape
 
 from shardplan.decoder.layers.sparse_layers import sparse_attentions
-from shardplan.decoder.parts.attention.sparse.parts import PositionParts
-from shardplan.decoder.parts.attention.sparse.traffic import backward_traffic, forward_traffic
+from shardplan.decoder.parts.attention.sparse.sharding.parts import PositionParts
+from shardplan.decoder.parts.attention.sparse.sharding.traffic import backward_traffic, forward_traffic
 from shardplan.execution import specialize, step_program
 from shardplan.execution.device_mesh import make_mesh
 from shardplan.plan.attention_plan import AttentionPlan, SparseKernel, Strategy

@@ -9,7 +9,7 @@ from shardplan.cost.gspmd import device_cost
 from shardplan.cost.sparse.stages import call_stages, given_block_flops
 from shardplan.cost.sparse.work import SparseWork
 from shardplan.decoder import NativeSparseConfig
-from shardplan.decoder.parts.attention.sparse.parts import PositionParts
+from shardplan.decoder.parts.attention.sparse.sharding.parts import PositionParts
 from shardplan.hardware import GENERATIONS
 from shardplan.plan.attention_plan import SparseKernel
 from shardplan.program.live_buffers import BufferRole

@@ -13,8 +13,8 @@ from shardplan.cost.roofline import model_flops_by_kind
 from shardplan.cost.sharding import ShardingAssignment
 from shardplan.decoder import NativeSparseConfig
 from shardplan.decoder.layers.sparse_layers import sparse_attentions
-from shardplan.decoder.parts.attention.sparse.parts import PositionParts
-from shardplan.decoder.parts.attention.sparse.traffic import backward_traffic, forward_traffic
+from shardplan.decoder.parts.attention.sparse.sharding.parts import PositionParts
+from shardplan.decoder.parts.attention.sparse.sharding.traffic import backward_traffic, forward_traffic
 from shardplan.errors import ConfigError, InfeasibleError
 from shardplan.execution import specialize
 from shardplan.hardware import CollectiveKind

@@ -17,7 +17,7 @@ from shardplan.cost.sparse.kernels import (
 )
 from shardplan.cost.sparse.work import SparseWork
 from shardplan.decoder import NativeSparseConfig
-from shardplan.decoder.parts.attention.sparse.parts import PositionParts
+from shardplan.decoder.parts.attention.sparse.sharding.parts import PositionParts
 from shardplan.errors import ConfigError
 from shardplan.execution import specialize
 from shardplan.hardware import GENERATIONS

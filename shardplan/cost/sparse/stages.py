@@ -31,7 +31,7 @@ from shardplan.cost.sparse.kernels import kernel_stages, selected_kernel_stages
 from shardplan.cost.sparse.stage import Stage, StageName
 from shardplan.cost.sparse.work import SelectedWork, SparseWork, given_block_work
 from shardplan.decoder.parts.attention.sparse.config import Compression
-from shardplan.decoder.parts.attention.sparse.parts import PositionParts
+from shardplan.decoder.parts.attention.sparse.sharding.parts import PositionParts
 from shardplan.plan.attention_plan import SparseKernel
 from shardplan.program.named_arrays import size_of
 from shardplan.program.tasks import Task

@@ -1,6 +1,6 @@
 """The transfers of Native Sparse Attention and of `attend_to_blocks`, and the sums of their gradients. Pure.
 
-The bytes of Native Sparse Attention are those of `shardplan.decoder.parts.attention.sparse.traffic`.
+The bytes of Native Sparse Attention are those of `shardplan.decoder.parts.attention.sparse.sharding.traffic`.
 """
 
 from collections.abc import Iterator
@@ -15,8 +15,8 @@ from shardplan.cost.collectives import (
 )
 from shardplan.cost.sharding import ShardingAssignment
 from shardplan.cost.sparse.work import BlockSizes, SparseWork, given_block_work, work_of
-from shardplan.decoder.parts.attention.sparse.parts import ORDERS, PositionParts
-from shardplan.decoder.parts.attention.sparse.traffic import SparseTraffic, backward_traffic, forward_traffic
+from shardplan.decoder.parts.attention.sparse.sharding.parts import ORDERS, PositionParts
+from shardplan.decoder.parts.attention.sparse.sharding.traffic import SparseTraffic, backward_traffic, forward_traffic
 from shardplan.hardware import CollectiveKind
 from shardplan.plan.attention_plan import SparseKernel
 from shardplan.plan.mapping import MeshAxes, mesh_size

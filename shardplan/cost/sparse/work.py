@@ -8,7 +8,7 @@ from typing import Protocol, assert_never
 from shardplan.cost.sharding import CompilerQuirks, ShardingAssignment
 from shardplan.decoder.parts.attention.sparse.branches.query_chunks import QUERIES_PER_CHUNK
 from shardplan.decoder.parts.attention.sparse.config import NativeSparseConfig
-from shardplan.decoder.parts.attention.sparse.parts import PositionParts
+from shardplan.decoder.parts.attention.sparse.sharding.parts import PositionParts
 from shardplan.plan.attention_plan import SparseKernel
 from shardplan.plan.mapping import MeshAxes, mesh_size
 from shardplan.program.marked.attention_kind import AttentionKind

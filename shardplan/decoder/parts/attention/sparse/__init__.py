@@ -7,8 +7,8 @@ compressed branch, so that scores of single tokens are computed for few blocks o
 Each part is a module of functions of arrays, so that it can be sharded or replaced by a kernel without the others. They
 share one notation for the axes of arrays, below.
 
-Batch, positions and groups can be sharded over devices. `mesh_sharding` runs `device_branches` on every device; t is
-then the positions of the device, and s those of the whole sequence where keys are gathered.
+Batch, positions and groups can be sharded over devices. `sharding.mesh_sharding` runs `device_branches` on every
+device; t is then the positions of the device, and s those of the whole sequence where keys are gathered.
 
 Keys and values are multiplied in the dtype of queries. They may be float32 while queries are bfloat16, so that
 gradients of many queries are added in float32.

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import jax
 
 from shardplan.decoder.parts.attention.sparse.branches.selected_branch import SelectedMethod, attend_to_selected
-from shardplan.decoder.parts.attention.sparse.mesh_sharding import MeshSharding, run_on_mesh
-from shardplan.decoder.parts.attention.sparse.parts import PositionParts
-from shardplan.decoder.parts.attention.sparse.position_shards import PositionShards
 from shardplan.decoder.parts.attention.sparse.selection_blocks import SelectionBlocks
+from shardplan.decoder.parts.attention.sparse.sharding.mesh_sharding import MeshSharding, run_on_mesh
+from shardplan.decoder.parts.attention.sparse.sharding.parts import PositionParts
+from shardplan.decoder.parts.attention.sparse.sharding.position_shards import PositionShards
 from shardplan.model.replaceable import Replaceable
 
 

@@ -28,7 +28,7 @@ from shardplan.decoder.parts.attention.sparse.config import CompressedRope, Nati
 from shardplan.decoder.parts.attention.sparse.gates import compute_gates, mix
 from shardplan.decoder.parts.attention.sparse.kernels.compressed_kernel import attend_to_compressed_by_kernel
 from shardplan.decoder.parts.attention.sparse.kernels.window.kernel import attend_to_windows_by_kernel
-from shardplan.decoder.parts.attention.sparse.position_shards import PositionShards
+from shardplan.decoder.parts.attention.sparse.sharding.position_shards import PositionShards
 from shardplan.decoder.parts.attention.sparse.statistics import (
     Neighbours,
     SelectionSums,

@@ -19,11 +19,11 @@ from shardplan.decoder.parts.attention.sparse.branches.query_chunks import QUERI
 from shardplan.decoder.parts.attention.sparse.branches.selected_branch import SelectedMethod
 from shardplan.decoder.parts.attention.sparse.config import NativeSparseConfig
 from shardplan.decoder.parts.attention.sparse.device_branches import GroupInputs, TokenInputs
-from shardplan.decoder.parts.attention.sparse.mesh_sharding import device_count, resolve_mesh_sharding
 from shardplan.decoder.parts.attention.sparse.parameters import init_parameters, name_arrays
+from shardplan.decoder.parts.attention.sparse.sharding.mesh_sharding import device_count, resolve_mesh_sharding
+from shardplan.decoder.parts.attention.sparse.sharding.traffic import importance_all_reduce_bytes
 from shardplan.decoder.parts.attention.sparse.sparse_call import SUBJECT, SparseCall, attend_sparsely
 from shardplan.decoder.parts.attention.sparse.statistics import SelectionSums
-from shardplan.decoder.parts.attention.sparse.traffic import importance_all_reduce_bytes
 from shardplan.errors import ConfigError
 from shardplan.model.axis_sharding import mesh_axes_of
 from shardplan.model.gradient_checkpointing.activation_names import ActivationName

@@ -19,9 +19,9 @@ from shardplan.decoder.parts.attention.sparse.device_branches import (
     TokenResults,
 )
 from shardplan.decoder.parts.attention.sparse.kernels.refusal import check_kernel
-from shardplan.decoder.parts.attention.sparse.mesh_sharding import MeshSharding, device_count, run_on_mesh
-from shardplan.decoder.parts.attention.sparse.parts import PositionParts
-from shardplan.decoder.parts.attention.sparse.position_shards import PositionShards
+from shardplan.decoder.parts.attention.sparse.sharding.mesh_sharding import MeshSharding, device_count, run_on_mesh
+from shardplan.decoder.parts.attention.sparse.sharding.parts import PositionParts
+from shardplan.decoder.parts.attention.sparse.sharding.position_shards import PositionShards
 from shardplan.decoder.parts.attention.sparse.statistics import SelectionSums
 from shardplan.model.replaceable import Replaceable
 from shardplan.positions.sequence_order import SequenceOrder

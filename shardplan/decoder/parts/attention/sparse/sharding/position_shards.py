@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardplan.decoder.parts.attention.sparse.parts import PositionParts
+from shardplan.decoder.parts.attention.sparse.sharding.parts import PositionParts
 from shardplan.runtime.permute import permute
 
 

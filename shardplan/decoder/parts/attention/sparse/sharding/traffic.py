@@ -17,7 +17,7 @@ The gathered rows include blocks that the end of the sequence leaves incomplete,
 from typing import NamedTuple
 
 from shardplan.decoder.parts.attention.sparse.config import NativeSparseConfig
-from shardplan.decoder.parts.attention.sparse.parts import PositionParts
+from shardplan.decoder.parts.attention.sparse.sharding.parts import PositionParts
 
 FLOAT32_BYTES = 4
 
