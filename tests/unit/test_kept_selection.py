@@ -2,7 +2,9 @@
 
 import json
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 import equinox as eqx
 import haliax as hax
@@ -11,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import ROOT
+from haliax._src import scan as haliax_scan
 from haliax.nn.scan import ScanCheckpointPolicy
 from levanter.layers.attention import AttentionMask
 from levanter.models.lm_model import LmExample
@@ -20,6 +23,8 @@ from shardplan.cost.sparse.stage import StageName
 from shardplan.cost.sparse.stages import CHOICE_PASSES, sparse_stages
 from shardplan.cost.sparse.work import work_of
 from shardplan.decoder.config import DecoderConfig
+from shardplan.errors import ConfigError
+from shardplan.model.gradient_checkpointing.kept_selection import groups_keep_selection
 from shardplan.model.registry import build_model
 from shardplan.plan.attention_plan import AttentionPlan, SparseKernel
 from shardplan.plan.workload.checkpointing import CheckpointPolicy
@@ -71,6 +76,24 @@ def test_gradients_are_those_without_checkpointing(name):
         results.append([np.asarray(leaf) for leaf in jax.tree.leaves(gradients)])
     for expected, found in zip(*results, strict=True):
         assert np.abs(found - expected).max() <= 1e-5 * np.abs(expected).max()
+
+
+def test_groups_of_layers_are_equal(raises_message):
+    with raises_message(ConfigError):
+        eqx.filter_eval_shape(loss, module_of(ScanCheckpointPolicy(nested=3)), tokens_of())
+
+
+def test_other_threads_scan_as_haliax_does():
+    """Of three layers in two groups, Haliax and the decoder say different things."""
+    scan = partial(haliax_scan.multilevel_scan, lambda carry, x: (carry, x), 0, jnp.arange(3), 2, 3)
+    with groups_keep_selection(), ThreadPoolExecutor() as threads:
+        other = threads.submit(scan)
+        with pytest.raises(ConfigError, match="nested:2"):
+            scan()
+    with pytest.raises(ValueError, match="must be divisible"):
+        other.result()
+    with pytest.raises(ValueError, match="must be divisible"):
+        scan()
 
 
 def training(policy):

@@ -2,20 +2,26 @@
 
 Rounding may select other blocks when a layer is computed again, and its gradients are those of another forward pass
 then. The numbers of blocks are small: 4 bytes for each block of a query and a group. Under `nested`, Haliax computes
-whole groups of layers again and keeps nothing of them by name; `groups_keep_selection` makes it keep the blocks.
+whole groups of layers again and keeps nothing of them by name; `groups_keep_selection` makes it keep the blocks. It
+replaces a function of Haliax's module, which has no policy for groups.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import jax
 from haliax._src import scan as haliax_scan
 from haliax.nn.scan import ScanCheckpointPolicy, Stacked
 
+from shardplan.errors import ConfigError
+from shardplan.hardware import divisors
 from shardplan.model.gradient_checkpointing.activation_names import ActivationName
+from shardplan.model.replaceable import Replaceable
+
+# in place of Haliax's function from the start, so that a thread that replaces it changes no other thread
+multilevel_scan = haliax_scan.multilevel_scan = Replaceable(haliax_scan.multilevel_scan)
 
 
 def keep_selected_blocks(policy: bool | str | ScanCheckpointPolicy) -> ScanCheckpointPolicy:
@@ -41,7 +47,7 @@ def keep_selected_blocks(policy: bool | str | ScanCheckpointPolicy) -> ScanCheck
 @contextmanager
 def groups_keep_selection() -> Iterator[None]:
     """Make Haliax's `nested` policy keep selected blocks within the context."""
-    with mock.patch.object(haliax_scan, "multilevel_scan", _scan_groups):
+    with multilevel_scan.replaced_by(_scan_groups):
         yield
 
 
@@ -60,7 +66,15 @@ def _scan_groups(
         layers: arrays [layer, ...].
         outer_size: number of groups.
         length: number of layers.
+
+    Raises:
+        ConfigError: the number of groups does not divide the number of layers.
     """
+    if length % outer_size:
+        raise ConfigError(
+            f"gradient checkpointing is nested:{outer_size}, and {length} layers do not divide into {outer_size} "
+            f"blocks; use one of {', '.join(map(str, divisors(length)))}"
+        )
 
     def compute_group(carry: Any, group: Any) -> tuple[Any, Any]:
         return jax.lax.scan(compute_layer, carry, group, reverse=reverse, unroll=unroll)
