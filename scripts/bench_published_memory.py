@@ -129,7 +129,9 @@ assigned](../howto/verify.md).
 
 - Of {total} plans that are predicted to fit, the compiler refuses {refused}.
 - Bytes in the memory of the host are exact in {same_host} of {compiled}.
-- Peaks: {all_plans}. Of plans that copy nothing to hosts: {on_device}. Of plans that do: {with_host}.
+- Peaks: {all_plans}.
+- Of plans that copy nothing to hosts: {on_device}.
+- Of plans that do: {with_host}.
 - "Live at once" is the peak without gaps between buffers, which follow from the order in which the compiler packs them
   and are not predicted: {gaps}.
 - [The log](../log.md#activations) has what the largest errors come from.
